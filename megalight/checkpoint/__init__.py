@@ -1,0 +1,1 @@
+"""Canonical views, storage, and the inspector of checkpoints."""

@@ -1,0 +1,1 @@
+"""Token files, datasets, samplers, tokenizers."""

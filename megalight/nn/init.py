@@ -1,0 +1,104 @@
+"""Initial values that depend on the seed and the canonical name alone, so that any part of a tensor can be drawn alone.
+
+A tensor is drawn in tiles of fixed size, each from its own generator; whoever needs a box of it draws the tiles that
+the box touches. Draws are float32 on the given device: bit-equal for a device type, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megalight.nn.names import parts
+
+TILE = 1024
+"""Rows and columns of a tile. Part of the definition of an initialisation: changing it changes every model."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0 and standard deviation ``std``."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere (norm weights 1, biases 0)."""
+
+    value: float
+
+
+Initializer: TypeAlias = Normal | Constant
+
+
+def key(seed: int, name: str, *more: int) -> int:
+    """A 63-bit generator seed from a run's seed, a canonical name and integers."""
+    text = ":".join([str(seed), name, *map(str, more)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def draw(
+    initializer: Initializer,
+    name: str,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The box ``offset, size`` of the canonical tensor ``name`` of global ``shape``: float32, of shape ``size``."""
+    if isinstance(initializer, Constant):
+        return torch.full(size, initializer.value, dtype=torch.float32, device=device)
+    rows, columns = (shape[0] if shape else 1), prod(shape[1:])
+    row, height = (offset[0], size[0]) if shape else (0, 1)
+    box_is_whole_rows = size[1:] == shape[1:]
+    if len(shape) > 2 and not box_is_whole_rows:
+        raise ValueError(f"{name}: a box of a {len(shape)}-dim tensor must hold whole rows; given {size} of {shape}.")
+    column, width = (offset[1], size[1]) if len(shape) == 2 else (0, columns)
+    out = torch.empty(height, width, dtype=torch.float32, device=device)
+    generator = torch.Generator(device=device)
+    for top in range(row // TILE * TILE, row + height, TILE):
+        for left in range(column // TILE * TILE, column + width, TILE):
+            generator.manual_seed(key(seed, name, top, left))
+            extent = min(TILE, rows - top), min(TILE, columns - left)
+            tile = torch.randn(extent, generator=generator, dtype=torch.float32, device=device)
+            y0, y1 = max(top, row), min(top + extent[0], row + height)
+            x0, x1 = max(left, column), min(left + extent[1], column + width)
+            out[y0 - row : y1 - row, x0 - column : x1 - column] = tile[y0 - top : y1 - top, x0 - left : x1 - left]
+    return out.mul_(initializer.std).view(size)
+
+
+def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initializer]]:
+    """Every parameter whose module states an initializer: full name, module, name within it, initializer.
+
+    A module states them in an attribute ``initializers: dict[str, Initializer]``, a parameter's own name to its values.
+    """
+    for path, module in model.named_modules():
+        for name, initializer in getattr(module, "initializers", {}).items():
+            if module._parameters.get(name) is not None:
+                yield (f"{path}.{name}" if path else name), module, name, initializer
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int, prefix: str = "") -> None:
+    """Draw every parameter of a whole one-device model that states an initializer.
+
+    Args:
+        prefix: put before each canonical name; the same model inside a larger one then gets that one's values.
+    """
+    states = {name: (module, local, initializer) for name, module, local, initializer in initializers(model)}
+    for part in parts(model):
+        if part.parameter in states:
+            module, local, initializer = states[part.parameter]
+            parameter = module._parameters[local]
+            assert parameter is not None
+            whole = (0,) * len(part.shape)
+            values = draw(initializer, prefix + part.name, part.shape, whole, part.shape, seed, parameter.device)
+            parameter.view(-1)[part.start : part.start + prod(part.shape)].view(part.shape).copy_(values)

@@ -1,0 +1,49 @@
+"""The linear layer, whole or fused from named sections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalight.nn.init import Constant, Initializer, Normal
+from megalight.nn.names import Section
+from megalight.ops.linear import linear
+
+
+class Linear(nn.Module):
+    """``y = x W^T + b``.
+
+    Args:
+        in_features: width of ``x``.
+        out_features: width of ``y``, or the named sections of a fused weight, whose sizes add up to it.
+        bias: add a bias, initially 0.
+        std: standard deviation of the initial weight.
+
+    Attributes:
+        weight: ``[out, in]``; a fused weight holds its sections one below the other.
+        sections: the named sections, or None.
+        section_sizes: output features per section (one entry without sections): what to ``split`` the output by.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int | Sequence[Section], *, bias: bool = False, std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.sections = None if isinstance(out_features, int) else tuple(out_features)
+        self.section_sizes = [s.size for s in self.sections] if self.sections else [int(out_features)]  # type: ignore[call-overload]
+        self.out_features = sum(self.section_sizes)
+        self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in] -> [..., out]``."""
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Shape and sections, for printing."""
+        names = "|".join(s.name for s in self.sections) if self.sections else ""
+        return f"{self.in_features} -> {self.out_features}{f' ({names})' if names else ''}, bias={self.bias is not None}"

@@ -1,0 +1,1 @@
+"""Operations: a reference each, and faster backends."""

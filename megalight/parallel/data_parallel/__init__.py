@@ -1,0 +1,1 @@
+"""The data-parallel engine: buckets, reductions, gathers."""

@@ -1,0 +1,1 @@
+"""Plans: how each family of modules splits."""

@@ -1,0 +1,1 @@
+"""Lightning plugins and one folder for each optional package."""
