@@ -1,0 +1,44 @@
+# A fresh machine needs only Python >= 3.10 with pip: every target makes its own environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full checks docs-check format clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(READY) ## make the virtual environment (every other target does this by itself)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"Python {v.major}.{v.minor} found; Megalight needs 3.10 or newer. Next: make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## train, resume and sample a small GPT on this machine (about five minutes on two cores)
+	$(BIN)/python examples/demo.py
+
+test: $(READY) ## the tests that every change must pass
+	$(BIN)/python -m pytest
+
+test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where there is one; writes tests/results/full.md
+	$(BIN)/python -m pytest -m '' --summary tests/results/full.md
+
+checks: $(READY) ## lint, format, types, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_floors.py tests/test_house.py
+
+docs-check: $(READY) ## run the commands and code that the documentation shows
+	$(BIN)/python -m pytest tests/test_docs.py
+
+format: $(READY) ## rewrite the code in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and everything that runs leave behind
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,78 @@
+"""The record of a whole test run: what ran, where, with which versions, and how it ended."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalight.imports import version
+
+DISTRIBUTIONS = ("megalight", "torch", "lightning", "jsonargparse", "transformers", "numpy", "safetensors", "triton")
+SLOWEST = 10
+
+
+def commit() -> str:
+    """The commit under test, marked where the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return answer.stdout.strip() or "unknown"
+
+
+def device() -> str:
+    """The machine in a few words."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    shown = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores, {shown}"
+
+
+class Summary:
+    """A pytest plugin that writes a markdown page when the session ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.started = time.monotonic()
+        self.outcomes: dict[str, str] = {}
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration  # type: ignore[assignment]
+        if report.when == "call" or report.outcome != "passed":
+            worse = self.outcomes.get(report.nodeid) == "failed"
+            self.outcomes[report.nodeid] = "failed" if worse else report.outcome
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(self.render(int(exitstatus)), encoding="utf-8")
+
+    def render(self, exitstatus: int) -> str:
+        """The page."""
+        counts = Counter(self.outcomes.values())
+        minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
+        found = [f"{name} {version(name)}" for name in DISTRIBUTIONS if version(name)]
+        failed = [name for name, outcome in self.outcomes.items() if outcome == "failed"]
+        lines = [
+            "# Test run",
+            "",
+            f"- Date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
+            f"- Commit: {commit()}",
+            f"- Machine: {device()}, Python {platform.python_version()}",
+            f"- Versions: {', '.join(found)}",
+            f"- Result: {'passed' if exitstatus == 0 else f'exit status {exitstatus}'}; "
+            + ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped")),
+            f"- Duration: {minutes} min {seconds} s",
+            "",
+            "| slowest tests | seconds |",
+            "| --- | --- |",
+            *(f"| {name} | {taken:.1f} |" for name, taken in self.seconds.most_common(SLOWEST)),
+        ]
+        if failed:
+            lines += ["", "## Failed", "", *(f"- {name}" for name in failed)]
+        return "\n".join(lines) + "\n"
