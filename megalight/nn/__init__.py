@@ -1,1 +1,17 @@
 """One-device modules."""
+
+from megalight.nn.attention import Attention as Attention
+from megalight.nn.attention import InnerAttention as InnerAttention
+from megalight.nn.attention import LayerCache as LayerCache
+from megalight.nn.embedding import Embedding as Embedding
+from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
+from megalight.nn.head import LMHead as LMHead
+from megalight.nn.layer import TransformerLayer as TransformerLayer
+from megalight.nn.linear import Linear as Linear
+from megalight.nn.mlp import MLP as MLP
+from megalight.nn.mlp import Activation as Activation
+from megalight.nn.names import Section as Section
+from megalight.nn.norm import LayerNorm as LayerNorm
+from megalight.nn.norm import RMSNorm as RMSNorm
+from megalight.nn.rotary import Rotary as Rotary
+from megalight.nn.rotary import RotaryTable as RotaryTable

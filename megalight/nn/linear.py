@@ -46,4 +46,6 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         """Shape and sections, for printing."""
         names = "|".join(s.name for s in self.sections) if self.sections else ""
-        return f"{self.in_features} -> {self.out_features}{f' ({names})' if names else ''}, bias={self.bias is not None}"
+        return (
+            f"{self.in_features} -> {self.out_features}{f' ({names})' if names else ''}, bias={self.bias is not None}"
+        )

@@ -1,0 +1,271 @@
+"""What a GPT is: sizes and choices, checked when made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_type_hints
+
+from megalight.errors import ConfigurationError, nearest
+from megalight.nn.mlp import is_gated
+
+
+def _require(good: bool, message: str) -> None:
+    if not good:
+        raise ConfigurationError(message)
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(
+        value in choices, f"{name} is {value!r}; it must be one of {', '.join(choices)}." + nearest(value, choices)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """The norms before attention, before the MLP, and before the head.
+
+    Attributes:
+        kind: ``rms`` or ``layer`` (with bias).
+        eps: added to the mean square.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _require_choice("norm.kind", self.kind, ("rms", "layer"))
+        _require(self.eps > 0, f"norm.eps is {self.eps}; it must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig:
+    """How the model knows where a token is.
+
+    Attributes:
+        kind: ``rope`` (rotary), ``learned`` (an embedding per position) or ``none``.
+        base: the slowest rotary pair turns once in about ``2 pi base`` tokens.
+        fraction: of a head's features that turn.
+        interleaved: rotary pairs are neighbours instead of half a head apart.
+    """
+
+    kind: Literal["rope", "learned", "none"] = "rope"
+    base: float = 10000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        _require_choice("position.kind", self.kind, ("rope", "learned", "none"))
+        _require(self.base > 1, f"position.base is {self.base}; it must be above 1.")
+        _require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What attention does beside the plain form.
+
+    Attributes:
+        qkv_bias: biases in the projection to queries, keys and values.
+        proj_bias: a bias in the projection back.
+        qk_norm: normalise each query and key head's features.
+        scale: of the scores; None is ``1 / sqrt(head_dim)``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        window: in windowed layers, how many tokens before itself a token may see; None: no layer is windowed.
+        window_pattern: which layers are windowed, repeated over the depth: ``[true, false]`` is every other one.
+    """
+
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    qk_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    window_pattern: tuple[bool, ...] = (True,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window_pattern", tuple(self.window_pattern))
+        _require(self.scale is None or self.scale > 0, f"attention.scale is {self.scale}; it must be above 0, or null.")
+        _require(
+            self.softcap is None or self.softcap > 0,
+            f"attention.softcap is {self.softcap}; it must be above 0, or null.",
+        )
+        _require(
+            self.window is None or self.window >= 0,
+            f"attention.window is {self.window}; it must be at least 0, or null.",
+        )
+        _require(
+            bool(self.window_pattern), "attention.window_pattern is empty; give one entry per layer of the pattern."
+        )
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer by its index, or None."""
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutConfig:
+    """Probabilities of dropping a value while training.
+
+    Attributes:
+        hidden: what attention and MLP add to the residual stream.
+        attention: attention weights.
+        embedding: the embedding's output.
+    """
+
+    hidden: float = 0.0
+    attention: float = 0.0
+    embedding: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _require(0 <= value < 1, f"dropout.{name} is {value}; it must be at least 0 and below 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Initial weights: normal with mean 0.
+
+    Attributes:
+        std: standard deviation.
+        scale_residual: divide it by ``sqrt(2 num_layers)`` in the projections that write to the residual stream, so
+            that the stream's variance does not grow with depth (GPT-2).
+    """
+
+    std: float = 0.02
+    scale_residual: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.std > 0, f"init.std is {self.std}; it must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """Which implementation each op uses; ``auto`` takes the best that can serve (``megalight doctor`` lists them)."""
+
+    attention: str = "auto"
+    norm: str = "auto"
+    rotary: str = "auto"
+    activation: str = "auto"
+    cross_entropy: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A decoder-only language model.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream, ``h``.
+        num_heads: query heads.
+        vocab_size: token ids, ``V``.
+        max_sequence_length: the longest sequence it takes, in tokens.
+        num_kv_heads: key-value heads; 0: as many as query heads.
+        head_dim: features per head; 0: ``hidden_size / num_heads``.
+        ffn_hidden_size: width inside the MLP; 0: ``4 hidden_size``.
+        activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
+        mlp_bias: biases in the MLP.
+        tie_embeddings: the head's weight is the word embedding's.
+        embedding_multiplier: scales the word embedding.
+        logit_softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
+
+    Raises:
+        ConfigurationError: sizes that do not divide, values out of range.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    max_sequence_length: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    ffn_hidden_size: int = 0
+    activation: str = "swiglu"
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    norm: NormConfig = field(default_factory=NormConfig)
+    position: PositionConfig = field(default_factory=PositionConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    dropout: DropoutConfig = field(default_factory=DropoutConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+    backends: BackendConfig = field(default_factory=BackendConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not self.head_dim:
+            _require(
+                self.hidden_size % self.num_heads == 0,
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
+                "change one of them, or give head_dim.",
+            )
+        derived = {
+            "num_kv_heads": self.num_heads,
+            "head_dim": self.hidden_size // self.num_heads,
+            "ffn_hidden_size": 4 * self.hidden_size,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; each key-value head "
+            "serves equally many query heads, so choose a divisor.",
+        )
+        _require(
+            self.position.kind != "rope" or self.rotary_dim >= 2,
+            f"position.fraction {self.position.fraction} of head_dim {self.head_dim} is less than two features; "
+            "raise either, or choose position.kind none.",
+        )
+        _require(
+            self.logit_softcap is None or self.logit_softcap > 0,
+            f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
+        )
+        is_gated(self.activation)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that turn: an even number."""
+        return int(self.head_dim * self.position.fraction) // 2 * 2
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the projections that write to the residual stream."""
+        depth = 2 * self.num_layers if self.init.scale_residual else 1
+        return float(self.init.std / depth**0.5)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, fit for JSON and YAML."""
+        return _plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GPTConfig:
+        """The configuration that :meth:`to_dict` described.
+
+        Raises:
+            ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
+        """
+        return _build(cls, values, "")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _build(cls: type[Any], values: Mapping[str, Any], path: str) -> Any:
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    for name in values:
+        _require(name in known, f"unknown key {path + name!r}; known: {', '.join(known)}." + nearest(name, known))
+    built = {
+        name: _build(hints[name], value, f"{path}{name}.") if is_dataclass(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return cls(**built)
+    except TypeError as error:
+        raise ConfigurationError(f"{cls.__name__} cannot be made of keys {sorted(values)}: {error}.") from error

@@ -1,0 +1,179 @@
+"""GPT: ``embed | layers | head`` over packed tokens ``[T, h]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megalight.errors import DataError
+from megalight.models.gpt.config import GPTConfig
+from megalight.nn import (
+    MLP,
+    Attention,
+    Embedding,
+    InnerAttention,
+    LayerCache,
+    LayerNorm,
+    Linear,
+    LMHead,
+    RMSNorm,
+    Rotary,
+    TokenEmbedding,
+    TransformerLayer,
+)
+from megalight.types import PackedSequences
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a GPT, or a part of one, hands on: exactly one of the three.
+
+    Attributes:
+        hidden: ``[T, h]``, of a part without the head.
+        losses: ``[T]``, where labels were given.
+        logits: ``[T, V]``, where not.
+    """
+
+    hidden: Tensor | None = None
+    losses: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def build_norm(config: GPTConfig, size: int) -> nn.Module:
+    """The configured norm over ``size`` features."""
+    kind = RMSNorm if config.norm.kind == "rms" else LayerNorm
+    return kind(size, config.norm.eps, backend=config.backends.norm)
+
+
+def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
+    """The layer at a global index."""
+    inner = InnerAttention(
+        scale=config.attention.scale,
+        window=config.attention.window_of(index),
+        softcap=config.attention.softcap,
+        dropout=config.dropout.attention,
+        backend=config.backends.attention,
+    )
+    attention = Attention(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        inner,
+        qkv_bias=config.attention.qkv_bias,
+        proj_bias=config.attention.proj_bias,
+        q_norm=build_norm(config, config.head_dim) if config.attention.qk_norm else None,
+        k_norm=build_norm(config, config.head_dim) if config.attention.qk_norm else None,
+        std=config.init.std,
+        proj_std=config.residual_std,
+    )
+    mlp = MLP(
+        config.hidden_size,
+        config.ffn_hidden_size,
+        config.activation,
+        bias=config.mlp_bias,
+        std=config.init.std,
+        down_std=config.residual_std,
+        backend=config.backends.activation,
+    )
+    norms = build_norm(config, config.hidden_size), build_norm(config, config.hidden_size)
+    return TransformerLayer(norms[0], attention, norms[1], mlp, dropout=config.dropout.hidden)
+
+
+def build_embedding(config: GPTConfig) -> TokenEmbedding:
+    """Word and, where configured, position embedding."""
+    word = Embedding(config.vocab_size, config.hidden_size, config.init.std)
+    learned = config.position.kind == "learned"
+    position = Embedding(config.max_sequence_length, config.hidden_size, config.init.std) if learned else None
+    return TokenEmbedding(word, position, multiplier=config.embedding_multiplier, dropout=config.dropout.embedding)
+
+
+def build_rotary(config: GPTConfig) -> Rotary | None:
+    """Rotary angles, where configured."""
+    if config.position.kind != "rope":
+        return None
+    position = config.position
+    return Rotary(config.rotary_dim, position.base, interleaved=position.interleaved, backend=config.backends.rotary)
+
+
+def build_head(config: GPTConfig) -> LMHead:
+    """Final norm and output layer."""
+    output_layer = Linear(config.hidden_size, config.vocab_size, std=config.init.std)
+    return LMHead(
+        build_norm(config, config.hidden_size),
+        output_layer,
+        softcap=config.logit_softcap,
+        backend=config.backends.cross_entropy,
+    )
+
+
+class GPT(nn.Module):
+    """A decoder-only language model. Parameters hold no values until they are initialised or loaded.
+
+    A model may be cut: without ``embed`` it takes hidden states, without ``head`` it gives them, and ``layers`` keeps
+    the global indices of those it has.
+
+    Attributes:
+        embed: token ids to hidden states, or None.
+        layers: transformer layers by global index, as strings, in order.
+        head: hidden states to losses or logits, or None.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed: TokenEmbedding | None = build_embedding(config)
+        self.rotary = build_rotary(config)
+        self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
+        self.head: LMHead | None = build_head(config)
+        if config.tie_embeddings:
+            self.head.output_layer.weight = self.embed.word.weight
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        sequences: PackedSequences,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+        cache: Mapping[str, LayerCache] | None = None,
+        rows: Tensor | None = None,
+    ) -> Output:
+        """Run the parts that are there.
+
+        Args:
+            tokens: ``[T]`` ids; read by ``embed``.
+            sequences: how the tokens divide into sequences.
+            labels: ``[T]`` ids that follow; given, the head answers with losses.
+            hidden: ``[T, h]``, for a model without ``embed``.
+            cache: earlier tokens' keys and values per layer.
+            rows: ``[N]`` which tokens the head is asked about; None is all.
+
+        Raises:
+            DataError: a sequence longer than ``max_sequence_length``, or the input that this part reads is missing.
+        """
+        self._check_length(sequences)
+        if self.embed is not None:
+            if tokens is None:
+                raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
+            hidden = self.embed(tokens, sequences.positions)
+        if hidden is None:
+            raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
+        table = None if self.rotary is None else self.rotary(sequences.positions, hidden.dtype)
+        for index, layer in self.layers.items():
+            hidden = layer(hidden, sequences, table, None if cache is None else cache[index])
+        if self.head is None:
+            return Output(hidden=hidden)
+        if rows is not None:
+            hidden = hidden[rows]
+        answer = self.head(hidden, labels)
+        return Output(logits=answer) if labels is None else Output(losses=answer)
+
+    def _check_length(self, sequences: PackedSequences) -> None:
+        longest = (sequences.keys or sequences).max_length
+        if longest > self.config.max_sequence_length:
+            raise DataError(
+                f"a sequence has {longest} tokens, but the model takes at most max_sequence_length = "
+                f"{self.config.max_sequence_length}; shorten the sequences or configure a longer model."
+            )

@@ -1,0 +1,140 @@
+"""Self-attention over packed sequences, with fewer key-value heads than query heads where wanted."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megalight.nn._ops import attention
+from megalight.nn.linear import Linear
+from megalight.nn.names import Section
+from megalight.nn.rotary import RotaryTable
+from megalight.types import PackedSequences
+
+
+class LayerCache(Protocol):
+    """One layer's keys and values of earlier tokens."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens' ``[T, Hkv, D]``; returns all keys and values, packed as ``sequences.keys`` describes."""
+        ...
+
+
+class InnerAttention(nn.Module):
+    """``softmax(q k^T * scale) v`` within each sequence: the part between the projections. Has no parameters.
+
+    Args:
+        causal: a token sees itself and earlier ones.
+        scale: of the scores; None is ``1 / sqrt(D)``.
+        window: how many tokens before itself a token may see; None is all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        dropout: probability of dropping an attention weight while training.
+        backend: of the attention op.
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+        self.dropout = dropout
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences) -> Tensor:
+        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``."""
+        return attention(
+            q,
+            k,
+            v,
+            sequences,
+            causal=self.causal,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that are set, for printing."""
+        options = {"window": self.window, "softcap": self.softcap, "dropout": self.dropout or None}
+        return ", ".join([f"causal={self.causal}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
+
+
+class Attention(nn.Module):
+    """Projection to queries, keys and values, optional norm of queries and keys, rotation, attention, projection back.
+
+    Query head ``i`` reads key-value head ``i // (num_heads / num_kv_heads)``. Head counts in the computation come from
+    the width of what ``qkv`` puts out.
+
+    Args:
+        hidden_size: ``h``.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: features per head, ``D``.
+        inner: attention proper.
+        qkv_bias: biases in the projection to queries, keys and values.
+        proj_bias: a bias in the projection back.
+        q_norm: over each query head's features, or None.
+        k_norm: over each key head's features, or None.
+        std: standard deviation of initial ``qkv`` weights.
+        proj_std: the same for ``proj``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        inner: nn.Module,
+        *,
+        qkv_bias: bool = False,
+        proj_bias: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        std: float = 0.02,
+        proj_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        queries = Section("q", num_heads * head_dim, num_heads)
+        keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
+        self.qkv = Linear(hidden_size, (queries, keys, values), bias=qkv_bias, std=std)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.inner = inner
+        self.proj = Linear(num_heads * head_dim, hidden_size, bias=proj_bias, std=proj_std)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        sequences: PackedSequences,
+        rotary: RotaryTable | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """``[T, h] -> [T, h]``."""
+        parts = self.qkv(hidden).split(self.qkv.section_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if rotary is not None:
+            q, k = rotary.rotate(q), rotary.rotate(k)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        context: Tensor = self.inner(q, k, v, sequences)
+        projected: Tensor = self.proj(context.flatten(1))
+        return projected

@@ -1,0 +1,42 @@
+"""From hidden states to losses or logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalight.nn._ops import linear_cross_entropy
+from megalight.nn.linear import Linear
+
+
+class LMHead(nn.Module):
+    """Final norm and projection to the vocabulary.
+
+    Training asks for losses: projection and cross entropy then run together, in chunks, and full logits never exist.
+
+    Args:
+        norm: before the projection.
+        output_layer: ``h -> V``; its weight may be the word embedding's.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
+        backend: of the loss op.
+    """
+
+    def __init__(
+        self, norm: nn.Module, output_layer: Linear, *, softcap: float | None = None, backend: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output_layer = output_layer
+        self.softcap = softcap
+        self.backend = backend
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``[T, h]`` and labels ``[T] ->`` losses ``[T]`` (float32; float64 of float64); no labels: logits ``[T, V]``."""
+        hidden = self.norm(hidden)
+        if labels is not None:
+            head = self.output_layer
+            return linear_cross_entropy(
+                hidden, head.weight, labels, bias=head.bias, softcap=self.softcap, backend=self.backend
+            )
+        logits: Tensor = self.output_layer(hidden)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

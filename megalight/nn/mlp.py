@@ -1,0 +1,100 @@
+"""The feed-forward layer, plain or gated."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError, nearest
+from megalight.nn._ops import activation, gated
+from megalight.nn.linear import Linear
+from megalight.nn.names import Section
+
+ACTIVATIONS: dict[str, tuple[str, bool]] = {
+    "swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "geglu_tanh": ("gelu_tanh", True),
+    "reglu": ("relu", True),
+    "silu": ("silu", False),
+    "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
+    "quick_gelu": ("quick_gelu", False),
+    "relu": ("relu", False),
+    "squared_relu": ("squared_relu", False),
+}
+"""Name -> (function, whether it gates: ``f(gate) * up``, https://arxiv.org/abs/2002.05202)."""
+
+
+def is_gated(name: str) -> bool:
+    """Whether the activation ``name`` takes two projections of the input.
+
+    Raises:
+        ConfigurationError: no such activation.
+    """
+    if name not in ACTIVATIONS:
+        raise ConfigurationError(
+            f"activation is {name!r}; it must be one of {', '.join(ACTIVATIONS)}." + nearest(name, ACTIVATIONS)
+        )
+    return ACTIVATIONS[name][1]
+
+
+class Activation(nn.Module):
+    """``f(x)``, or ``f(gate) * up`` of ``x = [gate | up]``. Has no parameters.
+
+    Args:
+        name: a key of :data:`ACTIVATIONS`.
+        backend: of the gated op.
+    """
+
+    def __init__(self, name: str, backend: str = "auto") -> None:
+        super().__init__()
+        self.gated = is_gated(name)
+        self.kind = ACTIVATIONS[name][0]
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., f] -> [..., f]``, gated ``[..., 2 f] -> [..., f]``."""
+        return gated(x, self.kind, backend=self.backend) if self.gated else activation(x, self.kind)
+
+    def extra_repr(self) -> str:
+        """The function, for printing."""
+        return f"{self.kind}, gated={self.gated}"
+
+
+class MLP(nn.Module):
+    """``down(act(up(x)))``; gated: ``down(act(gate(x)) * up(x))`` with gate and up in one weight ``gate_up``.
+
+    Args:
+        hidden_size: ``h``.
+        ffn_hidden_size: ``f``, the width between.
+        activation: a key of :data:`ACTIVATIONS`.
+        bias: biases in all projections.
+        std: standard deviation of the initial weights of the projections in.
+        down_std: the same for the projection back.
+        backend: of the gated activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        activation: str = "swiglu",
+        *,
+        bias: bool = False,
+        std: float = 0.02,
+        down_std: float = 0.02,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if is_gated(activation):
+            sections = [Section(name, ffn_hidden_size, ffn_hidden_size) for name in ("gate", "up")]
+            self.gate_up = Linear(hidden_size, sections, bias=bias, std=std)
+        else:
+            self.up = Linear(hidden_size, ffn_hidden_size, bias=bias, std=std)
+        self.act = Activation(activation, backend)
+        self.down = Linear(ffn_hidden_size, hidden_size, bias=bias, std=down_std)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[T, h] -> [T, h]``."""
+        wide = self.gate_up(hidden) if self.act.gated else self.up(hidden)
+        narrow: Tensor = self.down(self.act(wide))
+        return narrow

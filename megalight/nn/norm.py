@@ -1,0 +1,57 @@
+"""Normalisation over the last dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalight.nn._ops import layer_norm, rms_norm
+from megalight.nn.init import Constant, Initializer
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` (https://arxiv.org/abs/1910.07467).
+
+    Attributes:
+        weight: ``[size]``, initially 1.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5, backend: str = "auto") -> None:
+        super().__init__()
+        self.eps = eps
+        self.backend = backend
+        self.weight = nn.Parameter(torch.empty(size))
+        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size] -> [..., size]``."""
+        return rms_norm(x, self.weight, self.eps, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        """Size and eps, for printing."""
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` (https://arxiv.org/abs/1607.06450).
+
+    Attributes:
+        weight: ``[size]``, initially 1.
+        bias: ``[size]``, initially 0, or None.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5, bias: bool = True, backend: str = "auto") -> None:
+        super().__init__()
+        self.eps = eps
+        self.backend = backend
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size] -> [..., size]``."""
+        return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        """Size, eps and bias, for printing."""
+        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"

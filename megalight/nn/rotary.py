@@ -1,0 +1,58 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalight.nn._ops import apply_rotary, rotary_table
+
+
+class RotaryTable(NamedTuple):
+    """The angles of ``T`` tokens, computed once and used by every layer.
+
+    Attributes:
+        cos: ``[T, dim / 2]``.
+        sin: ``[T, dim / 2]``.
+        interleaved: features pair up as (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
+        backend: of the op that rotates.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    backend: str
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turn the first ``dim`` features of every head of ``x [T, H, D]``."""
+        return apply_rotary(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
+
+
+class Rotary(nn.Module):
+    """Makes the angles ``position * base^(-2 i / dim)``. Has no parameters.
+
+    Args:
+        dim: how many features of a head turn; even.
+        base: the wavelength of the slowest pair is about ``2 pi base`` tokens.
+        interleaved: see :class:`RotaryTable`.
+        backend: of the op that rotates.
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0, *, interleaved: bool = False, backend: str = "auto") -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = base
+        self.interleaved = interleaved
+        self.backend = backend
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
+        """``[T] ->`` the table of these positions, exact enough for activations of ``dtype``."""
+        precise = positions.double() if dtype == torch.float64 else positions
+        cos, sin = rotary_table(precise, self.dim, self.base)
+        return RotaryTable(cos, sin, self.interleaved, self.backend)
+
+    def extra_repr(self) -> str:
+        """Features and base, for printing."""
+        return f"{self.dim}, base={self.base:g}, interleaved={self.interleaved}"
