@@ -2,7 +2,8 @@
 
 ``run(fn, world_size, *args)`` calls the module-level function ``fn(*args)`` in ``world_size`` processes, each inside an
 initialised default process group, and returns what the ranks returned, in rank order. A rank that raises fails the test
-with its own traceback; a rank that hangs fails it after ``timeout`` seconds, and the pool is replaced.
+with its own traceback, one that dies with its exit code, one that hangs after ``timeout`` seconds. The pool is replaced
+where a process is lost or stuck.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import multiprocessing as mp
 import os
 import queue
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+GRACE = 5.0
+"""Seconds that peers get once a rank has failed: they may hang in a collective that it never joins."""
+POLL = 0.2
 
 
 def free_port() -> int:
@@ -25,30 +32,39 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(rank: int, jobs: Any, results: Any) -> None:
+def _answer(rank: int, job: bytes) -> bytes:
+    """Run one job. Messages are pickled here, not in a queue's own thread, so that what cannot travel is told."""
     import torch
     import torch.distributed as dist
+
+    fn, world_size, port, timeout, args = ForkingPickler.loads(job)
+    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        return bytes(ForkingPickler.dumps(fn(*args)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _serve(rank: int, jobs: Any, results: Any) -> None:
+    import torch
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
     while (job := jobs.get()) is not None:
-        fn, world_size, port, timeout, args = job
-        os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
         try:
-            torch.manual_seed(0)
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=world_size,
-                timeout=datetime.timedelta(seconds=timeout),
-            )
-            results.put((rank, True, fn(*args)))
+            results.put((rank, True, _answer(rank, job)))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
 
 class _Pool:
@@ -86,27 +102,43 @@ def _close() -> None:
         _pools.pop().close()
 
 
+def _collect(pool: _Pool, world_size: int, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Answers and failures by rank, failures in the order they came: the first is the cause of the others."""
+    answers: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while len(answers) + len(failures) < world_size and time.monotonic() < deadline:
+        try:
+            rank, good, value = pool.results.get(timeout=POLL)
+        except queue.Empty:
+            for rank, process in enumerate(pool.processes[:world_size]):
+                if not process.is_alive() and rank not in answers and rank not in failures:
+                    failures[rank] = f"the process died with exit code {process.exitcode}"
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            continue
+        if good:
+            answers[rank] = ForkingPickler.loads(value)
+        else:
+            failures[rank] = value
+            deadline = min(deadline, time.monotonic() + GRACE)
+    return answers, failures
+
+
 def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks; returns each rank's result (must be picklable; use CPU tensors
     sparingly, numbers and numpy arrays travel best)."""
     pool = _pool(world_size)
-    port = free_port()
+    job = bytes(ForkingPickler.dumps((fn, world_size, free_port(), timeout, args)))
     for rank in range(world_size):
-        pool.jobs[rank].put((fn, world_size, port, timeout, args))
-    answers: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    try:
-        while len(answers) + len(failures) < world_size:
-            # once a rank has failed, its peers may hang in a collective: give them little time
-            rank, good, value = pool.results.get(timeout=5 if failures else timeout)
-            (answers if good else failures)[rank] = value
-    except queue.Empty:
-        missing = sorted(set(range(world_size)) - set(answers) - set(failures))
+        pool.jobs[rank].put(job)
+    answers, failures = _collect(pool, world_size, timeout)
+    missing = sorted(set(range(world_size)) - set(answers) - set(failures))
+    if missing or not all(process.is_alive() for process in pool.processes):
         _pools.remove(pool)
         pool.close()
-        if not failures:
-            raise TimeoutError(f"ranks {missing} of {world_size} did not finish {fn.__name__} in {timeout} s") from None
     if failures:
-        rank, text = min(failures.items())
+        rank, text = next(iter(failures.items()))
         raise AssertionError(f"rank {rank} of {world_size} failed in {fn.__name__}:\n{text}")
+    if missing:
+        raise TimeoutError(f"ranks {missing} of {world_size} did not finish {fn.__name__} in {timeout} s")
     return [answers[rank] for rank in range(world_size)]

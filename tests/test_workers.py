@@ -1,0 +1,88 @@
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import workers
+from tests.workers import run
+
+
+def _sum_of_ranks(offset: int) -> int:
+    value = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(value)
+    return int(value)
+
+
+def _tensor() -> torch.Tensor:
+    return torch.full((3,), float(dist.get_rank()))
+
+
+def _fail_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ZeroDivisionError("the last one")
+    dist.barrier()
+
+
+def _unpicklable() -> object:
+    return lambda: None
+
+
+def _hang_on_first() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+
+
+def _die_on_first() -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+
+
+def _leave_float64() -> torch.dtype:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    return before
+
+
+def test_each_rank_answers_in_order() -> None:
+    assert run(_sum_of_ranks, 2, 10) == [21, 21]
+    assert run(_sum_of_ranks, 4, 0) == [6] * 4
+
+
+def test_processes_are_kept() -> None:
+    assert run(os.getpid, 2) == run(os.getpid, 2)
+
+
+def test_tensors_travel() -> None:
+    assert [value.tolist() for value in run(_tensor, 2)] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_each_job_starts_from_the_default_dtype() -> None:
+    assert run(_leave_float64, 1) == run(_leave_float64, 1) == [torch.float32]
+
+
+def test_a_failing_rank_shows_its_own_traceback_and_the_pool_serves_on() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 failed in _fail_on_last(?s:.*)ZeroDivisionError: the last"):
+        run(_fail_on_last, 2)
+    assert run(_sum_of_ranks, 2, 0) == [1, 1]
+
+
+def test_a_result_that_cannot_travel_is_told() -> None:
+    with pytest.raises(AssertionError, match="pickle"):
+        run(_unpicklable, 1)
+
+
+def test_a_hanging_rank_times_out_and_the_pool_is_replaced() -> None:
+    before = run(os.getpid, 2)
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 did not finish _hang_on_first in 2 s"):
+        run(_hang_on_first, 2, timeout=2)
+    assert not set(before) & set(run(os.getpid, 2))
+
+
+def test_a_dead_rank_is_told_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 0 of 2 failed in _die_on_first:\nthe process died with exit code 7"):
+        run(_die_on_first, 2)
+    assert time.monotonic() - started < workers.GRACE + 15
+    assert run(_sum_of_ranks, 2, 0) == [1, 1]
