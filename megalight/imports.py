@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 from megalight.errors import MissingPackageError
 
-EXTRAS = {
-    "transformers": "transformers",
-    "pyarrow": "parquet",
-    "matplotlib": "plot",
-    "tensorboard": "tensorboard",
-    "triton": "triton",
-    "transformer_engine": "te",
-    "flash_attn": "flash-attn",
-    "apex": "apex",
-}
+EXTRAS = {"transformers": "transformers", "pyarrow": "parquet", "matplotlib": "plot"}
 """Import name of an optional package -> the pip extra of Megalight that brings it."""
 
 
 def has(package: str) -> bool:
-    """Whether ``package`` (an import name) is installed. Imports nothing."""
+    """Whether ``package`` (a top-level import name) is installed. Imports nothing."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -42,14 +35,29 @@ def require(package: str, purpose: str) -> ModuleType:
     """Import ``package``.
 
     Raises:
-        MissingPackageError: it is not installed; the message names ``purpose`` and the pip command.
+        MissingPackageError: it is not installed, or broken; the message names ``purpose`` and the pip command.
     """
     try:
         return importlib.import_module(package)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a shared library that the package loads is not there
         root = package.partition(".")[0]
         wanted = f"'megalight[{EXTRAS[root]}]'" if root in EXTRAS else root
+        if has(root):
+            problem, step = "is installed but could not be imported", "Mend it, or install it anew with"
+        else:
+            problem, step = "is not installed", "Install it with"
         raise MissingPackageError(
-            f"{purpose} needs the package {root!r}, which could not be imported ({error}). "
-            f"Install it with: pip install {wanted}"
+            f"{purpose} needs the package {root!r}, which {problem} ({error}). {step}: pip install {wanted}"
         ) from error
+
+
+def torch_distributed(*names: str) -> Any:
+    """The first of these functions that this torch's ``torch.distributed`` has: collectives change names between releases."""
+    module = importlib.import_module("torch.distributed")
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+@functools.cache
+def has_grad_dtype() -> bool:
+    """Whether a parameter may state the dtype of its gradient (``Tensor.grad_dtype``)."""
+    return hasattr(importlib.import_module("torch").Tensor, "grad_dtype")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterator
@@ -49,9 +50,12 @@ class Registry(Generic[T]):
             ) from None
 
     def __contains__(self, name: str) -> bool:
+        if name not in self._entries:
+            load_plugins()
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
+        load_plugins()
         return iter(sorted(self._entries))
 
 
@@ -119,22 +123,35 @@ class BackendRegistry(Generic[SpecT, FnT]):
 _loaded: dict[str, str | None] = {}
 
 
+@functools.cache
+def _plugin_entries() -> dict[str, importlib.metadata.EntryPoint]:
+    """The entry points by name, looked up once. Of two with one name the first stays, and the log says so."""
+    found: dict[str, importlib.metadata.EntryPoint] = {}
+    for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP):
+        if entry.name in found:
+            log.warning(
+                "plugin %s is %s; %s has the same name: left out", entry.name, found[entry.name].value, entry.value
+            )
+        found.setdefault(entry.name, entry)
+    return found
+
+
 def load_plugins() -> dict[str, str | None]:
     """Import every entry point of the group ``megalight.plugins`` once.
 
     Returns:
         plugin name -> None when it loaded, else the error. A broken plugin is named in the log and harms nobody else.
     """
-    for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP):
-        if entry.name in _loaded:
+    for name, entry in _plugin_entries().items():
+        if name in _loaded:
             continue
-        _loaded[entry.name] = None
+        _loaded[name] = None  # before loading: a plugin may itself ask a registry
         try:
             plugin = entry.load()
             if callable(plugin):
                 plugin()
-            log.info("plugin %s loaded", entry.name)
+            log.info("plugin %s loaded", name)
         except Exception as error:  # a third party's code may raise anything
-            _loaded[entry.name] = f"{type(error).__name__}: {error}"
-            log.warning("plugin %s could not be loaded and is left out: %s", entry.name, _loaded[entry.name])
+            _loaded[name] = f"{type(error).__name__}: {error}"
+            log.warning("plugin %s could not be loaded and is left out: %s", name, _loaded[name])
     return dict(_loaded)

@@ -14,8 +14,9 @@ from megalight.errors import DataError
 
 @lru_cache(maxsize=64)
 def _uniform_tensors(batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-    return offsets, torch.arange(length, device=device).repeat(batch)
+    with torch.inference_mode(False):  # cached: what validation makes first, training must be able to save for backward
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        return offsets, torch.arange(length, device=device).repeat(batch)
 
 
 def _to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,7 +25,7 @@ def _to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return tensor.to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedSequences:
     """How ``T`` tokens, laid end to end, divide into sequences.
 
@@ -38,7 +39,7 @@ class PackedSequences:
             embeddings.
         uniform: ``(batch, length)`` when all sequences are equally long: tensors may then be viewed as
             ``[batch, length, ...]`` at no cost, and dense attention kernels serve. None otherwise.
-        num_padding: tokens of a dummy last sequence that :meth:`pad_to` added.
+        num_padding: tokens at the end that :meth:`pad_to` added.
         keys: the description of keys and values where it differs from the queries' (caches, cross attention);
             None means the same. ``keys.lengths[i]`` belongs to query sequence ``i``, and queries are its *last*
             tokens (bottom-right causal alignment).
@@ -95,11 +96,23 @@ class PackedSequences:
         return self.cu_seqlens.device
 
     def pad_to(self, multiple: int) -> PackedSequences:
-        """The same sequences with ``T`` brought to a multiple by a dummy last sequence (none when it is one already)."""
+        """The same sequences with ``T`` brought to a multiple by a dummy last sequence (none when it is one already).
+
+        Keys that differ get a dummy sequence of the same length.
+        """
         missing = -self.num_tokens % multiple
-        if not missing:
-            return self
-        return replace(self.of_lengths((*self.lengths, missing), self.device), num_padding=missing)
+        return self._with_dummy(missing) if missing else self
+
+    def _with_dummy(self, length: int) -> PackedSequences:
+        lengths = (*self.lengths, length)
+        return PackedSequences(
+            lengths,
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + length]),
+            positions=torch.cat([self.positions, torch.arange(length, device=self.device)]),
+            uniform=(len(lengths), length) if set(lengths) == {length} else None,
+            num_padding=self.num_padding + length,
+            keys=self.keys._with_dummy(length) if self.keys is not None else None,
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
         """A copy on ``device``."""
@@ -120,7 +133,7 @@ class PackedSequences:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenBatch:
     """Rows of tokens with their labels: what language-model datasets yield and language-model steps consume.
 
@@ -142,10 +155,19 @@ class TokenBatch:
 
     @property
     def sequences(self) -> PackedSequences:
-        """The packed form of the rows, on the tokens' device."""
+        """The packed form of the rows, on the tokens' device.
+
+        Raises:
+            DataError: the documents of a row do not fill it exactly.
+        """
         batch, length = self.tokens.shape
         if self.document_lengths is None:
             return PackedSequences.of_uniform(batch, length, self.tokens.device)
+        if [sum(row) for row in self.document_lengths] != [length] * batch:
+            raise DataError(
+                f"rows hold documents of {[sum(row) for row in self.document_lengths][:8]} tokens in all; there are "
+                f"{batch} rows of {length}. Give each row's document lengths so that they sum to its length."
+            )
         return PackedSequences.of_lengths([n for row in self.document_lengths for n in row], self.tokens.device)
 
     def split(self, size: int) -> list[TokenBatch]:
@@ -178,7 +200,7 @@ class TokenBatch:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loss:
     """What one micro-batch contributes to the loss.
 

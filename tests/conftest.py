@@ -1,4 +1,4 @@
-"""What every test gets: seeds, skipped GPU tests where there is no GPU, poisoned memory on request, a written summary."""
+"""What every test gets: seeds, GPU tests skipped where there is none, poisoned memory on request, a written summary."""
 
 from __future__ import annotations
 
