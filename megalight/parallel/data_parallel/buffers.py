@@ -1,0 +1,164 @@
+"""Flat buffers: parameters and gradients become views of them, and each rank's part is what its optimizer steps on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megalight.parallel.data_parallel.layout import BucketLayout
+from megalight.parallel.shard import Piece, ShardSpec
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """A parameter as the engine sees it.
+
+    Attributes:
+        name: its name in the local model, for messages.
+        parameter: the object; it keeps its identity, its storage moves into a flat buffer.
+        spec: which canonical pieces it holds.
+        group: index of the optimizer's parameter group that it belongs to.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
+    group: int
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """The interval of one bucket whose optimizer state this rank holds.
+
+    Attributes:
+        group: index of the optimizer's parameter group.
+        start, stop: elements of the bucket.
+        master: ``[stop - start]`` leaf that the optimizer updates; ``master.grad`` is set once gradients are reduced.
+            Where it has the parameters' own dtype it *is* their storage.
+        slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
+    """
+
+    group: int
+    start: int
+    stop: int
+    master: Tensor
+    slots: Sequence[tuple[ShardSpec, int]] = field(repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.stop - self.start
+
+    def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
+        """The parts of canonical pieces that lie in this shard.
+
+        Yields:
+            piece, first, last, shard_start: elements ``[first, last)`` of the flattened piece lie at ``shard_start`` of
+            the shard. What no interval covers is padding.
+        """
+        for spec, offset in self.slots:
+            low, high = max(self.start, offset), min(self.stop, offset + spec.numel)
+            if low < high:
+                for piece, first, last in spec.cut(low - offset, high - offset):
+                    yield piece, first, last, offset + piece.start + first - self.start
+
+
+class Bucket:
+    """One bucket's storage.
+
+    Attributes:
+        params: ``[numel]`` flat parameters; the parameters are views of it.
+        grads: ``[numel]`` flat gradients; ``parameter.main_grad`` are views of it.
+        shard: this rank's part.
+        arrived: parameters whose gradients of the last micro-batch are complete.
+        sent: the reduction of the gradients was started.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        infos: Sequence[ParamInfo],
+        interval: tuple[int, int],
+        master_dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self.infos = [infos[slot.index] for slot in layout.slots]
+        device = self.infos[0].parameter.device
+        self.params = torch.zeros(layout.numel, dtype=layout.kind.param_dtype, device=device)
+        self.grads = torch.zeros(layout.numel, dtype=layout.kind.grad_dtype, device=device)
+        self.arrived = 0
+        self.sent = False
+        self._adopt_parameters()
+        own = self.params[slice(*interval)]
+        master = own.detach() if master_dtype == own.dtype else own.to(master_dtype)
+        slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
+        self.shard = FlatShard(layout.kind.group, *interval, master.requires_grad_(), slots)
+
+    @torch.no_grad()
+    def _adopt_parameters(self) -> None:
+        for info, slot in zip(self.infos, self.layout.slots, strict=True):
+            parameter = info.parameter
+            view = self.params[slot.start : slot.stop].view(parameter.shape)
+            view.copy_(parameter)
+            parameter.data = view
+            parameter.main_grad = self.grads[slot.start : slot.stop].view(parameter.shape)  # type: ignore[attr-defined]
+
+    @property
+    def own_params(self) -> Tensor:
+        """The interval of :attr:`params` that this rank keeps."""
+        return self.params[self.shard.start : self.shard.stop]
+
+    @property
+    def own_grads(self) -> Tensor:
+        """The interval of :attr:`grads` that this rank keeps."""
+        return self.grads[self.shard.start : self.shard.stop]
+
+    @property
+    def master_is_own_params(self) -> bool:
+        """Whether the optimizer updates the parameters' storage itself."""
+        return self.shard.master.data_ptr() == self.own_params.data_ptr()
+
+
+def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
+    """Parameters that need gradients, tied ones once, in order."""
+    seen: dict[int, ParamInfo] = {}
+    for info in infos:
+        if info.parameter.requires_grad:
+            seen.setdefault(id(info.parameter), info)
+    return list(seen.values())
+
+
+def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches_buffer: bool) -> None:
+    """Make every gradient of ``parameter`` end in ``parameter.main_grad``, and report each arrival.
+
+    Args:
+        parameter: already a view, with ``main_grad``.
+        arrived: called after each arrival; also becomes ``parameter.mark_grad_ready``, for ops that add to
+            ``main_grad`` themselves.
+        reaches_buffer: ``parameter.grad`` may be the buffer's view itself, so that autograd adds into it.
+    """
+    buffer: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+
+    def after_accumulation(accumulated: Tensor) -> None:
+        gradient = accumulated.grad
+        if gradient is not None and gradient is not buffer:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
+                    "use torch.autograd.grad for gradients of gradients."
+                )
+            buffer.add_(gradient)
+            accumulated.grad = buffer if reaches_buffer else None
+        arrived()
+
+    if reaches_buffer:
+        if buffer.dtype != parameter.dtype:
+            parameter.grad_dtype = buffer.dtype
+        parameter.grad = buffer
+    else:
+        parameter.grad = None
+    parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
+    parameter.mark_grad_ready = arrived  # type: ignore[attr-defined]

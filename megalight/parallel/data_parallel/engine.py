@@ -1,0 +1,255 @@
+"""The data-parallel engine: flat buffers, gradients reduced as they arrive, parameters gathered when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import MegalightError
+from megalight.imports import has_grad_dtype
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable, land_gradients
+from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
+from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
+from megalight.parallel.data_parallel.norm import counted_runs, global_norm
+from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
+from megalight.parallel.mesh import ParallelMesh
+
+DATA_AXES = ("dp", "cp")
+"""Mesh axes whose ranks hold the same parameters and see different tokens."""
+MODEL_AXES = ("pp", "tp")
+"""Mesh axes whose ranks hold different parameters."""
+
+
+class DataParallelEngine:
+    """Keeps parameters, gradients and masters in flat buffers and moves them between data-parallel ranks.
+
+    One optimizer step::
+
+        engine.zero_grad()
+        for batch in micro_batches:
+            with engine.micro_batch(last=batch is micro_batches[-1]):
+                loss(batch).backward()
+        engine.finish_grad_sync()
+        norm = engine.grad_norm()
+        optimizer.step()                 # on engine.shards, see megalight.optim.shard_optimizer
+        engine.publish()
+
+    All reductions are sums: scale the loss. Parameters that need no gradient are left alone.
+
+    Args:
+        params: the local parameters; a tied parameter may be listed several times.
+        mesh: ``ParallelMesh()`` for one process.
+        level: ``"no_shard"``: every rank keeps all masters and optimizer state; ``"optim"``: its share of them.
+        grad_dtype: of the gradient buffers; None: float32, or float64 for float64 parameters.
+        reduce_dtype: what travels in the gradient reduction; None: ``grad_dtype``.
+        reduction: ``"sum"``, or ``"accumulate_fp32"``: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
+        master_dtype: of the tensors the optimizer updates; None: float32 for half-precision parameters, else the
+            parameters' own, and then no copy is kept.
+        bucket_size: elements; None: 40 million, or 1 million per rank where that is more.
+        overlap_grad_reduce: start a bucket's reduction in the last micro-batch as soon as its gradients are complete.
+            How often each parameter's gradient arrives per micro-batch is learned from the micro-batches seen so far;
+            the first one of all therefore never overlaps.
+        overlap_param_gather: let the gathering of updated parameters run on after :meth:`publish`.
+
+    Attributes:
+        shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
+
+    Raises:
+        ConfigurationError: a level or reduction that does not exist, or that do not fit together.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamInfo],
+        mesh: ParallelMesh,
+        *,
+        level: str = "optim",
+        grad_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reduction: str = "sum",
+        master_dtype: torch.dtype | None = None,
+        bucket_size: int | None = None,
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = True,
+    ) -> None:
+        self.mesh = mesh
+        self.level = level_of(level)
+        self.overlap_grad_reduce = overlap_grad_reduce
+        self.overlap_param_gather = overlap_param_gather
+        self.infos = distinct_trainable(params)
+        group = mesh.group(*DATA_AXES)
+        world = mesh.size("dp") * mesh.size("cp")
+        rank = mesh.ranks(*DATA_AXES).index(mesh.global_rank)
+
+        kinds = [
+            Kind(info.parameter.dtype, grad_dtype or _wide(info.parameter.dtype), info.group) for info in self.infos
+        ]
+        sizes = [info.parameter.numel() for info in self.infos]
+        layouts = plan_buckets(sizes, kinds, world, bucket_size or default_bucket_size(world))
+        self.buckets = [
+            Bucket(
+                layout,
+                self.infos,
+                layout.interval(rank, world) if self.level.state else (0, layout.numel),
+                master_dtype or _wide(layout.kind.param_dtype),
+            )
+            for layout in layouts
+        ]
+        self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
+        self.device = self.buckets[0].params.device if self.buckets else torch.device("cpu")
+
+        self._reducer = Reducer(group, self.level.state, reduce_dtype, reduction)
+        self._partial = PartialReducer(self.shards, mesh)
+        self._gatherer = Gatherer(self.buckets[::-1], group if self.level.state else None)
+        self._norm_groups = [mesh.group(*MODEL_AXES), group if self.level.state else None]
+        self._counted = [counted_runs(shard) for shard in self.shards]
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda" and group is not None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pending: dict[int, Callable[[], Tensor]] = {}
+        self._in_last = False
+        self._gather_hooks = False
+        self._counts = [0] * len(self.infos)
+        self._expected = [0] * len(self.infos)
+        self._watch()
+
+    # ---------------------------------------------------------------- gradients
+
+    def zero_grad(self) -> None:
+        """Set every gradient to zero, and be ready for the micro-batches of another step."""
+        for bucket in self.buckets:
+            bucket.sent = False
+            bucket.shard.master.grad = None
+        if self.buckets:
+            torch._foreach_zero_([bucket.grads for bucket in self.buckets])
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around the forward and backward pass of one micro-batch; in the last one complete buckets are sent off.
+
+        Parameters still on their way are waited for here, unless :meth:`attach_gather_hooks` lets modules do it.
+        """
+        if not self._gather_hooks:
+            self.sync_parameters()
+        self._counts = [0] * len(self.infos)
+        for bucket in self.buckets:
+            bucket.arrived = 0
+        self._in_last = last
+        try:
+            yield
+        finally:
+            self._in_last = False
+        self._expected = [max(pair) for pair in zip(self._expected, self._counts, strict=True)]
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere."""
+        for index, bucket in enumerate(self.buckets):
+            if not bucket.sent:
+                self._send(index)
+        with torch.no_grad():
+            gradients = [self._pending.pop(index)() for index in range(len(self.buckets))]
+            if self._stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            self._partial(gradients)
+            for bucket, gradient in zip(self.buckets, gradients, strict=True):
+                master = bucket.shard.master
+                master.grad = gradient.to(master.dtype)
+
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
+        views = [
+            gradient[start:stop]
+            for gradient, runs in zip(self._gradients(), self._counted, strict=True)
+            for start, stop in runs
+        ]
+        return global_norm(views, self._norm_groups, self.device)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the reduced gradients by a 0-dim tensor on the device."""
+        if self.shards:
+            torch._foreach_mul_(self._gradients(), factor)
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [shard.master.grad for shard in self.shards]
+        if any(gradient is None for gradient in gradients):
+            raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def _watch(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                reaches_buffer = bucket.grads.dtype == info.parameter.dtype or has_grad_dtype()
+                land_gradients(info.parameter, self._on_arrival(index, slot.index, info.name), reaches_buffer)
+
+    def _on_arrival(self, index: int, number: int, name: str) -> Callable[[], None]:
+        bucket = self.buckets[index]
+
+        def arrived() -> None:
+            if bucket.sent:
+                raise MegalightError(
+                    f"a gradient of {name} arrived after its bucket was reduced. Either this micro-batch uses the "
+                    "parameter more often than those before it: build the engine with overlap_grad_reduce=False; "
+                    "or a new step began without zero_grad()."
+                )
+            self._counts[number] += 1
+            if self._in_last and self.overlap_grad_reduce and self._counts[number] == self._expected[number]:
+                bucket.arrived += 1
+                if bucket.arrived == len(bucket.infos):
+                    self._send(index)
+
+        return arrived
+
+    def _send(self, index: int) -> None:
+        bucket = self.buckets[index]
+        bucket.sent = True
+        with torch.no_grad():
+            if self._stream is None:
+                self._pending[index] = self._reducer.start(bucket)
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                reduced = self._reducer.start(bucket)()
+            self._pending[index] = lambda: reduced
+
+    # ---------------------------------------------------------------- parameters
+
+    def publish(self) -> None:
+        """Bring the updated masters into the parameters of every data-parallel rank (or start to)."""
+        self.sync_parameters()
+        masters_to_parameters(self.buckets)
+        self._gatherer.start()
+        if not self.overlap_param_gather:
+            self.sync_parameters()
+
+    def sync_parameters(self) -> None:
+        """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are."""
+        self._gatherer.wait()
+
+    def refresh_masters(self) -> None:
+        """Take the masters from the parameters, after weights were loaded into them."""
+        self.sync_parameters()
+        parameters_to_masters(self.buckets)
+
+    def attach_gather_hooks(self, module: nn.Module) -> None:
+        """Let each submodule wait for its own parameters just before its forward, so that the gathering overlaps.
+
+        Only for models in which every parameter is read inside the forward of a module that owns it.
+        """
+        self._gatherer.attach(module)
+        self._gather_hooks = True
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: ``parameters``, ``gradients``, ``masters`` (those that are copies)."""
+        return {
+            "parameters": sum(bucket.params.nbytes for bucket in self.buckets),
+            "gradients": sum(bucket.grads.nbytes for bucket in self.buckets),
+            "masters": sum(b.shard.master.nbytes for b in self.buckets if not b.master_is_own_params),
+        }
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,78 @@
+"""Bringing updated parameters to every data-parallel rank, bucket by bucket, under the next forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalight.imports import torch_distributed
+from megalight.parallel.data_parallel.buffers import Bucket
+
+all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
+
+
+class Gatherer:
+    """All-gathers the parameters of buckets, in place, and knows which ones are still on their way.
+
+    Args:
+        buckets: in the order in which the forward pass needs them.
+        group: data-parallel ranks; None for one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: ProcessGroup | None) -> None:
+        self.buckets = buckets
+        self.group = group
+        self._waits: dict[int, Callable[[], object]] = {}
+
+    def start(self) -> None:
+        """Start gathering every bucket."""
+        if self.group is None:
+            return
+        for index, bucket in enumerate(self.buckets):
+            work = all_gather(bucket.params, bucket.own_params, group=self.group, async_op=True)
+            self._waits[index] = work.wait
+
+    def wait(self, indices: Sequence[int] | None = None) -> None:
+        """Wait for some buckets, or for all. On CUDA the current stream waits, the host does not."""
+        if self._waits:
+            for index in list(self._waits) if indices is None else indices:
+                if index in self._waits:
+                    self._waits.pop(index)()
+
+    def attach(self, module: nn.Module) -> None:
+        """Make every submodule wait, before it runs, for the buckets of the parameters that it owns itself."""
+        home = {id(info.parameter): index for index, bucket in enumerate(self.buckets) for info in bucket.infos}
+        for part in module.modules():
+            own = sorted({home[id(p)] for p in part.parameters(recurse=False) if id(p) in home})
+            if own:
+                part.register_forward_pre_hook(self._hook(own))
+
+    def _hook(self, indices: list[int]) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        def wait(module: nn.Module, inputs: tuple[object, ...]) -> None:
+            self.wait(indices)
+
+        return wait
+
+
+@torch.no_grad()
+def masters_to_parameters(buckets: Sequence[Bucket]) -> None:
+    """Round this rank's masters into its interval of the parameters."""
+    _copy([b.own_params for b in buckets if not b.master_is_own_params], _separate_masters(buckets))
+
+
+@torch.no_grad()
+def parameters_to_masters(buckets: Sequence[Bucket]) -> None:
+    """Take this rank's masters from its interval of the parameters."""
+    _copy(_separate_masters(buckets), [b.own_params for b in buckets if not b.master_is_own_params])
+
+
+def _separate_masters(buckets: Sequence[Bucket]) -> list[Tensor]:
+    return [bucket.shard.master for bucket in buckets if not bucket.master_is_own_params]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,139 @@
+"""Where every parameter lies in the flat buffers, and which part each data-parallel rank holds: arithmetic only.
+
+Parameters that share dtypes and an optimizer group are laid end to end in *reverse* registration order, so that the
+first bucket is the first to be complete in the backward pass. Every parameter starts at a multiple of :data:`ALIGNMENT`
+elements, every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``: all ranks then hold equal, aligned intervals,
+and one parameter may straddle ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalight.errors import ConfigurationError, nearest
+
+ALIGNMENT = 64
+"""Elements; where a parameter may start."""
+SHARD_ALIGNMENT = 128
+"""Elements; what a rank's interval is a multiple of."""
+MIN_BUCKET = 40_000_000
+"""Elements of a bucket, at least, where nobody chose: large enough for full link bandwidth."""
+MIN_SHARD = 1_000_000
+"""Elements of a rank's interval of a bucket, at least, where nobody chose."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """What data-parallel ranks divide among themselves. Three choices, not a ladder.
+
+    Attributes:
+        state: masters and optimizer state.
+        gradients: gradients, from one micro-batch to the next.
+        parameters: parameters, outside the layer that runs.
+    """
+
+    state: bool
+    gradients: bool = False
+    parameters: bool = False
+
+
+LEVELS = {"no_shard": Level(state=False), "optim": Level(state=True)}
+
+
+def level_of(name: str) -> Level:
+    """The level called ``name``.
+
+    Raises:
+        ConfigurationError: no such level is available.
+    """
+    if name not in LEVELS:
+        raise ConfigurationError(
+            f"data-parallel level {name!r} is not available; use one of {', '.join(LEVELS)}." + nearest(name, LEVELS)
+        )
+    return LEVELS[name]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one bucket have in common.
+
+    Attributes:
+        param_dtype: dtype of the parameters.
+        grad_dtype: dtype of the gradient buffer.
+        group: index of the optimizer's parameter group.
+    """
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    group: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket: elements ``[start, stop)``; ``index`` counts parameters as registered."""
+
+    index: int
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of one bucket, in buffer order, and its size in elements, padding included."""
+
+    kind: Kind
+    slots: tuple[Slot, ...]
+    numel: int
+
+    def interval(self, rank: int, world: int) -> tuple[int, int]:
+        """Elements ``[start, stop)`` that ``rank`` of ``world`` holds; ``world`` 1 holds all."""
+        share = self.numel // world
+        return rank * share, (rank + 1) * share
+
+
+def align(value: int, multiple: int) -> int:
+    """``value`` rounded up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+def default_bucket_size(world: int) -> int:
+    """Elements of a bucket where the user chose none."""
+    return max(MIN_BUCKET, MIN_SHARD * world)
+
+
+def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket_size: int) -> list[BucketLayout]:
+    """Assign parameters to buckets.
+
+    Args:
+        sizes: elements of each parameter, in registration order.
+        kinds: kind of each.
+        world: ranks that share a bucket; its size becomes a multiple of ``world * SHARD_ALIGNMENT``.
+        bucket_size: elements; a bucket closes once it holds at least as many.
+
+    Returns:
+        buckets in the order in which the backward pass is expected to complete them.
+    """
+    open_slots: dict[Kind, list[Slot]] = {}
+    buckets: list[BucketLayout] = []
+
+    def close(kind: Kind) -> None:
+        slots = open_slots.pop(kind)
+        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, world * SHARD_ALIGNMENT)))
+
+    for index in reversed(range(len(sizes))):
+        slots = open_slots.setdefault(kinds[index], [])
+        start = align(slots[-1].stop, ALIGNMENT) if slots else 0
+        slots.append(Slot(index, start, sizes[index]))
+        if slots[-1].stop >= bucket_size:
+            close(kinds[index])
+    for kind in list(open_slots):
+        close(kind)
+    return buckets

@@ -1,0 +1,63 @@
+"""The global gradient norm, every element counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.parallel.data_parallel.buffers import FlatShard
+
+
+def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
+    """Elements ``[start, stop)`` of a shard that this rank counts, as few runs as possible.
+
+    Left out are pieces that another rank owns, and elements inside parameters that no piece covers (vocabulary
+    padding). Gaps *between* parameters hold zeros and are counted in, so that a shard usually is one run.
+    """
+    excluded: list[tuple[int, int]] = []
+    for spec, offset in shard.slots:
+        base, covered = offset - shard.start, 0
+        for piece in sorted(spec.pieces, key=lambda piece: piece.start):
+            if not piece.owner:
+                continue
+            excluded.append((base + covered, base + piece.start))
+            covered = piece.stop
+        excluded.append((base + covered, base + spec.numel))
+    runs: list[tuple[int, int]] = []
+    position = 0
+    for low, high in sorted(excluded):
+        low, high = max(low, 0), min(high, shard.numel)
+        if low < high:
+            if position < low:
+                runs.append((position, low))
+            position = max(position, high)
+    if position < shard.numel:
+        runs.append((position, shard.numel))
+    return runs
+
+
+@torch.no_grad()
+def global_norm(views: Sequence[Tensor], groups: Sequence[ProcessGroup | None], device: torch.device) -> Tensor:
+    """L2 norm of ``views`` of all ranks of ``groups`` together: a 0-dim tensor, without waiting for the device."""
+    if views:
+        dtype = torch.promote_types(views[0].dtype, torch.float32)
+        norms = torch._foreach_norm(list(views), 2, dtype=dtype)
+        square = torch.stack(norms).square_().sum()
+    else:
+        square = torch.zeros((), device=device)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(square, group=group)
+    return square.sqrt_()
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients by so that their norm is at most ``max_norm``: ``min(1, max_norm / norm)``, 0-dim.
+
+    As in ``torch.nn.utils.clip_grad_norm_``, 1e-6 is added to the norm; a norm that is not finite stays visible.
+    """
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,131 @@
+"""Summing gradients over data-parallel ranks, and partial gradients over other axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.errors import ConfigurationError
+from megalight.imports import torch_distributed
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
+from megalight.parallel.mesh import ParallelMesh
+
+REDUCTIONS = ("sum", "accumulate_fp32")
+
+reduce_scatter = torch_distributed("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class Reducer:
+    """Reduces a bucket's gradients so that this rank's interval holds the sum over all ranks.
+
+    Args:
+        group: data-parallel ranks; None for one.
+        scatter: every rank needs its own interval only (reduce-scatter), else all of it (all-reduce).
+        wire_dtype: dtype that travels and in which ranks are summed; None: the buffer's.
+        reduction: ``"sum"`` leaves the summing to the collective; ``"accumulate_fp32"`` exchanges the intervals
+            (all-to-all: the same bytes on the wire) and sums them here in float32, so that low-precision gradients
+            lose nothing however many ranks there are.
+
+    Raises:
+        ConfigurationError: an unknown reduction, or ``accumulate_fp32`` without scattering.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, scatter: bool, wire_dtype: torch.dtype | None, reduction: str
+    ) -> None:
+        if reduction not in REDUCTIONS:
+            raise ConfigurationError(f"reduction {reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}.")
+        if reduction == "accumulate_fp32" and not scatter:
+            raise ConfigurationError(
+                "reduction 'accumulate_fp32' works on each rank's own interval, which level 'no_shard' does not have; "
+                "use level 'optim', or reduction 'sum' with reduce_dtype=torch.float32."
+            )
+        self.group = group
+        self.scatter = scatter
+        self.wire_dtype = wire_dtype
+        self.exchange = reduction == "accumulate_fp32"
+
+    def start(self, bucket: Bucket) -> Callable[[], Tensor]:
+        """Start reducing ``bucket.grads``.
+
+        Returns:
+            a function that waits and returns the reduced gradients of this rank's interval: the buffer's own slice
+            where nothing changed its dtype, else a new tensor in the dtype it was summed in.
+        """
+        if self.group is None:
+            return lambda: bucket.own_grads
+        sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
+        if self.exchange:
+            return self._exchange(sent)
+        if self.scatter:
+            own = sent[bucket.shard.start : bucket.shard.stop]
+            work = reduce_scatter(own, sent, group=self.group, async_op=True)
+        else:
+            own = sent
+            work = dist.all_reduce(sent, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return own
+
+        return finish
+
+    def _exchange(self, sent: Tensor) -> Callable[[], Tensor]:
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        assert work is not None
+        assert self.group is not None
+        world = self.group.size()
+
+        def finish() -> Tensor:
+            work.wait()
+            dtype = torch.promote_types(received.dtype, torch.float32)
+            return received.view(world, -1).sum(0, dtype=dtype)
+
+        return finish
+
+
+def partial_runs(shards: Sequence[FlatShard]) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
+    """Which elements hold partial gradients: axes -> ``(shard, start, stop)``, neighbours joined."""
+    runs: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
+    for index, shard in enumerate(shards):
+        for piece, first, last, start in shard.intervals():
+            if not piece.partial:
+                continue
+            stop = start + last - first
+            of_axes = runs.setdefault(piece.partial, [])
+            if of_axes and of_axes[-1][0] == index and of_axes[-1][2] == start:
+                of_axes[-1] = index, of_axes[-1][1], stop
+            else:
+                of_axes.append((index, start, stop))
+    return runs
+
+
+class PartialReducer:
+    """Sums the gradients of which each rank has one term only, over the axes that their pieces name.
+
+    One all-reduce per set of axes and dtype. Ranks along the axes must hold parameters of the same sizes.
+    """
+
+    def __init__(self, shards: Sequence[FlatShard], mesh: ParallelMesh) -> None:
+        self.runs = [
+            (group, runs)
+            for axes, runs in sorted(partial_runs(shards).items())
+            if (group := mesh.group(*axes)) is not None
+        ]
+
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Sum in place; ``gradients`` are the reduced gradients of the shards, in the shards' order."""
+        for group, runs in self.runs:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for index, start, stop in runs:
+                gradient = gradients[index]
+                by_dtype.setdefault(gradient.dtype, []).append(gradient[start:stop])
+            for views in by_dtype.values():
+                joined = torch.cat(views)
+                dist.all_reduce(joined, group=group)
+                torch._foreach_copy_(views, list(torch.split(joined, [view.numel() for view in views])))
