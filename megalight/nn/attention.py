@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from megalight.nn._ops import attention
 from megalight.nn.linear import Linear
 from megalight.nn.names import Section
 from megalight.nn.rotary import RotaryTable
+from megalight.ops.attention import attention
 from megalight.types import PackedSequences
 
 
@@ -125,16 +126,19 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``[T, h] -> [T, h]``."""
-        parts = self.qkv(hidden).split(self.qkv.section_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        if rotary is not None:
-            q, k = rotary.rotate(q), rotary.rotate(k)
+        q, k, v = self._heads(self.qkv(hidden), rotary)
         if cache is not None:
             k, v = cache.append(k, v)
         context: Tensor = self.inner(q, k, v, sequences)
         projected: Tensor = self.proj(context.flatten(1))
         return projected
+
+    def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T, q|k|v] -> q [T, H, D], k, v [T, Hkv, D]``, normed and rotated."""
+        sizes = self.qkv.section_sizes
+        if rotary is not None and self.q_norm is None and self.k_norm is None:
+            return rotary.rotate_qkv(qkv, sizes[0] // self.head_dim, sizes[1] // self.head_dim, self.head_dim)
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in torch.split(qkv, sizes, dim=-1))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        return (q, k, v) if rotary is None else (rotary.rotate(q), rotary.rotate(k), v)

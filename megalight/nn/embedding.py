@@ -56,4 +56,5 @@ class TokenEmbedding(nn.Module):
             hidden = hidden * self.multiplier
         if self.position is not None:
             hidden = hidden + self.position(positions)
-        return self.dropout(hidden)
+        dropped: Tensor = self.dropout(hidden)
+        return dropped

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalight.nn._ops import linear_cross_entropy
 from megalight.nn.linear import Linear
+from megalight.ops.cross_entropy import linear_cross_entropy
 
 
 class LMHead(nn.Module):
@@ -31,7 +31,7 @@ class LMHead(nn.Module):
         self.backend = backend
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``[T, h]`` and labels ``[T] ->`` losses ``[T]`` (float32; float64 of float64); no labels: logits ``[T, V]``."""
+        """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``."""
         hidden = self.norm(hidden)
         if labels is not None:
             head = self.output_layer

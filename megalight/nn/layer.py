@@ -47,4 +47,5 @@ class TransformerLayer(nn.Module):
         """``[T, h] -> [T, h]``."""
         attended = self.attention(self.attention_norm(hidden), sequences, rotary, cache)
         hidden = hidden + self.attention_dropout(attended)
-        return hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden)))
+        added: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(hidden)))
+        return hidden + added

@@ -32,8 +32,12 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features = in_features
-        self.sections = None if isinstance(out_features, int) else tuple(out_features)
-        self.section_sizes = [s.size for s in self.sections] if self.sections else [int(out_features)]  # type: ignore[call-overload]
+        self.sections: tuple[Section, ...] | None = None
+        if isinstance(out_features, int):
+            self.section_sizes = [out_features]
+        else:
+            self.sections = tuple(out_features)
+            self.section_sizes = [section.size for section in self.sections]
         self.out_features = sum(self.section_sizes)
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.nn._ops import activation, gated
 from megalight.nn.linear import Linear
 from megalight.nn.names import Section
+from megalight.ops.activation import activation, gated
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
@@ -42,7 +42,7 @@ class Activation(nn.Module):
 
     Args:
         name: a key of :data:`ACTIVATIONS`.
-        backend: of the gated op.
+        backend: of the activation op.
     """
 
     def __init__(self, name: str, backend: str = "auto") -> None:
@@ -53,7 +53,8 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., f] -> [..., f]``, gated ``[..., 2 f] -> [..., f]``."""
-        return gated(x, self.kind, backend=self.backend) if self.gated else activation(x, self.kind)
+        function = gated if self.gated else activation
+        return function(x, self.kind, backend=self.backend)
 
     def extra_repr(self) -> str:
         """The function, for printing."""
@@ -61,7 +62,7 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """``down(act(up(x)))``; gated: ``down(act(gate(x)) * up(x))`` with gate and up in one weight ``gate_up``.
+    """``down(act(up(x)))``; gated: ``down(act(gate(x)) * up(x))`` with gate and up fused in ``gate_up``.
 
     Args:
         hidden_size: ``h``.
@@ -70,7 +71,7 @@ class MLP(nn.Module):
         bias: biases in all projections.
         std: standard deviation of the initial weights of the projections in.
         down_std: the same for the projection back.
-        backend: of the gated activation.
+        backend: of the activation op.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalight.nn._ops import layer_norm, rms_norm
 from megalight.nn.init import Constant, Initializer
+from megalight.ops.norm import layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalight.nn._ops import apply_rotary, rotary_table
+from megalight.ops.rotary import RotaryScaling, apply_rotary, rotary_table, rotate_qkv
 
 
 class RotaryTable(NamedTuple):
@@ -29,6 +29,14 @@ class RotaryTable(NamedTuple):
         """Turn the first ``dim`` features of every head of ``x [T, H, D]``."""
         return apply_rotary(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
 
+    def rotate_qkv(
+        self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]``, ``q`` and ``k`` rotated."""
+        return rotate_qkv(
+            qkv, num_heads, num_kv_heads, head_dim, self.cos, self.sin, self.interleaved, backend=self.backend
+        )
+
 
 class Rotary(nn.Module):
     """Makes the angles ``position * base^(-2 i / dim)``. Has no parameters.
@@ -36,23 +44,33 @@ class Rotary(nn.Module):
     Args:
         dim: how many features of a head turn; even.
         base: the wavelength of the slowest pair is about ``2 pi base`` tokens.
+        scaling: how frequencies are stretched for contexts longer than those first trained on.
         interleaved: see :class:`RotaryTable`.
         backend: of the op that rotates.
     """
 
-    def __init__(self, dim: int, base: float = 10000.0, *, interleaved: bool = False, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        *,
+        scaling: RotaryScaling | None = None,
+        interleaved: bool = False,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.base = base
+        self.scaling = scaling
         self.interleaved = interleaved
         self.backend = backend
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         """``[T] ->`` the table of these positions, exact enough for activations of ``dtype``."""
         precise = positions.double() if dtype == torch.float64 else positions
-        cos, sin = rotary_table(precise, self.dim, self.base)
+        cos, sin = rotary_table(precise, self.dim, self.base, self.scaling)
         return RotaryTable(cos, sin, self.interleaved, self.backend)
 
     def extra_repr(self) -> str:
         """Features and base, for printing."""
-        return f"{self.dim}, base={self.base:g}, interleaved={self.interleaved}"
+        return f"{self.dim}, base={self.base:g}, scaling={self.scaling}, interleaved={self.interleaved}"

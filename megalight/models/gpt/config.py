@@ -8,6 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn.mlp import is_gated
+from megalight.ops.rotary import RotaryScaling
 
 
 def _require(good: bool, message: str) -> None:
@@ -45,12 +46,14 @@ class PositionConfig:
     Attributes:
         kind: ``rope`` (rotary), ``learned`` (an embedding per position) or ``none``.
         base: the slowest rotary pair turns once in about ``2 pi base`` tokens.
+        scaling: how rotary frequencies are stretched for contexts longer than those first trained on.
         fraction: of a head's features that turn.
         interleaved: rotary pairs are neighbours instead of half a head apart.
     """
 
     kind: Literal["rope", "learned", "none"] = "rope"
     base: float = 10000.0
+    scaling: RotaryScaling | None = None
     fraction: float = 1.0
     interleaved: bool = False
 
@@ -238,7 +241,8 @@ class GPTConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested values, fit for JSON and YAML."""
-        return _plain(asdict(self))
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GPTConfig:
@@ -247,7 +251,8 @@ class GPTConfig:
         Raises:
             ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
         """
-        return _build(cls, values, "")
+        config: GPTConfig = _build(cls, values, "")
+        return config
 
 
 def _plain(value: Any) -> Any:
@@ -261,10 +266,12 @@ def _build(cls: type[Any], values: Mapping[str, Any], path: str) -> Any:
     known = [f.name for f in fields(cls)]
     for name in values:
         _require(name in known, f"unknown key {path + name!r}; known: {', '.join(known)}." + nearest(name, known))
-    built = {
-        name: _build(hints[name], value, f"{path}{name}.") if is_dataclass(hints[name]) else value
-        for name, value in values.items()
-    }
+    built = dict(values)
+    for name, value in values.items():
+        types = (hints[name], *get_args(hints[name]))
+        nested = [hint for hint in types if isinstance(hint, type) and is_dataclass(hint)]
+        if nested and isinstance(value, Mapping):
+            built[name] = _build(nested[0], value, f"{path}{name}.")
     try:
         return cls(**built)
     except TypeError as error:

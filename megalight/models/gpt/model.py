@@ -95,7 +95,13 @@ def build_rotary(config: GPTConfig) -> Rotary | None:
     if config.position.kind != "rope":
         return None
     position = config.position
-    return Rotary(config.rotary_dim, position.base, interleaved=position.interleaved, backend=config.backends.rotary)
+    return Rotary(
+        config.rotary_dim,
+        position.base,
+        scaling=position.scaling,
+        interleaved=position.interleaved,
+        backend=config.backends.rotary,
+    )
 
 
 def build_head(config: GPTConfig) -> LMHead:
