@@ -1,1 +1,24 @@
 """Operations: a reference each, and faster backends."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+OPS = ("attention", "norm", "rotary", "activation", "linear", "cross_entropy", "adam")
+"""Names of the packages below, one per op."""
+
+
+def tables(device: str) -> dict[str, list[tuple[str, str | None]]]:
+    """Every op's backends for tensors on ``device`` (a device type): what ``megalight doctor`` prints.
+
+    Returns:
+        op -> ``(backend, why it cannot serve a typical bfloat16 request, or None)``, highest priority first.
+    """
+    found = {}
+    for name in OPS:
+        op = importlib.import_module(f"megalight.ops.{name}")
+        for registry in op.REGISTRIES:
+            rows = registry.table(replace(op.EXAMPLE, device=device))
+            found[registry.op] = [(backend.name, reason) for backend, reason in rows]
+    return found

@@ -1,0 +1,72 @@
+"""Activations, plain and gated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.errors import nearest
+from megalight.ops.activation import native, reference
+from megalight.registry import Backend, BackendRegistry
+
+KINDS: tuple[str, ...] = tuple(reference.KINDS)
+"""Names of the known activations."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an activation must serve: device type, type of the input, and its name."""
+
+    device: str
+    dtype: torch.dtype
+    kind: str
+
+
+GATED: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("gated")
+ACTIVATION: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("activation")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION)
+EXAMPLE = Spec("cpu", torch.bfloat16, "silu")
+
+
+def _serve_all(spec: Spec) -> str | None:
+    return None
+
+
+for _registry, _reference, _torch in (
+    (GATED, reference.gated, native.gated),
+    (ACTIVATION, reference.activation, native.activation),
+):
+    _registry.register(Backend("torch", _torch, 10, _serve_all))
+    _registry.register(Backend("reference", _reference, 0, _serve_all))
+
+
+@lru_cache(maxsize=256)
+def _choose(
+    registry: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]], spec: Spec, backend: str
+) -> Callable[[Tensor, str], Tensor]:
+    if spec.kind not in KINDS:
+        raise ValueError(f"unknown activation {spec.kind!r}; known: {', '.join(KINDS)}.{nearest(spec.kind, KINDS)}")
+    return registry.select(spec, backend).fn
+
+
+def gated(x: Tensor, kind: str = "silu", backend: str = "auto") -> Tensor:
+    """``act(x[..., :f]) * x[..., f:]`` for ``x [..., 2f]``: SwiGLU and relatives (Shazeer 2020). Returns ``[..., f]``.
+
+    Raises:
+        ValueError: an unknown ``kind``.
+    """
+    return _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
+
+
+def activation(x: Tensor, kind: str, backend: str = "auto") -> Tensor:
+    """``act(x)``, element by element.
+
+    Raises:
+        ValueError: an unknown ``kind``.
+    """
+    return _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)

@@ -1,0 +1,42 @@
+"""Activations in plain torch: half types are computed in float32 and rounded once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import wide
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "squared_relu": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+"""Name -> formula. ``gelu`` is exact (erf), ``gelu_tanh`` GPT-2's, ``quick_gelu`` CLIP's, ``squared_relu`` Primer's."""
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """``act(x)``."""
+    return KINDS[kind](x.to(wide(x.dtype))).to(x.dtype)
+
+
+def gated(x: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
+    gate, up = x.to(wide(x.dtype)).chunk(2, -1)
+    return (KINDS[kind](gate) * up).to(x.dtype)

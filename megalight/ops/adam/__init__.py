@@ -1,0 +1,126 @@
+"""One Adam or AdamW step on flat tensors, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.adam import native, reference
+from megalight.registry import Backend, BackendRegistry
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a step must serve.
+
+    Attributes:
+        device: device type.
+        dtype: type of the parameters (masters).
+        grad_dtype: type of the gradients.
+        state_dtypes: types of the two moments.
+        out_dtype: type of the low-precision copy, or None without one.
+        contiguous: all tensors are contiguous.
+    """
+
+    device: str
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    state_dtypes: tuple[torch.dtype, torch.dtype]
+    out_dtype: torch.dtype | None
+    contiguous: bool
+
+
+ADAM: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("adam")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ADAM,)
+EXAMPLE = Spec("cpu", torch.float32, torch.float32, (torch.float32, torch.float32), torch.bfloat16, True)
+
+
+def _torch_why_not(spec: Spec) -> str | None:
+    if {spec.grad_dtype, *spec.state_dtypes} != {spec.dtype}:
+        return f"needs gradient and moments of the parameters' type, {spec.dtype}"
+    return None
+
+
+def _serve_all(spec: Spec) -> str | None:
+    return None
+
+
+ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
+ADAM.register(Backend("reference", reference.adam_step, 0, _serve_all))
+
+
+@lru_cache(maxsize=256)
+def _choose(spec: Spec, backend: str) -> Callable[..., None]:
+    return ADAM.select(spec, backend).fn
+
+
+@torch.no_grad()
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float | Tensor,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Update ``param`` and both moments in place.
+
+    With bias correction, as ``torch.optim.Adam`` and ``AdamW`` do it::
+
+        m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
+        p -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
+
+    Args:
+        param: ``[n]``, the masters.
+        grad: ``[n]``, never written.
+        exp_avg: ``[n]``, the first moment.
+        exp_avg_sq: ``[n]``, the second moment.
+        lr: learning rate; a 0-dim device tensor where the step is captured in a CUDA graph.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decay coefficient.
+        step: number of this step, from 1; a 0-dim device tensor is allowed too.
+        decoupled: the decay scales the parameter (AdamW); otherwise it is added to the gradient.
+        grad_scale: 0-dim device tensor that multiplies the gradient.
+        out: ``[n]``, receives the new parameters in its own type.
+        backend: a backend's name.
+    """
+    tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
+    spec = Spec(
+        param.device.type,
+        param.dtype,
+        grad.dtype,
+        (exp_avg.dtype, exp_avg_sq.dtype),
+        None if out is None else out.dtype,
+        all(t.is_contiguous() for t in tensors),
+    )
+    _choose(spec, backend)(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+        out=out,
+    )

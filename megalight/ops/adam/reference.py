@@ -1,0 +1,40 @@
+"""One Adam step in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float | Tensor,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """Kingma and Ba 2015; with ``decoupled``, Loshchilov and Hutter 2019."""
+    grad = grad.to(param.dtype)
+    if grad_scale is not None:
+        grad = grad * grad_scale.to(param.dtype)
+    if weight_decay and decoupled:
+        param.mul_(1 - lr * weight_decay)
+    elif weight_decay:
+        grad = grad + weight_decay * param
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    step = torch.as_tensor(step, dtype=torch.float64)
+    first = exp_avg.to(param.dtype) / (1 - beta1**step)
+    second = exp_avg_sq.to(param.dtype) / (1 - beta2**step)
+    param.sub_(lr * first / (second.sqrt() + eps))
+    if out is not None:
+        out.copy_(param)

@@ -1,0 +1,124 @@
+"""Scaled dot-product attention over packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.errors import LayoutError
+from megalight.ops.attention import reference, sdpa
+from megalight.registry import Backend, BackendRegistry
+from megalight.types import PackedSequences
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What attention must serve.
+
+    Attributes:
+        device: device type.
+        dtype: type of queries, keys and values.
+        head_dim: features of a query and key head.
+        value_dim: features of a value head.
+        grouped: fewer key heads than query heads.
+        uniform: all sequences are equally long, and so are their keys.
+        square: queries and keys are the same tokens; otherwise causal masks align bottom-right.
+        causal: a query sees no later key.
+        window: a limit on how far back a query sees.
+        softcap: scores are capped.
+        dropout: attention weights are dropped.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    grouped: bool
+    uniform: bool
+    square: bool
+    causal: bool
+    window: bool
+    softcap: bool
+    dropout: bool
+
+
+ATTENTION: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("attention")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION,)
+EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, True, True, True, False, False, False)
+
+
+def _sdpa_why_not(spec: Spec) -> str | None:
+    return "has no soft cap on scores" if spec.softcap else None
+
+
+def _serve_all(spec: Spec) -> str | None:
+    return None
+
+
+ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
+ATTENTION.register(Backend("reference", reference.attention, 0, _serve_all))
+
+
+@lru_cache(maxsize=256)
+def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+    return ATTENTION.select(spec, backend).fn
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """``softmax(q k^T * scale) v`` within each sequence.
+
+    Args:
+        q: ``[Tq, H, D]``.
+        k: ``[Tk, Hkv, D]``; ``H`` is a multiple of ``Hkv`` (grouped queries).
+        v: ``[Tk, Hkv, Dv]``.
+        sequences: how queries divide into sequences; ``sequences.keys`` how keys do, where they differ. Queries are
+            the last tokens of their keys' sequence (bottom-right causal alignment).
+        causal: a query sees no later key.
+        scale: factor on scores; ``1 / sqrt(D)`` by default.
+        window: tokens to the left that a query may see besides itself; None is all.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        dropout: probability with which a weight is dropped; pass 0 outside training.
+        backend: a backend's name.
+
+    Returns:
+        ``[Tq, H, Dv]``.
+
+    Raises:
+        LayoutError: head counts that do not divide.
+        BackendError: no backend can serve, or the named one cannot.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % kv_heads:
+        raise LayoutError(f"{heads} query heads cannot share {kv_heads} key heads; the first must be a multiple.")
+    keys = sequences.keys
+    spec = Spec(
+        q.device.type,
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        heads != kv_heads,
+        sequences.uniform is not None and (keys is None or keys.uniform is not None),
+        keys is None or keys.lengths == sequences.lengths,
+        causal,
+        window is not None,
+        softcap is not None,
+        dropout > 0,
+    )
+    return _choose(spec, backend)(q, k, v, sequences, causal, scale, window, softcap, dropout)

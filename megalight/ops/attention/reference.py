@@ -1,0 +1,61 @@
+"""Attention with explicit masks: plain torch, exact, any type; half types are computed in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.ops.common import wide
+from megalight.types import PackedSequences
+
+
+def mask(length: int, keys: int, causal: bool, window: int | None, device: torch.device | str = "cpu") -> Tensor | None:
+    """``[length, keys]``, True where a query may look: queries are the last ``length`` positions of the keys' sequence.
+
+    None where every query may see every key.
+    """
+    if not causal and window is None:
+        return None
+    distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        allowed &= distance >= 0
+    if window is not None:
+        allowed &= distance <= window
+    return allowed
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """One sequence after the other, with the whole matrix of scores."""
+    keys = sequences.keys or sequences
+    outputs = []
+    parts = zip(
+        *(torch.split(t, list(sizes)) for t, sizes in ((q, sequences.lengths), (k, keys.lengths), (v, keys.lengths))),
+        strict=True,
+    )
+    for q_i, k_i, v_i in parts:
+        repeats = q_i.shape[1] // k_i.shape[1]
+        query = q_i.transpose(0, 1).to(wide(q.dtype))
+        key, value = (t.transpose(0, 1).to(query.dtype).repeat_interleave(repeats, 0) for t in (k_i, v_i))
+        scores = query @ key.transpose(1, 2) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        allowed = mask(q_i.shape[0], k_i.shape[0], causal, window, q.device)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        weights = F.dropout(scores.softmax(-1), dropout)
+        outputs.append((weights @ value).transpose(0, 1).to(q.dtype))
+    return torch.cat(outputs)

@@ -1,0 +1,35 @@
+"""What the ops share: accumulation types and what GPU kernels require."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from megalight.imports import has
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over values of ``dtype`` are formed in: float32 for half types, else the type itself."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+@lru_cache
+def cuda_why_not(device: str) -> str | None:
+    """Why a CUDA kernel cannot serve tensors on ``device`` (a device type), or None."""
+    if device != "cuda":
+        return f"needs tensors on cuda, not on {device}"
+    return None if torch.cuda.is_available() else "needs a CUDA device, and none is here"
+
+
+@lru_cache
+def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
+    """Why Triton kernels cannot serve tensors on ``device`` (a device type) with ``dtypes``, or None."""
+    if not has("triton"):
+        return "needs the package triton"
+    strange = [str(dtype) for dtype in dtypes if dtype not in (*HALF, torch.float32)]
+    if strange:
+        return f"serves bfloat16, float16 and float32, not {', '.join(strange)}"
+    return cuda_why_not(device)

@@ -1,0 +1,156 @@
+"""Linear + cross entropy over chunks of tokens: logits exist in the operands' type only, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.common import wide
+from megalight.ops.linear import wgrad
+
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+KEEP_BYTES = 1 << 30
+"""Logits up to this size are kept for the backward, which is a matrix product cheaper; larger ones are made twice."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The row-wise kernels of a backend.
+
+    Attributes:
+        statistics: ``(logits, labels, real, softcap) -> logsumexp, target logit``.
+        gradient_: ``(logits, labels, logsumexp, grad, real, softcap)``, in place on ``logits``.
+        chunk_bytes: size of the logits of one chunk of tokens.
+    """
+
+    statistics: Callable[[Tensor, Tensor, int, float | None], tuple[Tensor, Tensor]]
+    gradient_: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], None]
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fixed facts of one call: kernels, tokens per chunk, real rows of the weight, soft cap, kept logits."""
+
+    rows: Rows
+    chunk: int
+    real: int
+    softcap: float | None
+    keep: bool
+
+
+def linear_cross_entropy(
+    rows: Rows,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    chunk: int | None,
+    first_row: int,
+    num_rows: int,
+    combine: Combine | None,
+) -> Tensor:
+    """As the public call, with the row-wise kernels of a backend."""
+    tokens, size = hidden.shape[0], weight.shape[0]
+    width = size * hidden.element_size()
+    keep = torch.is_grad_enabled() and tokens * width <= KEEP_BYTES
+    plan = Plan(
+        rows, chunk or max(1, rows.chunk_bytes // width), max(0, min(size, num_rows - first_row)), softcap, keep
+    )
+    # Labels count from this weight's first row; those that are ignored stay negative, as do those of rows before it.
+    local = labels if first_row == 0 else (labels - first_row).where(labels >= 0, labels)
+    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, local, labels < 0, plan, combine)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``[T, V]`` with rows that start at multiples of 128 bytes: unaligned vocabularies slow matrix products down."""
+    size = weight.shape[0]
+    aligned = -(-size // 64) * 64
+    out = torch.empty(hidden.shape[0], aligned, dtype=hidden.dtype, device=hidden.device)[:, :size]
+    weight = weight.to(hidden.dtype)
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=out)
+    return torch.addmm(bias.to(hidden.dtype), hidden, weight.T, out=out)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignored: Tensor,
+        plan: Plan,
+        combine: Combine | None,
+    ) -> Tensor:
+        tokens = hidden.shape[0]
+        logsumexp = torch.empty(tokens, dtype=wide(hidden.dtype), device=hidden.device)
+        target = torch.empty_like(logsumexp)
+        kept = []
+        for start in range(0, tokens, plan.chunk):
+            part = slice(start, start + plan.chunk)
+            logits = _logits(hidden[part], weight, bias)
+            logsumexp[part], target[part] = plan.rows.statistics(logits, labels[part], plan.real, plan.softcap)
+            if plan.keep:
+                kept.append(logits)
+        if combine is not None:
+            logsumexp, target = combine(logsumexp, target)
+        # The parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
+        ctx.weight, ctx.bias, ctx.plan, ctx.kept = weight, bias, plan, kept
+        ctx.save_for_backward(hidden, labels, ignored, logsumexp)
+        return (logsumexp - target).masked_fill_(ignored, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, labels, ignored, logsumexp = ctx.saved_tensors
+        weight, bias, plan = ctx.weight, ctx.bias, ctx.plan
+        kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward makes them anew
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad = grad.masked_fill(ignored, 0.0)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight, main = _gradient_buffer(weight, need_weight)
+        grad_bias, main_bias = _gradient_buffer(bias, need_bias)
+        for index, start in enumerate(range(0, hidden.shape[0], plan.chunk)):
+            part = slice(start, start + plan.chunk)
+            logits = kept[index] if kept else _logits(hidden[part], weight, bias)
+            plan.rows.gradient_(logits, labels[part], logsumexp[part], grad[part], plan.real, plan.softcap)
+            if grad_hidden is not None:
+                torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
+            if main is not None:
+                spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
+                wgrad.choose(spec)(main, logits, hidden[part])
+            if main_bias is not None:
+                main_bias.add_(logits.sum(0, dtype=main_bias.dtype))
+        for parameter, needed, own in ((weight, need_weight, grad_weight), (bias, need_bias, grad_bias)):
+            if needed and own is None:
+                parameter.mark_grad_ready()
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _gradient_buffer(parameter: Tensor | None, needed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """``(own, target)``: a new buffer to return (None if the parameter has its own), and the buffer to add to."""
+    if parameter is None or not needed:
+        return None, None
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    if main is not None:
+        return None, main
+    own = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
+    return own, own

@@ -1,0 +1,45 @@
+"""Linear + cross entropy with the whole matrix of logits, half types in float32: for tests only, it takes memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import wide
+
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    chunk: int | None,
+    first_row: int,
+    num_rows: int,
+    combine: Combine | None,
+) -> Tensor:
+    """``logsumexp(logits) - logits[label]`` per token; 0 where the label is negative.
+
+    With ``combine``, values are joined but gradients are not: it is a way to compare values.
+    """
+    dtype = wide(hidden.dtype)
+    logits = hidden.to(dtype) @ weight.to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    real = max(0, min(weight.shape[0], num_rows - first_row))
+    logits = logits[:, :real]
+    local = labels - first_row
+    inside = (local >= 0) & (local < real)
+    target = torch.zeros_like(logits[:, 0]) if real == 0 else logits.gather(1, local.clamp(0, real - 1)[:, None])[:, 0]
+    target = target.where(inside, torch.zeros_like(target))
+    logsumexp = logits.logsumexp(-1)
+    if combine is not None:
+        logsumexp, target = combine(logsumexp, target)
+    return (logsumexp - target).masked_fill(labels < 0, 0.0)

@@ -1,0 +1,84 @@
+"""Ways to add ``grad_y^T x`` to the main gradient of a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import HALF, cuda_why_not, wide
+from megalight.registry import Backend, BackendRegistry
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an accumulation must serve: device type, operands' type, and the main gradient's type."""
+
+    device: str
+    dtype: torch.dtype
+    main_dtype: torch.dtype
+
+
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+"""``(main_grad [out, in], grad_y [T, out], x [T, in])``: adds in place."""
+
+WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("weight_gradient")
+EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+
+
+def _reference(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    dtype = torch.promote_types(wide(grad_y.dtype), main_grad.dtype)
+    main_grad.add_(grad_y.to(dtype).T @ x.to(dtype))
+
+
+def _addmm(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    main_grad.addmm_(grad_y.T, x)
+
+
+def _addmm_why_not(spec: Spec) -> str | None:
+    return None if spec.dtype == spec.main_dtype else f"needs a main gradient of the operands' type, {spec.dtype}"
+
+
+def _addmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    torch.addmm(main_grad, grad_y.T, x, out_dtype=torch.float32, out=main_grad)
+
+
+def _addmm_fp32_why_not(spec: Spec) -> str | None:
+    if spec.dtype not in HALF or spec.main_dtype != torch.float32:
+        return "needs half operands and a float32 main gradient"
+    return cuda_why_not(spec.device) or _probe_addmm_fp32(spec.dtype)
+
+
+@lru_cache
+def _probe_addmm_fp32(dtype: torch.dtype) -> str | None:
+    """Whether this torch's ``addmm`` adds a half product to a float32 matrix in place: not all releases do."""
+    ones = torch.ones(16, 16, dtype=dtype, device="cuda")
+    main_grad = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    try:
+        _addmm_fp32(main_grad, ones, ones)
+    except (RuntimeError, TypeError) as error:
+        return f"addmm of this torch refuses a float32 addend: {str(error).splitlines()[0]}"
+    return None if bool((main_grad == 17).all()) else "addmm of this torch gives a wrong sum"
+
+
+def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    main_grad.add_(grad_y.T @ x)
+
+
+def _serve_all(spec: Spec) -> str | None:
+    return None
+
+
+WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
+WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
+WGRAD.register(Backend("reference", _reference, 1, _serve_all))
+WGRAD.register(Backend("matmul_add", _matmul_add, 0, _serve_all))
+
+
+@lru_cache(maxsize=64)
+def choose(spec: Spec, backend: str = "auto") -> Accumulate:
+    """The way to accumulate for ``spec``."""
+    return WGRAD.select(spec, backend).fn

@@ -1,0 +1,83 @@
+"""RMS norm and layer norm over the last dim, alone or fused with the residual addition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.norm import native, reference
+from megalight.registry import Backend, BackendRegistry
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a norm must serve.
+
+    Attributes:
+        device: device type.
+        dtype: type of the input.
+        weight_dtype: type of the weight (and bias).
+        size: features that are normalised together.
+    """
+
+    device: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    size: int
+
+
+RMS_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rms_norm")
+LAYER_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("layer_norm")
+ADD_RMS_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_rms_norm")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)
+EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
+
+
+def _torch_why_not(spec: Spec) -> str | None:
+    return None if spec.dtype == spec.weight_dtype else f"needs a weight of the input's type, {spec.dtype}"
+
+
+def _serve_all(spec: Spec) -> str | None:
+    return None
+
+
+RMS_NORM.register(Backend("torch", native.rms_norm, 10, _torch_why_not))
+RMS_NORM.register(Backend("reference", reference.rms_norm, 0, _serve_all))
+LAYER_NORM.register(Backend("torch", native.layer_norm, 10, _torch_why_not))
+LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, _serve_all))
+ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
+ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, _serve_all))
+
+
+@lru_cache(maxsize=256)
+def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+    return registry.select(spec, backend).fn
+
+
+def _spec(x: Tensor, weight: Tensor) -> Spec:
+    return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``; half types in float32 inside."""
+    out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto") -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``."""
+    out: Tensor = _choose(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to the type of ``x``: what sits between two sublayers."""
+    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
+    return out

@@ -1,0 +1,22 @@
+"""Norms by torch's own fused functions."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim; ``weight`` has the type of ``x``."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim; ``weight`` has the type of ``x``."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Norm of the sum, and the sum: two passes."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

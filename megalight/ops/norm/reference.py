@@ -1,0 +1,30 @@
+"""Norms in plain torch: half types are computed in float32 and rounded once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalight.ops.common import wide
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019)."""
+    dtype = wide(x.dtype)
+    y = x.to(dtype)
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (y * weight.to(dtype)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dim (Ba et al. 2016)."""
+    dtype = wide(x.dtype)
+    y = x.to(dtype)
+    y = y - y.mean(-1, keepdim=True)
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
+    return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``rms_norm(x + residual)`` and the sum, which is rounded to the type of ``x`` first."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

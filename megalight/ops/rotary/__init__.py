@@ -1,0 +1,89 @@
+"""Rotary position embedding: the table of angles, and its application to heads or to a packed projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.rotary import reference
+from megalight.ops.rotary.table import RotaryScaling, rotary_table
+from megalight.registry import Backend, BackendRegistry
+
+__all__ = ["RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rotation must serve: device type, type of the heads, and type of the table."""
+
+    device: str
+    dtype: torch.dtype
+    table_dtype: torch.dtype
+
+
+APPLY_ROTARY: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("apply_rotary")
+ROTATE_QKV: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor, Tensor]]] = BackendRegistry("rotate_qkv")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (APPLY_ROTARY, ROTATE_QKV)
+EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
+
+
+def _serve_all(spec: Spec) -> str | None:
+    return None
+
+
+APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, _serve_all))
+ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, _serve_all))
+
+
+@lru_cache(maxsize=256)
+def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
+    return registry.select(spec, backend).fn
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, backend: str = "auto") -> Tensor:
+    """Rotate the first ``r = 2 * cos.shape[-1]`` features of every head.
+
+    Args:
+        x: ``[T, H, D]``.
+        cos: ``[T, r/2]``, from :func:`rotary_table`.
+        sin: ``[T, r/2]``.
+        interleaved: pairs are neighbours ``(2i, 2i+1)`` (GPT-J) rather than ``(i, i + r/2)`` (Llama, NeoX).
+        backend: a backend's name.
+    """
+    out: Tensor = _choose(APPLY_ROTARY, Spec(x.device.type, x.dtype, cos.dtype), backend)(x, cos, sin, interleaved)
+    return out
+
+
+def rotate_qkv(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a packed projection and rotate its queries and keys in one pass.
+
+    Args:
+        qkv: ``[T, (Hq + 2 Hkv) * D]``: all query heads, then key heads, then value heads.
+        num_heads: ``Hq``.
+        num_kv_heads: ``Hkv``.
+        head_dim: ``D``.
+        cos: ``[T, r/2]``.
+        sin: ``[T, r/2]``.
+        interleaved: as in :func:`apply_rotary`.
+        backend: a backend's name.
+
+    Returns:
+        ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.
+    """
+    fn = _choose(ROTATE_QKV, Spec(qkv.device.type, qkv.dtype, cos.dtype), backend)
+    out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
+    return out

@@ -1,0 +1,79 @@
+"""The angles of rotary embedding, with the frequency scalings that long-context models use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched for contexts longer than those first trained on.
+
+    Attributes:
+        kind: ``linear`` divides every frequency by ``factor`` (Chen et al. 2023); ``llama3`` divides only those whose
+            wavelength exceeds ``original_length / low_frequency_factor``, keeps those below
+            ``original_length / high_frequency_factor``, and blends between (Llama 3.1).
+        factor: how many times longer the context becomes.
+        low_frequency_factor: see ``kind``.
+        high_frequency_factor: see ``kind``.
+        original_length: tokens of the context first trained on.
+    """
+
+    kind: Literal["linear", "llama3"] = "llama3"
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rotary scaling kind is {self.kind!r}; known are linear and llama3.")
+        if self.factor < 1:
+            raise ValueError(f"rotary scaling factor is {self.factor}; it must be at least 1 (1 changes nothing).")
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor {self.low_frequency_factor} must lie between 0 and high_frequency_factor "
+                f"{self.high_frequency_factor}; Llama 3.1 uses 1 and 4."
+            )
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """Scaled ``frequencies`` (radians per token)."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        turns = self.original_length * frequencies / (2 * math.pi)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / self.factor)
+
+
+def rotary_table(
+    positions: Tensor, dim: int, base: float, scaling: RotaryScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles ``position * base^(-2i/dim)`` (Su et al. 2021).
+
+    Args:
+        positions: ``[T]``, integers, or float64 to ask for a float64 table.
+        dim: features that are rotated, even.
+        base: theta.
+        scaling: how frequencies are stretched.
+
+    Returns:
+        ``cos, sin``, each ``[T, dim/2]`` float32. Angles are formed in float64, exact at any context length.
+
+    Raises:
+        ValueError: an odd ``dim``.
+    """
+    if dim % 2:
+        raise ValueError(f"rotary dim is {dim}; features are rotated in pairs, so give an even number.")
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    frequencies = float(base) ** -exponents
+    if scaling is not None:
+        frequencies = scaling.apply(frequencies)
+    angles = positions.to(torch.float64)[:, None] * frequencies
+    dtype = torch.float64 if torch.float64 in (positions.dtype, torch.get_default_dtype()) else torch.float32
+    return angles.cos().to(dtype), angles.sin().to(dtype)
