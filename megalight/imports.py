@@ -52,7 +52,7 @@ def require(package: str, purpose: str) -> ModuleType:
 
 
 def torch_distributed(*names: str) -> Any:
-    """The first of these functions that this torch's ``torch.distributed`` has: collectives change names between releases."""
+    """The first of ``names`` that this ``torch.distributed`` has (collectives change names between releases)."""
     module = importlib.import_module("torch.distributed")
     return next(getattr(module, name) for name in names if hasattr(module, name))
 

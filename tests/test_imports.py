@@ -1,0 +1,85 @@
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalight.errors import MissingPackageError
+from megalight.imports import EXTRAS, has, has_grad_dtype, require, torch_distributed, version
+
+ROOT = Path(__file__).parents[1]
+
+
+def pyproject() -> dict[str, object]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        tomllib = pytest.importorskip("tomli")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_has() -> None:
+    assert has("torch")
+    assert not has("no_such_package_anywhere")
+    assert not has("no_such_package_anywhere.inner")
+
+
+def test_version() -> None:
+    assert version("lightning").startswith("2.6")
+    assert version("no-such-distribution-anywhere") is None
+
+
+def test_require_imports() -> None:
+    assert require("json.decoder", "reading").__name__ == "json.decoder"
+
+
+def test_require_names_the_purpose_and_the_command() -> None:
+    with pytest.raises(MissingPackageError, match=r"baking needs the package 'no_such_oven'.*pip install no_such_oven"):
+        require("no_such_oven.tray", "baking")
+
+
+def test_require_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXTRAS, "no_such_oven", "bakery")
+    with pytest.raises(MissingPackageError, match=r"is not installed.*pip install 'megalight\[bakery\]'"):
+        require("no_such_oven", "baking")
+
+
+@pytest.mark.parametrize("line", ["raise OSError('libflour.so.3')", "import libflour_so"])
+def test_require_tells_a_broken_package_from_a_missing_one(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_oven.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingPackageError, match=r"is installed but could not be imported .*libflour"):
+        require("broken_oven", "baking")
+
+
+def test_extras_are_those_of_the_project() -> None:
+    extras = pyproject()["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        names = [re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in extras[extra]]
+        assert package in names
+
+
+def test_packages_asked_for_by_name_have_an_extra() -> None:
+    """An optional package that some module requires can be installed with an extra that its error message names."""
+    for path in (ROOT / "megalight").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "require":
+                package = node.args[0]
+                assert isinstance(package, ast.Constant), f"{path}:{node.lineno}"
+                assert package.value.partition(".")[0] in EXTRAS, f"{path}:{node.lineno} requires {package.value}"
+
+
+def test_torch_shims() -> None:
+    import torch
+
+    assert torch_distributed("no_such_collective", "all_reduce") is torch.distributed.all_reduce
+    assert has_grad_dtype() == hasattr(torch.ones(1), "grad_dtype")
+
+
+def test_floor_zero_imports_no_torch_but_in_types() -> None:
+    code = "import sys, megalight.errors, megalight.imports, megalight.registry; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
