@@ -1,1 +1,21 @@
 """Optimizers, parameter groups, schedules."""
+
+from megalight.optim.adam import Adam
+from megalight.optim.config import AdamConfig
+from megalight.optim.groups import GroupRule, parameter_groups
+from megalight.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule
+from megalight.optim.sharded import shard_optimizer
+
+__all__ = [
+    "WSD",
+    "Adam",
+    "AdamConfig",
+    "Constant",
+    "Cosine",
+    "GroupRule",
+    "InverseSqrt",
+    "Linear",
+    "Schedule",
+    "parameter_groups",
+    "shard_optimizer",
+]

@@ -1,0 +1,104 @@
+"""Making an ordinary optimizer step on the data-parallel engine's flat shards."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""torch optimizers that update each element from its own gradient and state alone."""
+SCALARS = ("step", "eta", "mu", "mu_product")
+"""State of torch's optimizers that is one number per parameter."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may step on flat shards. A user's class says so with ``elementwise = True``."""
+    return type(optimizer) in ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
+
+
+def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> OptimizerT:
+    """Point an optimizer's parameter groups at the engine's masters. The object and its group dicts stay the same.
+
+    So learning-rate schedulers and callbacks that hold them go on working, each group keeps its options, and state that
+    exists already moves along.
+
+    Raises:
+        ConfigurationError: the optimizer is not element-wise, or its groups are not the groups of the engine.
+    """
+    if not is_elementwise(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigurationError(
+            f"{name} is not known to update each element from its own gradient alone, so it cannot step on flat "
+            "shards. If it does, set elementwise = True on the class; if it does not, use an optimizer such as "
+            "megalight.optim.Adam, or train under another strategy."
+        )
+    _check_groups(optimizer, engine)
+    states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
+    optimizer.state.clear()
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = [shard.master for shard in engine.shards if shard.group == number]
+        group.pop("param_names", None)
+    for shard, state in zip(engine.shards, states, strict=True):
+        if state:
+            optimizer.state[shard.master] = state
+    return optimizer
+
+
+def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:
+    home = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for info in engine.infos:
+        number = home.pop(id(info.parameter), None)
+        if number is None:
+            raise ConfigurationError(
+                f"{info.name} requires gradients, but the optimizer does not hold it. Add it to a parameter group, or "
+                "freeze it with requires_grad_(False) before the engine is built."
+            )
+        if number != info.group:
+            raise ConfigurationError(
+                f"{info.name} is in group {number} of the optimizer, but in group {info.group} of the engine. Build "
+                "both from the same groups."
+            )
+    foreign = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"] if id(p) in home)
+    if foreign:
+        raise ConfigurationError(
+            f"the optimizer holds {foreign} trainable tensors that are not parameters of the model. Create it from the "
+            "parameters that the model has when the optimizer is made."
+        )
+
+
+def _flat_state(optimizer: Optimizer, engine: DataParallelEngine, index: int) -> dict[str, object]:
+    """State that parameters of one bucket have already, laid out like the shard. Padding gets zeros."""
+    bucket, flat = engine.buckets[index], dict[str, object]()
+    shard: FlatShard = bucket.shard
+    for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+        low, high = max(shard.start, slot.start), min(shard.stop, slot.stop)
+        for key, value in optimizer.state.get(info.parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == info.parameter.shape and key not in SCALARS:
+                target = flat.setdefault(key, value.new_zeros(shard.numel))
+                assert isinstance(target, Tensor)
+                if low < high:
+                    part = value.reshape(-1)[low - slot.start : high - slot.start]
+                    target[low - shard.start : high - shard.start] = part
+            else:
+                flat.setdefault(key, value)
+    return flat
