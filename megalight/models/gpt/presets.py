@@ -1,0 +1,100 @@
+"""Published models, by name and size."""
+
+from __future__ import annotations
+
+from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.ops.rotary import RotaryScaling
+from megalight.registry import Registry
+
+PRESETS: Registry[GPTConfig] = Registry("GPT preset")
+"""Name -> configuration. Other packages may add theirs."""
+
+
+def preset(name: str) -> GPTConfig:
+    """The configuration of a published model.
+
+    Raises:
+        MegalightError: no such preset; the message lists the known ones.
+    """
+    return PRESETS[name]
+
+
+def gpt2(num_layers: int, hidden_size: int, num_heads: int) -> GPTConfig:
+    """GPT-2 (https://huggingface.co/openai-community/gpt2) in one of its sizes; without its dropout of 0.1."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        vocab_size=50257,
+        max_sequence_length=1024,
+        activation="gelu_tanh",
+        mlp_bias=True,
+        tie_embeddings=True,
+        norm=NormConfig(kind="layer", eps=1e-5),
+        position=PositionConfig(kind="learned"),
+        attention=AttentionConfig(qkv_bias=True, proj_bias=True),
+    )
+
+
+def llama3(
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    ffn_hidden_size: int,
+    *,
+    tie_embeddings: bool = False,
+    rotary_factor: float = 8.0,
+) -> GPTConfig:
+    """Llama 3.1 and 3.2 (https://huggingface.co/meta-llama) in one of their sizes: 8 key-value heads, 131072 tokens."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=128256,
+        max_sequence_length=131072,
+        tie_embeddings=tie_embeddings,
+        norm=NormConfig(eps=1e-5),
+        position=PositionConfig(base=500000.0, scaling=RotaryScaling(kind="llama3", factor=rotary_factor)),
+    )
+
+
+def qwen3(
+    num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int, *, tie_embeddings: bool = False
+) -> GPTConfig:
+    """Qwen3 (https://huggingface.co/Qwen) in one of its dense sizes: 8 key-value heads of 128 features, QK-norm."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=151936,
+        max_sequence_length=40960,
+        tie_embeddings=tie_embeddings,
+        norm=NormConfig(eps=1e-6),
+        position=PositionConfig(base=1000000.0),
+        attention=AttentionConfig(qk_norm=True),
+    )
+
+
+for _name, _config in {
+    "gpt2_small": gpt2(12, 768, 12),
+    "gpt2_medium": gpt2(24, 1024, 16),
+    "gpt2_large": gpt2(36, 1280, 20),
+    "gpt2_xl": gpt2(48, 1600, 25),
+    "llama3_1b": llama3(16, 2048, 32, 8192, tie_embeddings=True, rotary_factor=32.0),
+    "llama3_3b": llama3(28, 3072, 24, 8192, tie_embeddings=True, rotary_factor=32.0),
+    "llama3_8b": llama3(32, 4096, 32, 14336),
+    "llama3_70b": llama3(80, 8192, 64, 28672),
+    "llama3_405b": llama3(126, 16384, 128, 53248),
+    "qwen3_0_6b": qwen3(28, 1024, 16, 3072, tie_embeddings=True),
+    "qwen3_1_7b": qwen3(28, 2048, 16, 6144, tie_embeddings=True),
+    "qwen3_4b": qwen3(36, 2560, 32, 9728, tie_embeddings=True),
+    "qwen3_8b": qwen3(36, 4096, 32, 12288),
+    "qwen3_14b": qwen3(40, 5120, 40, 17408),
+    "qwen3_32b": qwen3(64, 5120, 64, 25600),
+}.items():
+    PRESETS.register(_name)(_config)

@@ -1,0 +1,97 @@
+"""Presets and arithmetic against published counts, published FLOPs, and the modules they describe."""
+
+import pytest
+import torch
+
+from megalight.errors import MegalightError
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.flops import flops_per_token, num_parameters
+from megalight.models.gpt.presets import PRESETS, preset
+
+PUBLISHED_PARAMETERS = {
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+}
+PUBLISHED_GIGAFLOPS = [
+    ("llama3_8b", 4096, 48.25),
+    ("llama3_8b", 8192, 51.47),
+    ("llama3_8b", 32768, 70.8),
+    ("llama3_8b", 131072, 148.1),
+    ("llama3_3b", 4096, 21.4),
+    ("llama3_3b", 131072, 86.9),
+    ("llama3_1b", 4096, 8.22),
+    ("llama3_1b", 8192, 9.03),
+    ("llama3_70b", 8192, 449),
+    ("qwen3_32b", 4096, 204.8),
+]
+
+
+def built_parameters(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())
+
+
+def test_every_preset_has_a_published_count():
+    assert set(PRESETS) == set(PUBLISHED_PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_parameters(name):
+    assert num_parameters(preset(name)) == PUBLISHED_PARAMETERS[name] == built_parameters(preset(name))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_arithmetic_equals_the_module(bias, activation, norm, qk_norm):
+    config = GPTConfig(
+        num_layers=3,
+        hidden_size=24,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        ffn_hidden_size=33,
+        vocab_size=101,
+        max_sequence_length=17,
+        activation=activation,
+        mlp_bias=bias,
+        norm=NormConfig(kind=norm),
+        position=PositionConfig(kind="learned" if bias else "rope"),
+        attention=AttentionConfig(qkv_bias=bias, proj_bias=not bias, qk_norm=qk_norm),
+    )
+    assert num_parameters(config) == built_parameters(config)
+
+
+@pytest.mark.parametrize(("name", "length", "giga"), PUBLISHED_GIGAFLOPS)
+def test_flops(name, length, giga):
+    digits = len(str(giga).replace(".", ""))
+    assert float(f"{flops_per_token(preset(name), length) / 1e9:.{digits}g}") == giga
+
+
+def test_windows_cost_less():
+    sizes = {"num_layers": 4, "hidden_size": 8, "num_heads": 2, "vocab_size": 16, "max_sequence_length": 64}
+    full = GPTConfig(**sizes)
+    half = GPTConfig(**sizes, attention=AttentionConfig(window=16, window_pattern=(True, False)))
+    wide = GPTConfig(**sizes, attention=AttentionConfig(window=64))
+    assert flops_per_token(wide, 64) == flops_per_token(full, 64)
+    # exact mean of visible keys is (sum over i of min(i + 1, 17)) / 64; the rule counts to leading order
+    assert flops_per_token(full, 64) - flops_per_token(half, 64) == 12 * 8 * 2 * (32 - (16 - 2))
+
+
+def test_unknown_preset_lists_the_known():
+    with pytest.raises(MegalightError, match=r"llama3_70b.*Did you mean 'llama3_8b'"):
+        preset("llama3_8")
