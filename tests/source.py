@@ -1,0 +1,89 @@
+"""The package's source as the house tests read it: files, their rooms, and what each imports."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megalight"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module.
+
+    Attributes:
+        module: full dotted name.
+        line: where.
+        lazy: whether it stands inside a function.
+    """
+
+    module: str
+    line: int
+    lazy: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file. ``module`` is its dotted name, ``room`` the first part of it below the package."""
+
+    path: Path
+    module: str
+
+    @classmethod
+    def of(cls, path: Path, root: Path = ROOT) -> Source:
+        parts = path.relative_to(root).with_suffix("").parts
+        return cls(path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+
+    @property
+    def room(self) -> str:
+        return room(self.module)
+
+    @functools.cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @property
+    def package(self) -> str:
+        """What relative imports are relative to."""
+        return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
+
+    def imports(self) -> Iterator[Import]:
+        """Every import, wherever it stands. ``from a import b`` counts as ``a.b``: ``b`` may be a module."""
+        yield from self._imports(self.tree, lazy=False)
+
+    def _imports(self, node: ast.AST, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield Import(f"{self._base(node)}.{alias.name}", node.lineno, lazy)
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from self._imports(child, lazy)
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parents = self.package.split(".")[: len(self.package.split(".")) - node.level + 1]
+        return ".".join([*parents, node.module] if node.module else parents)
+
+
+def room(module: str) -> str:
+    """``megalight.nn.linear`` -> ``nn``; the package itself -> an empty string."""
+    return module.split(".")[1] if "." in module else ""
+
+
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    """Every Python file of the package."""
+    return tuple(Source.of(path) for path in sorted(PACKAGE.rglob("*.py")))

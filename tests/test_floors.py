@@ -1,0 +1,260 @@
+"""Imports go downwards only, Lightning stays above its line, and one-device code speaks of one device.
+
+Each rule is a function from a source file to complaints, so that a test can also show that it complains.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.source import PACKAGE, Import, Source, room, sources
+
+FLOORS = (
+    {"errors", "registry", "types", "imports"},
+    {"ops", "data"},
+    {"nn"},
+    {"parallel"},
+    {"optim", "checkpoint"},
+    {"models"},
+    {"plugins", "inference"},
+    {"strategies"},
+    {"callbacks"},
+    {"rl"},
+    {"cli"},
+    {"__main__"},
+)
+FLOOR_OF = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
+LIGHTNING_FLOOR = FLOOR_OF["strategies"]
+LIGHTNING_FOLDERS = ("megalight.plugins.precision", "megalight.plugins.checkpoint_io")
+LIGHTNING_FILE = "module"
+OPTIONAL = {"transformers", "pyarrow", "matplotlib", "triton"}
+"""Third-party packages that the product works without; a function may import them when it is called."""
+
+PARALLEL_WORDS = re.compile(
+    r"(?<!low-)\branks?\b|\bgroup\b|process_?group|\bmesh(es)?\b|device_?mesh|world_?size|\bdtensors?\b|\bshard(s|ed|ing)?\b"
+    r"|(tensor|sequence|context|pipeline|expert|data|model)[_ -]parallel|torch\.distributed|\bdist\."
+    r"|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\b(tp|cp|dp|pp|ep|etp|edp)\b",
+    re.IGNORECASE,
+)
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "os.system",
+    "torch.save",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+}
+FORBIDDEN_KEYWORDS = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
+
+
+def imported_rooms(source: Source) -> Iterator[tuple[Import, str]]:
+    for found in source.imports():
+        if found.module.split(".")[0] == "megalight" and found.module != "megalight.__version__":
+            yield found, room(found.module)
+
+
+def floors(source: Source) -> Iterator[str]:
+    """Downwards only, and no neighbours. The few modules of floor 0 are one room."""
+    if source.module == "megalight":
+        return
+    if source.room not in FLOOR_OF:
+        yield f"{source.path}: room {source.room!r} has no floor"
+        return
+    floor = FLOOR_OF[source.room]
+    for found, other in imported_rooms(source):
+        where = f"{source.path}:{found.line}"
+        if other not in FLOOR_OF:
+            yield f"{where}: imports {found.module}; take it from the room that defines it"
+        elif other != source.room and FLOOR_OF[other] >= max(floor, 1):
+            yield f"{where}: floor {floor} ({source.room}) imports floor {FLOOR_OF[other]} ({other})"
+
+
+def lazy_imports(source: Source) -> Iterator[str]:
+    """Functions import nothing but optional packages; verbs and the package's own lazy names are the exceptions."""
+    if source.room in ("cli", "__main__", ""):
+        return
+    for found in source.imports():
+        if found.lazy and found.module.split(".")[0] not in OPTIONAL:
+            yield f"{source.path}:{found.line}: imports {found.module} inside a function"
+    for node in ast.walk(source.tree):
+        by_name = isinstance(node, ast.Call) and name_of(node.func) in ("importlib.import_module", "__import__")
+        own = f"megalight.{source.room}."
+        if by_name and source.room != "imports" and not any(text.startswith(own) for text in literals(node)):
+            yield f"{source.path}:{node.lineno}: imports by name; use megalight.imports.require"
+
+
+def literals(node: ast.AST) -> Iterator[str]:
+    """The strings in an expression, parts of f-strings among them."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.value
+
+
+def may_use_lightning(source: Source) -> bool:
+    return (
+        FLOOR_OF.get(source.room, 0) >= LIGHTNING_FLOOR
+        or source.module.startswith(LIGHTNING_FOLDERS)
+        or source.module.endswith(f".{LIGHTNING_FILE}")
+    )
+
+
+def lightning_line(source: Source) -> Iterator[str]:
+    """Lightning is imported by its floors and by files called module.py, which nothing below imports."""
+    for found in source.imports():
+        where = f"{source.path}:{found.line}"
+        package = found.module.split(".")[0]
+        if package in ("pytorch_lightning", "lightning_fabric"):
+            yield f"{where}: {package} has other classes of the same names; import lightning.pytorch as pl"
+        if may_use_lightning(source):
+            continue
+        if package == "lightning":
+            yield f"{where}: imports lightning below its line"
+        if package == "megalight" and LIGHTNING_FILE in found.module.split(".")[2:]:
+            yield f"{where}: imports {found.module}, which imports lightning"
+
+
+def one_device(source: Source) -> Iterator[str]:
+    """Layers and models say nothing of other devices, not even in comments."""
+    is_model = source.room == "models" and source.module.endswith(".model")
+    if source.room != "nn" and not is_model:
+        return
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if found := PARALLEL_WORDS.search(line):
+            yield f"{source.path}:{number}: {found.group()!r} in one-device code: {line.strip()}"
+
+
+def name_of(node: ast.expr) -> str:
+    """``a.b.c`` for names and attributes of names, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := name_of(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def code_from_data(source: Source) -> Iterator[str]:
+    """Nothing that is read from disk or typed by a user can become code."""
+    for found in source.imports():
+        if found.module.split(".")[0] in FORBIDDEN_MODULES:
+            yield f"{source.path}:{found.line}: imports {found.module}"
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if name_of(node.func) in FORBIDDEN_CALLS:
+            yield f"{source.path}:{node.lineno}: calls {name_of(node.func)}"
+        for keyword in node.keywords:
+            if keyword.arg in FORBIDDEN_KEYWORDS:
+                safe = not FORBIDDEN_KEYWORDS[keyword.arg]
+                if not (isinstance(keyword.value, ast.Constant) and keyword.value.value in (safe, None)):
+                    yield f"{source.path}:{node.lineno}: {keyword.arg} must be {safe}"
+
+
+RULES = (floors, lazy_imports, lightning_line, one_device, code_from_data)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_package_keeps(rule: type) -> None:
+    complaints = [complaint for source in sources() for complaint in rule(source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "text"),
+    [
+        (floors, "nn/a.py", "import megalight.parallel.mesh"),
+        (floors, "nn/a.py", "from megalight import parallel"),
+        (floors, "nn/deep/a.py", "from ...parallel import mesh"),
+        (floors, "nn/a.py", "from megalight import GPT"),
+        (floors, "nn/a.py", "if TYPE_CHECKING:\n    from megalight.models.gpt import GPT"),
+        (floors, "ops/a.py", "from megalight.data.indexed import x"),
+        (floors, "optim/a.py", "def f():\n    from megalight.checkpoint import save"),
+        (floors, "types.py", "from megalight.ops import attention"),
+        (floors, "novel/a.py", "import torch"),
+        (lazy_imports, "nn/a.py", "def f():\n    import megalight.ops"),
+        (lazy_imports, "nn/a.py", "class A:\n    def f(self):\n        from math import pi"),
+        (lazy_imports, "nn/a.py", "import importlib\nimportlib.import_module('megalight.cli')"),
+        (lazy_imports, "nn/a.py", "import importlib\nimportlib.import_module(name)"),
+        (lightning_line, "optim/a.py", "import lightning.pytorch as pl"),
+        (lightning_line, "optim/a.py", "from lightning.pytorch import Trainer"),
+        (lightning_line, "models/gpt/__init__.py", "from megalight.models.gpt.module import GPTModule"),
+        (lightning_line, "models/gpt/model.py", "from .module import GPTModule"),
+        (lightning_line, "strategies/a.py", "import pytorch_lightning as pl"),
+        (one_device, "nn/a.py", "# the mesh decides"),
+        (one_device, "nn/a.py", "rank = 3"),
+        (one_device, "nn/a.py", "def f(tp: int): ..."),
+        (one_device, "models/gpt/model.py", "import torch.distributed as d"),
+        (one_device, "models/gpt/model.py", '"""Tensor-parallel attention."""'),
+        (code_from_data, "data/a.py", "import pickle"),
+        (code_from_data, "data/a.py", "from cloudpickle import loads"),
+        (code_from_data, "cli/a.py", "eval(text)"),
+        (code_from_data, "cli/a.py", "yaml.load(text)"),
+        (code_from_data, "checkpoint/a.py", "torch.load(path, weights_only=False)"),
+        (code_from_data, "checkpoint/a.py", "torch.load(path, weights_only=flag)"),
+        (code_from_data, "models/a.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
+        (code_from_data, "data/a.py", "np.load(path, allow_pickle=True)"),
+    ],
+)
+def test_a_rule_complains(rule: type, file: str, text: str, tmp_path: Path) -> None:
+    assert len(list(rule(source_of(file, text, tmp_path)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("nn/a.py", "from megalight.ops.linear import linear\nfrom megalight.nn.names import parts"),
+        ("registry.py", "from megalight.errors import MegalightError"),
+        ("cli/a.py", "def f():\n    from megalight.strategies import x"),
+        ("data/a.py", "def f():\n    import pyarrow.parquet"),
+        ("ops/a.py", "import importlib\nimportlib.import_module(f'megalight.ops.{name}')"),
+        ("models/gpt/module.py", "import lightning.pytorch as pl\nfrom megalight.models.module import M"),
+        ("plugins/precision/a.py", "from lightning.pytorch.plugins import Precision"),
+        ("nn/a.py", "# groups of query heads, low-rank, grouped-query: kv_lora_rank, grouping, broadcast, stepped"),
+        ("parallel/a.py", "# rank and mesh\nmodel.eval()"),
+        ("checkpoint/a.py", "torch.load(path, weights_only=True)\nyaml.safe_load(text)"),
+    ],
+)
+def test_no_rule_complains(file: str, text: str, tmp_path: Path) -> None:
+    source = source_of(file, text, tmp_path)
+    assert not [complaint for rule in RULES for complaint in rule(source)]
+
+
+def source_of(file: str, text: str, root: Path) -> Source:
+    path = root / "megalight" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return Source.of(path, root)
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms - {"__init__"} <= set(FLOOR_OF)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, megalight; assert not {'torch', 'lightning', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_below_the_line_imports_without_lightning() -> None:
+    """The line holds for what third-party packages import as well."""
+    below = [source.module for source in sources() if not may_use_lightning(source)]
+    code = f"""
+import importlib, sys
+for name in {below!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] not in {OPTIONAL!r}:
+            raise
+    assert "lightning" not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,146 @@
+"""The repository's own order: budgets, versions, what may stand in a file, and what may not."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points, packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import megalight
+from tests.source import PACKAGE, ROOT, sources
+from tests.test_imports import pyproject
+
+MAX_LINES = 600
+TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".ipynb", ".cfg", ".sh", ""}
+MACHINE = re.compile(
+    r"(?<![\w.~])/(work|root|home)/|pypi\.org|pythonhosted|download\.pytorch|index-url|\bTODO\b|\bFIXME\b|\bXXX\b"
+)
+
+
+def git(*words: str) -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def tracked() -> list[Path]:
+    return [ROOT / name for name in git("ls-files") if (ROOT / name).is_file()]
+
+
+def requirements() -> list[Requirement]:
+    project = pyproject()
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    return [requirement for requirement in map(Requirement, lines) if requirement.name != "megalight"]
+
+
+def constraints() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin for pin in pins}
+
+
+def test_no_file_is_long() -> None:
+    long = {str(s.path): count for s in sources() if (count := len(s.text.splitlines())) > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines; one file holds one idea: {long}"
+
+
+def test_no_module_state_is_rebound() -> None:
+    found = [f"{s.path}:{node.lineno}" for s in sources() for node in ast.walk(s.tree) if isinstance(node, ast.Global)]
+    assert not found, f"global statements: {found}"
+
+
+def test_nothing_is_unfinished_or_of_one_machine() -> None:
+    this = Path(__file__).resolve()
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in tracked()
+        if path.suffix in TEXT and path.name != "LICENSE" and path != this
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if MACHINE.search(line)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_git_holds_no_ignored_file() -> None:
+    assert not git("ls-files", "--cached", "--ignored", "--exclude-standard")
+
+
+def test_every_module_folder_is_a_package() -> None:
+    folders = {s.path.parent for s in sources()}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_tests_mirror_the_tree() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    for folder in folders:
+        assert (ROOT / "tests" / folder / "__init__.py").exists(), f"tests/{folder} has no __init__.py"
+        room = folder.parts[0] if folder.parts else ""
+        assert (PACKAGE / room).is_dir() or (ROOT / room).is_dir(), f"tests/{folder} mirrors nothing"
+
+
+def test_what_is_required_is_pinned_within_its_range() -> None:
+    pins = constraints()
+    for requirement in requirements():
+        pin = pins.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"constraints.txt does not pin {requirement.name}"
+        (specifier,) = pin.specifier
+        assert specifier.operator == "=="
+        assert requirement.specifier.contains(specifier.version), f"{requirement} excludes the pin {pin}"
+
+
+def test_what_is_imported_is_required() -> None:
+    known = {canonicalize_name(requirement.name) for requirement in requirements()} | {"megalight", "triton"}  # torch's
+    providers = packages_distributions()
+    for source in sources():
+        for found in source.imports():
+            root = found.module.split(".")[0]
+            if root in sys.stdlib_module_names or root not in providers:
+                continue
+            assert known & set(map(canonicalize_name, providers[root])), f"{source.path}:{found.line}: {root}"
+
+
+def test_pins_name_no_build_and_no_place() -> None:
+    for pin in constraints().values():
+        assert "+" not in str(pin.specifier)
+        assert pin.url is None
+
+
+def test_one_version_number() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", changes, re.MULTILINE)
+    assert newest is not None
+    assert newest.group(1) == megalight.__version__
+
+
+def test_the_licence_is_whole() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert pyproject()["license"] == "Apache-2.0"
+
+
+def test_the_console_script_exists() -> None:
+    (script,) = entry_points(group="console_scripts", name="megalight")
+    assert callable(script.load())
+
+
+def test_continuous_integration_runs_make_test() -> None:
+    run = ROOT / ".ci" / "run"
+    assert run.stat().st_mode & 0o100, ".ci/run is not executable"
+    assert run.read_text(encoding="utf-8").rstrip().endswith("exec make test")
+
+
+@pytest.mark.parametrize(
+    "target", ["help", "setup", "demo", "test", "test-full", "checks", "docs-check", "format", "clean"]
+)
+def test_make_targets_are_listed(target: str) -> None:
+    answer = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert re.search(rf"^{target} +\S", answer, re.MULTILINE), answer
+    subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
