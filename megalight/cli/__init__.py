@@ -1,1 +1,1 @@
-"""The console script."""
+"""The command line: Lightning's verbs and ours. Verbs that need no torch start without it."""

@@ -1,0 +1,160 @@
+"""An exponential moving average of the weights, kept on the sharded fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from megalight.errors import ConfigurationError
+
+STATE = "ema"
+"""Under ``ema.<canonical parameter name>`` the average lies in checkpoints."""
+SWAP_ELEMENTS = 2**24
+"""Elements exchanged at a time: 64 MiB of extra memory in fp32."""
+
+
+class EMA(pl.Callback):
+    """``average = decay * average + (1 - decay) * weights`` after optimizer steps; validation and test run on it.
+
+    The average covers this rank's share of the fp32 master weights: one more fp32 number per parameter over all
+    data-parallel ranks together, and no communication. It is saved by canonical name, so a resumed run may have
+    another parallel layout. Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` need whole parameters;
+    ``MegatronStrategy`` refuses them.
+
+    Args:
+        decay: in [0, 1); the average remembers about ``every_n_steps / (1 - decay)`` steps.
+        start_step: the first optimizer step that counts; the average begins as the weights after it.
+        every_n_steps: optimizer steps between updates.
+        evaluate: validate and test with the average instead of the weights.
+
+    Attributes:
+        updates: how many steps the average has seen.
+
+    Raises:
+        ConfigurationError: in ``fit``, under a strategy that keeps no sharded masters.
+    """
+
+    def __init__(
+        self, decay: float = 0.999, start_step: int = 0, every_n_steps: int = 1, evaluate: bool = True
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigurationError(f"decay is {decay}; it must be at least 0 and below 1.")
+        if start_step < 0 or every_n_steps < 1:
+            raise ConfigurationError(
+                f"start_step is {start_step} and every_n_steps {every_n_steps}; they must be at least 0 and 1."
+            )
+        self.decay = decay
+        self.start_step = start_step
+        self.every_n_steps = every_n_steps
+        self.evaluate = evaluate
+        self.updates = 0
+        self._step = 0
+        self._applied = False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make room for the average, before the checkpoint's optimizer state is read."""
+        masters = _masters(trainer)
+        states = trainer.strategy.extra_shard_states  # type: ignore[attr-defined]
+        states[STATE] = [master.clone() for master in masters]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Know which step has been counted."""
+        self._step = trainer.global_step
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the new weights into the average, where this batch ended an optimizer step."""
+        step = trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        if step < self.start_step or (self.updates and (step - self.start_step) % self.every_n_steps):
+            return
+        masters, averages = _masters(trainer), _averages(trainer)
+        if self.updates == 0:
+            torch._foreach_copy_(averages, masters)
+        else:
+            torch._foreach_lerp_(averages, masters, 1 - self.decay)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self, trainer: pl.Trainer) -> Iterator[None]:
+        """While open, the model's weights are the average: to evaluate, export, or ``trainer.save_checkpoint`` it."""
+        self._exchange(trainer)
+        try:
+            yield
+        finally:
+            self._exchange(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the average in."""
+        self._enter(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the weights back."""
+        self._leave(trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the average in."""
+        self._enter(trainer)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the weights back."""
+        self._leave(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Put the weights back, so that what is saved on the way out is right."""
+        self._leave(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the average is; its values travel with the sharded optimizer state."""
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the count up again."""
+        self.updates = int(state_dict["updates"])
+
+    def _enter(self, trainer: pl.Trainer) -> None:
+        if self.evaluate and self.updates and STATE in getattr(trainer.strategy, "extra_shard_states", {}):
+            self._exchange(trainer)
+            self._applied = True
+
+    def _leave(self, trainer: pl.Trainer) -> None:
+        if self._applied:
+            self._applied = False
+            self._exchange(trainer)
+
+    @torch.no_grad()
+    def _exchange(self, trainer: pl.Trainer) -> None:
+        """Swap weights and average in place, piece by piece, and bring the weights to the model."""
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        engine.sync_parameters()
+        for master, average in zip(_masters(trainer), _averages(trainer), strict=True):
+            for start in range(0, master.numel(), SWAP_ELEMENTS):
+                here, there = master[start : start + SWAP_ELEMENTS], average[start : start + SWAP_ELEMENTS]
+                kept = here.clone()
+                here.copy_(there)
+                there.copy_(kept)
+        engine.publish()
+        engine.sync_parameters()
+
+
+def _masters(trainer: pl.Trainer) -> list[Tensor]:
+    engine = getattr(trainer.strategy, "engine", None)
+    if engine is None or not hasattr(trainer.strategy, "extra_shard_states"):
+        raise ConfigurationError(
+            f"EMA averages the sharded fp32 master weights, which {type(trainer.strategy).__name__} does not keep. "
+            "Use MegatronStrategy; or, under Lightning's own strategies, Lightning's EMAWeightAveraging callback."
+        )
+    return [shard.master.detach() for shard in engine.shards]
+
+
+def _averages(trainer: pl.Trainer) -> list[Tensor]:
+    return list(trainer.strategy.extra_shard_states[STATE])  # type: ignore[attr-defined]

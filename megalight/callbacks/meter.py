@@ -1,0 +1,140 @@
+"""Times and values of training steps, read without ever making the host wait for the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from megalight.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a few consecutive steps did.
+
+    Attributes:
+        step: optimizer steps done at the window's end.
+        steps: optimizer steps in the window.
+        seconds: of device time (wall time on CPU), validation excluded.
+        tokens: over all ranks; 0 where batches do not say.
+        sequence_length: of the batches, in tokens; 0 where they do not say.
+        values: what was asked to be read at the window's end.
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    tokens: int
+    sequence_length: int
+    values: Mapping[str, float]
+
+
+@dataclass
+class _Pending:
+    step: int
+    steps: int
+    tokens: int
+    sequence_length: int
+    names: tuple[str, ...]
+    values: Tensor
+    segments: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class StepMeter:
+    """Collects windows of steps. On CUDA, times are device events and values travel into page-locked memory; a window
+    is handed out by :meth:`poll` once the device has got there, a step or so later.
+
+    Args:
+        device: where the steps run.
+
+    Attributes:
+        last_step: where the open window began.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pending: deque[_Pending] = deque()
+        self._segments: list[tuple[Any, Any]] = []
+        self._begun: Any = None
+        self.last_step = 0
+        self._tokens = 0
+        self._sequence_length = 0
+
+    def start(self, step: int) -> None:
+        """Begin the first window, with ``step`` optimizer steps done."""
+        self.last_step = step
+        self._tokens = 0
+        self._segments = []
+        self._begun = self._now()
+
+    def pause(self) -> None:
+        """What comes now does not count (validation)."""
+        if self._begun is not None:
+            self._segments.append((self._begun, self._now()))
+            self._begun = None
+
+    def resume(self) -> None:
+        """What comes now counts again."""
+        if self._begun is None:
+            self._begun = self._now()
+
+    def add(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Count a batch that was trained on."""
+        if isinstance(batch, TokenBatch):
+            rows, self._sequence_length = batch.tokens.shape
+            report = getattr(trainer.strategy, "report", None)
+            samples = report.num_samples if report is not None else rows * trainer.world_size
+            self._tokens += samples * self._sequence_length
+
+    def close(self, step: int, values: Mapping[str, Tensor]) -> None:
+        """End the window at optimizer step ``step`` and begin the next; ``values`` are 0-dim tensors to be read."""
+        host = torch.empty(len(values), dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        if values:
+            stacked = torch.stack([value.detach().to(self.device, torch.float64) for value in values.values()])
+            host.copy_(stacked, non_blocking=True)
+        now = self._now()
+        segments = [*self._segments, *([(self._begun, now)] if self._begun is not None else [])]
+        steps = step - self.last_step
+        self._pending.append(_Pending(step, steps, self._tokens, self._sequence_length, tuple(values), host, segments))
+        self.last_step, self._tokens, self._segments, self._begun = step, 0, [], now
+
+    def poll(self, wait: bool = False) -> Window | None:
+        """The oldest window that the device has finished, or None. ``wait``: for the end of training."""
+        if not self._pending:
+            return None
+        last = self._pending[0].segments[-1][1]
+        if self.device.type == "cuda":
+            if wait:
+                last.synchronize()
+            elif not last.query():
+                return None
+        window = self._pending.popleft()
+        seconds = sum(self._seconds(first, second) for first, second in window.segments)
+        values = dict(zip(window.names, window.values.tolist(), strict=True))
+        return Window(window.step, window.steps, seconds, window.tokens, window.sequence_length, values)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _seconds(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000 if self.device.type == "cuda" else float(second - first)
+
+
+def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:
+    """The loss of the step that just ended, as a tensor still on its way: the global one where the strategy has it."""
+    report = getattr(trainer.strategy, "report", None)
+    if report is not None:
+        return report.loss if isinstance(report.loss, Tensor) else None
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None

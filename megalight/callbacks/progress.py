@@ -1,0 +1,149 @@
+"""A progress bar that shows the values of steps gone by, so that no step waits to be shown."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from torch import Tensor
+
+from megalight.callbacks.meter import StepMeter, Window, current_loss
+from megalight.callbacks.throughput import rates
+from megalight.errors import ConfigurationError
+
+
+class StepProgress(TQDMProgressBar):
+    """Loss, speed, memory and time per step: a bar in terminals and notebooks, plain lines elsewhere.
+
+    Values are copied off the device asynchronously and shown when they have arrived. Lightning's own bar reads its
+    metrics with ``.item()``, which makes the host wait for the device at every refresh.
+
+    Args:
+        interval_s: seconds between refreshes of the bar.
+        show: logged metrics to show beside the loss, once they exist.
+        plain: print a line every ``log_every_n_steps`` steps instead of a bar; None: where the output is neither a
+            terminal nor a notebook.
+    """
+
+    def __init__(
+        self, interval_s: float = 0.5, show: tuple[str, ...] = ("val_loss",), plain: bool | None = None
+    ) -> None:
+        super().__init__(refresh_rate=1)
+        if interval_s < 0:
+            raise ConfigurationError(f"interval_s is {interval_s}; it must be at least 0 seconds.")
+        self.interval_s = interval_s
+        self.show = tuple(show)
+        notebook = "ipykernel" in sys.modules
+        self.plain = plain if plain is not None else not (notebook or sys.stdout.isatty())
+        self._meter: StepMeter | None = None
+        self._window: Window | None = None
+        self._marked = 0.0
+        self._marked_step = 0
+
+    def on_train_start(self, *args: Any) -> None:
+        """Start the clock."""
+        super().on_train_start(*args)
+        trainer: pl.Trainer = args[0]
+        self._window = None
+        self._marked_step = trainer.global_step
+        self._meter = StepMeter(trainer.strategy.root_device) if self._wanted else None
+        if self._meter is not None:
+            self._meter.start(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ask for this step's values; show the latest that have arrived."""
+        if self._meter is None:
+            return
+        self._meter.add(trainer, batch)
+        if self._due(trainer):
+            self._marked, self._marked_step = time.monotonic(), trainer.global_step
+            self._meter.close(trainer.global_step, self._values(trainer, outputs))
+        if (window := self._meter.poll()) is not None:
+            self._window = window
+            self._tell(trainer, pl_module, batch_idx)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validation is not training time."""
+        super().on_validation_start(trainer, pl_module)
+        if self._meter is not None:
+            self._meter.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show what validation found; training goes on."""
+        self.val_progress_bar.close()
+        self.reset_dataloader_idx_tracker()
+        if self._meter is not None:
+            self._meter.resume()
+        found = {name: trainer.callback_metrics[name] for name in self.show if name in trainer.callback_metrics}
+        if self.plain and self._wanted and found and not trainer.sanity_checking:
+            print(
+                f"step {trainer.global_step}  {'  '.join(f'{k} {float(v):.4f}' for k, v in found.items())}", flush=True
+            )
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the last finished step."""
+        if self._meter is not None:
+            while (window := self._meter.poll(wait=True)) is not None:
+                self._window = window
+                self._tell(trainer, pl_module, int(self.total_train_batches) - 1)
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """What the bar shows, as texts with units."""
+        return {} if self._window is None else dict(figures(self._window, trainer, pl_module))
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether this rank shows anything."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether tqdm's bars stay hidden: on all ranks but one, and where plain lines are printed."""
+        return self.plain or super().is_disabled
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        done = trainer.global_step - self._marked_step
+        if self.plain:
+            return done >= max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
+        return done > 0 and time.monotonic() - self._marked >= self.interval_s
+
+    def _values(self, trainer: pl.Trainer, outputs: Any) -> dict[str, Tensor]:
+        loss = current_loss(trainer, outputs)
+        values = {} if loss is None else {"loss": loss}
+        if self.show:
+            logged = trainer.callback_metrics
+            values |= {name: logged[name] for name in self.show if name in logged}
+        return values
+
+    def _tell(self, trainer: pl.Trainer, module: pl.LightningModule, batch_idx: int) -> None:
+        assert self._window is not None
+        if self.plain:
+            total = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
+            texts = "  ".join(f"{name} {text}" for name, text in figures(self._window, trainer, module).items())
+            print(f"step {self._window.step}{total}  {texts}", flush=True)
+            return
+        bar: Tqdm = self.train_progress_bar
+        bar.n = batch_idx + 1
+        bar.set_postfix(self.get_metrics(trainer, module))
+
+
+def figures(window: Window, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
+    """A window's values as short texts with units."""
+    texts = {name: f"{value:.4f}" for name, value in window.values.items()}
+    units = {
+        "tokens_per_s": ("tok/s", "{:,.0f}"),
+        "tflop_per_s_per_device": ("TFLOP/s/dev", "{:.3g}"),
+        "mfu_percent": ("MFU", "{:.1f}%"),
+        "step_time_s": ("s/step", "{:.3g}"),
+        "memory_gib": ("GiB", "{:.2f}"),
+    }
+    speeds = rates(window, trainer, module)
+    return texts | {short: form.format(speeds[name]) for name, (short, form) in units.items() if name in speeds}

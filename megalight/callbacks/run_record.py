@@ -1,0 +1,69 @@
+"""What a run was: versions, devices, parallel layout and command line, saved beside its logs."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+
+from megalight import __version__
+from megalight.imports import version
+
+PACKAGES = ("torch", "lightning", "torchmetrics", "jsonargparse", "numpy", "safetensors", "tokenizers", "triton",
+            "transformers", "transformer-engine", "flash-attn", "nvidia-modelopt")  # fmt: skip
+
+
+class RunRecord(pl.Callback):
+    """Writes ``run.yaml`` into the log folder when a stage starts: enough to know what produced the logs.
+
+    Args:
+        filename: in the log folder (``trainer.log_dir``).
+    """
+
+    def __init__(self, filename: str = "run.yaml") -> None:
+        self.filename = filename
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write, on rank 0. A run without a log folder, or a development run, writes nothing."""
+        folder = trainer.log_dir  # broadcasts: every rank must ask
+        if folder is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / self.filename).write_text(yaml.safe_dump(describe(trainer), sort_keys=False))
+
+
+def describe(trainer: pl.Trainer) -> dict[str, Any]:
+    """The record: plain strings and numbers."""
+    device = trainer.strategy.root_device
+    mesh = getattr(trainer.strategy, "mesh", None)
+    record: dict[str, Any] = {
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "strategy": type(trainer.strategy).__name__,
+        "layout": mesh.describe() if mesh is not None else f"{trainer.world_size} ranks",
+        "precision": str(trainer.precision),
+        "nodes": trainer.num_nodes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}: {cpu_name()}",
+        "versions": {"python": platform.python_version(), "megalight": __version__},
+    }
+    record["versions"] |= {name: found for name in PACKAGES if (found := version(name)) is not None}
+    if torch.version.cuda:
+        record["versions"]["cuda"] = torch.version.cuda
+    return record
+
+
+def cpu_name() -> str:
+    """The processor's model, as well as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

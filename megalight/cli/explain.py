@@ -1,0 +1,265 @@
+"""From jsonargparse's parse errors to messages that name the key, its value, the rule and the nearest valid key."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalight.errors import nearest
+
+_UNKNOWN = re.compile(
+    r"(?:[Oo]ption '(?P<a>[^']+)' is not accepted|does not accept option '(?P<b>[^']+)'"
+    r"|unrecognized arguments: --(?P<c>[^\s=]+))"
+)
+_VALUE = re.compile(r'Parser key "(?P<key>[^"]+)":\s*(?P<rule>.*)', re.DOTALL)
+_MISSING = re.compile(
+    r"(?:arguments? (?:is|are) required: |Key \"|Option ')(?P<keys>[\w., ]+?)(?:['\"] is required.*)?$"
+)
+_SUBTYPE = re.compile(r"<class '([\w.]+)'>")
+_NOISE = ("Expected a <class 'NoneType'>", "Expected a path but", "Does not validate", "Given value", "Subtypes:")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user wrote, on the command line and in configuration files: dotted key -> value.
+
+    ``init_args`` is left out of keys, and a class stands under the key it fills: ``trainer.strategy`` ->
+    ``"MegatronStrategy"``, ``trainer.strategy.tensor_parallel`` -> ``2``.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Given:
+        """From the words after the verb; files that cannot be read are skipped (the parser itself reports them)."""
+        values: dict[str, Any] = {}
+        for key, value in _options(words):
+            if key in ("config", "c"):
+                values.update(_flatten(_read_yaml(value)))
+            else:
+                values[_short(key)] = value
+        return cls(values)
+
+    def ending_in(self, key: str) -> list[str]:
+        """The given keys that are ``key``, or end in it."""
+        key = _short(key)
+        return [name for name in self.values if name == key or name.endswith("." + key)]
+
+    def owner(self, key: str) -> tuple[str, type | None]:
+        """The longest given prefix of ``key`` that names a class, and the class."""
+        parts = key.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            prefix = ".".join(parts[:end])
+            if isinstance(self.values.get(prefix), str) and (found := find_class(self.values[prefix])):
+                return prefix, found
+        return "", None
+
+
+def explain(message: str, given: Given, options: Iterable[str]) -> str:
+    """One short message for a parse error.
+
+    Args:
+        message: jsonargparse's own.
+        given: what the user wrote.
+        options: every key that the parser knows.
+    """
+    known = [_short(option) for option in options]
+    if match := _UNKNOWN.search(message):
+        return _unknown_key(next(group for group in match.groups() if group), given, known)
+    if match := _VALUE.search(message):
+        return _bad_value(match["key"], match["rule"], given, known)
+    if match := _MISSING.search(message):
+        keys = [_full_key(key.strip(), given, known) for key in match["keys"].split(",")]
+        return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in the file after -c."
+    return _plain(message)
+
+
+def rules(message: str) -> list[str]:
+    """The reasons inside a nested jsonargparse message, without its dumps of types and values."""
+    lines = [re.sub(r"^[\s-]+", "", line) for line in message.splitlines()]
+    return list(dict.fromkeys(_plain(line) for line in lines if line and not line.startswith(_NOISE)))
+
+
+def find_class(name: str) -> type | None:
+    """The class of an import path; or, for a bare name, the imported Lightning subclass so called."""
+    if "." in name:
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ImportError:
+            return None
+        return found if isinstance(found, type) else None
+    known = (cls for base in _bases() for cls in subclasses(base))
+    return next((cls for cls in known if cls.__name__ == name), None)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """All imported subclasses, at any depth."""
+    for cls in type.__subclasses__(base):
+        yield cls
+        yield from subclasses(cls)
+
+
+def members(cls: type) -> dict[str, Any]:
+    """Constructor arguments (followed through ``**kwargs`` to base classes) -> annotation."""
+    if dataclasses.is_dataclass(cls):
+        hints = _hints(cls)
+        return {item.name: hints.get(item.name) for item in dataclasses.fields(cls) if item.init}
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        init = vars(base)["__init__"]
+        parameters = inspect.signature(init).parameters
+        hints = _hints(init)
+        for name, parameter in list(parameters.items())[1:]:
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                found.setdefault(name, hints.get(name))
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
+def _unknown_key(key: str, given: Given, known: list[str]) -> str:
+    full = next(iter(given.ending_in(key) or [name for name in given.values if f".{_short(key)}." in f".{name}."]), key)
+    prefix, name, choices, where = _first_bad(_short(full), given, known)
+    value = given.values.get(full)
+    shown = f" (value {str(value)!r})" if value is not None else ""
+    bad = f"{prefix}.{name}" if prefix else name
+    listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
+    hint = nearest(name, choices) or _elsewhere(name, known)
+    return f"unknown key {bad!r}{shown}: {where} has no such argument.{hint}{listing}"
+
+
+def _elsewhere(name: str, known: list[str]) -> str:
+    """The same name in another place: ``--max_steps`` for ``--trainer.max_steps``."""
+    same = [option for option in known if option.rpartition(".")[2] == name]
+    return f" Did you mean {same[0]!r}?" if same else ""
+
+
+def _first_bad(key: str, given: Given, known: list[str]) -> tuple[str, str, list[str], str]:
+    """Walk a key from its root to the first part that does not exist: prefix, part, the valid ones, their owner."""
+    prefix, cls = given.owner(key)
+    parts = key[len(prefix) :].strip(".").split(".")
+    for index, part in enumerate(parts):
+        if cls is not None:
+            choices: dict[str, Any] = members(cls)
+            where = cls.__name__
+        else:
+            start = f"{prefix}." if prefix else ""
+            choices = {name[len(start) :].partition(".")[0]: None for name in known if name.startswith(start)}
+            where = f"{prefix!r}" if prefix else "the configuration"
+        if part not in choices or index == len(parts) - 1:
+            return prefix, part, [name for name in choices if name], where
+        cls = _class_in(choices[part])
+        prefix = f"{prefix}.{part}" if prefix else part
+    return prefix, key, [], "the configuration"
+
+
+def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
+    full = _full_key(key, given, known)
+    if "dot import path string: " in rule or "has no attribute" in rule or "No module named" in rule:
+        return _unknown_class(full, rule, given)
+    value = given.values.get(full)
+    shown = f"{full} = {str(value)!r}" if value is not None else full
+    reasons = [re.sub(r"\.? Got value: .*", "", reason) for reason in rules(rule)]
+    return f"{shown} does not fit: {'; or '.join(reasons) or 'see --help'}."
+
+
+def _unknown_class(key: str, rule: str, given: Given) -> str:
+    match = re.search(r"dot import path string: (\S+)|class_path '([^']+)'", rule)
+    name = next(group for group in match.groups() if group) if match else str(given.values.get(key))
+    reason = next((line for line in rules(rule) if "no attribute" in line or "No module" in line), "")
+    bases = [base for path in _SUBTYPE.findall(rule) if "." in path and (base := find_class(path))]
+    choices = {cls.__name__ for base in bases for cls in subclasses(base)}
+    hint = nearest(name.rpartition(".")[2], choices)
+    return (
+        f"{key} = {name!r} names no known class{f' ({reason})' if reason else ''}.{hint} "
+        "Give the name of an imported class, or its import path (package.module.Class)."
+    )
+
+
+def _full_key(key: str, given: Given, known: list[str]) -> str:
+    """The whole of a key that jsonargparse names from the innermost class on."""
+    key = _short(key)
+    if found := given.ending_in(key):
+        return found[0]
+    if key in known:
+        return key
+    head = key.partition(".")[0]
+    for prefix, value in given.values.items():
+        if isinstance(value, str) and (cls := find_class(value)) and head in members(cls):
+            return f"{prefix}.{key}"
+    return key
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for index, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
+        following = words[index + 1] if index + 1 < len(words) else ""
+        yield key.rstrip("+"), value if equals or following.startswith("--") else following
+
+
+def _read_yaml(path: str) -> Any:
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, Mapping):
+        return {prefix: node} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        if key == "class_path":
+            flat[prefix] = value
+        elif key == "init_args":
+            flat.update(_flatten(value, prefix))
+        else:
+            flat.update(_flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def _short(key: str) -> str:
+    return key.replace(".init_args", "").removesuffix(".class_path")
+
+
+def _plain(text: str) -> str:
+    """Without Python's repr of classes: ``<class 'int'>`` is ``int``."""
+    return _SUBTYPE.sub(lambda match: match[1].rpartition(".")[2], text).strip().rstrip(".")
+
+
+def _hints(item: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(item)
+    except (NameError, TypeError):  # annotations under TYPE_CHECKING, C functions
+        return {}
+
+
+def _class_in(annotation: Any) -> type | None:
+    """The configurable class in an annotation: itself, or the first of a union."""
+    candidates = typing.get_args(annotation) or (annotation,)
+    return next((item for item in candidates if isinstance(item, type) and item.__module__ != "builtins"), None)
+
+
+def _bases() -> list[type]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import CheckpointIO, Precision
+    from lightning.pytorch.strategies import Strategy
+
+    return [pl.LightningModule, pl.LightningDataModule, pl.Callback, Strategy, Logger, Precision, CheckpointIO]

@@ -1,0 +1,131 @@
+"""``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with our Trainer, defaults and error messages."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from megalight.callbacks import RunRecord, StepProgress, Throughput
+from megalight.cli.explain import Given, explain, rules
+from megalight.cli.report import debugging, reported, tell
+from megalight.cli.trainer import MegalightTrainer
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.registry import load_plugins
+
+DEFAULT_SEED = 1234
+IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
+"""Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one of Lightning's verbs: ``["fit", "-c", "recipe.yaml", ...]``. Returns the exit code."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script, unlike ``python -m``, cannot import what lies beside it
+    set_parsing_settings(import_path_allowlist=IMPORTABLE)
+    load_plugins()
+    with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError):
+        MegalightCLI(args=list(words))
+    return 0
+
+
+class ArgumentParser(LightningArgumentParser):
+    """Lightning's parser; its errors fit on one screen and name the nearest valid key."""
+
+    words: Sequence[str] = ()
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print one clear message and exit with code 2."""
+        verb = next((word for word in self.words if not word.startswith("-")), "")
+        prog = f"megalight {verb}".strip()
+        if debugging():
+            raise ConfigurationError(message) from ex
+        options = [action.dest for parser in self._all_parsers(verb) for action in parser._actions]
+        tell(prog, f"{explain(str(message), Given.read(self.words[1:]), options)}\nSee: {prog} --help")
+        raise SystemExit(2)
+
+    def _all_parsers(self, verb: str) -> list[Any]:
+        subcommands = getattr(self, "_subcommands_action", None)
+        below = subcommands._name_parser_map.get(verb) if subcommands is not None else None
+        return [self, *([below] if below is not None else [])]
+
+
+class MegalightCLI(LightningCLI):
+    """LightningCLI with Megalight's Trainer, callbacks, seed and messages.
+
+    In a notebook or script: ``MegalightCLI(run=False, args={...})`` gives ``.model``, ``.datamodule``, ``.trainer``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        defaults: dict[str, Any] = {
+            "trainer_class": MegalightTrainer,
+            "parser_class": ArgumentParser,
+            "auto_configure_optimizers": False,  # they would be built from a model that has no parameters yet
+            "seed_everything_default": DEFAULT_SEED,
+            "save_config_kwargs": {"overwrite": True},
+            "parser_kwargs": {"prog": "megalight"},
+        }
+        super().__init__(*args, **{**defaults, **kwargs})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse words, a nested dict or a Namespace; what is parsed is also what error messages quote."""
+        if isinstance(args, dict | Namespace):
+            self.config = parser.parse_object(args)
+            return
+        words = list(sys.argv[1:] if args is None else args)
+        for each in (parser, *getattr(self, "_subcommand_parsers", {}).values()):
+            each.words = words
+        self.config = parser.parse_args(words)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would unpickle the whole file on every rank to read hyperparameters from it."""
+
+    def instantiate_classes(self) -> None:
+        """Build trainer, model and data; what their constructors refuse becomes one clear message.
+
+        Raises:
+            ConfigurationError: a constructor raised ``ValueError`` or ``TypeError``.
+        """
+        try:
+            super().instantiate_classes()
+        except MegalightError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(_reason(error)) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """The trainer, with throughput, progress and the run's record where the user has not given his own."""
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        present = {type(callback) for callback in callbacks}
+        added: list[pl.Callback] = [make() for make in (Throughput, RunRecord) if make not in present]
+        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+        if bars and self._default_bar:
+            callbacks.remove(bars[0])
+            added.append(StepProgress())
+        callbacks[:0] = added  # before ModelCheckpoint, which has to be last
+        return trainer
+
+    @property
+    def _default_bar(self) -> bool:
+        """Whether Lightning chose the progress bar, not the user."""
+        given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
+        listed = given if isinstance(given, list) else [given]
+        return not any(isinstance(callback, ProgressBar) for callback in listed)
+
+
+def _reason(error: BaseException) -> str:
+    """What a constructor said, out of jsonargparse's report on all the types it tried."""
+    text = str(error)
+    if "Does not validate against any of the Union subtypes" not in text:
+        return text
+    wanted = [line for line in rules(text) if not re.match(r"Expected an? |Errors:|Problem with given", line)]
+    return "; ".join(wanted) or text

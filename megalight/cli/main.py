@@ -1,0 +1,73 @@
+"""The console script ``megalight``: finds the verb, and loads only what that verb needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megalight import __version__
+from megalight.cli.report import Parser, reported, tell
+from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
+from megalight.errors import nearest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after ``megalight``; those of this process when None.
+
+    Returns:
+        0 when it worked, 2 for an error of the user's making (a message says which).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--debug" in words:
+        words.remove("--debug")
+        os.environ["MEGALIGHT_DEBUG"] = "1"  # ranks that this process launches inherit it
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"megalight {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    try:
+        return _dispatch(name, rest)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+
+
+def _dispatch(name: str, rest: list[str]) -> int:
+    if name in TRAINER_VERBS:
+        from megalight.cli.lightning import run
+
+        return run([name, *rest])
+    if name not in VERBS:
+        known = (*TRAINER_VERBS, *VERBS)
+        tell("megalight", f"unknown command {name!r}.{nearest(name, known)} Commands: {', '.join(known)}.")
+        return 2
+    verb = load(name)
+    parser = Parser(
+        prog=f"megalight {name}",
+        description=verb.describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_arguments(parser)
+    arguments = parser.parse_args(rest)
+    with reported(parser.prog, OSError):
+        return verb.run(arguments)
+
+
+def _overview() -> str:
+    rows = [*TRAINER_VERBS.items(), *((name, load(name).describe().splitlines()[0]) for name in VERBS)]
+    commands = "\n".join(f"  {name:<10} {line}" for name, line in rows)
+    return (
+        "usage: megalight COMMAND [arguments]\n\n"
+        "Train, evaluate and sample language models on any layout of devices, with PyTorch Lightning.\n\n"
+        f"commands:\n{commands}\n\n"
+        "  megalight COMMAND --help   the arguments of one command\n"
+        "  megalight --version        the version\n"
+        "  --debug                    (any command) show the traceback of an error"
+    )

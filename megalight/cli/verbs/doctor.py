@@ -1,0 +1,128 @@
+"""``megalight doctor``: what is installed, which devices are here, and which backend serves each op, and why not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+from megalight import __version__
+from megalight.errors import LayoutError, nearest
+from megalight.imports import EXTRAS, version
+from megalight.registry import load_plugins
+
+CORE = ("torch", "lightning", "jsonargparse", "torchmetrics", "numpy", "safetensors", "tokenizers")
+AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
+MAX_RANKS = 32
+
+
+def describe() -> str:
+    """The verb's line in the overview."""
+    return "show versions, devices, optional packages and the backends of every op"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="backends for this device; default: the best here")
+    parser.add_argument("--layout", metavar="tp=2,dp=4", help="check a parallel layout and show where its ranks stand")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print it all; a layout alone when one is asked for."""
+    if arguments.layout:
+        _print_layout(parse_layout(arguments.layout))
+        return 0
+    import torch
+
+    from megalight.ops import tables
+
+    cuda = torch.cuda.is_available()
+    device = arguments.device or ("cuda" if cuda else "cpu")
+    print_table("versions", ("package", "version"), _versions(torch))
+    print_table("devices", ("device", "memory"), _devices(torch))
+    print_table("optional packages", ("package", "version, or how to get it"), _optional())
+    rows = [
+        (op if index == 0 else "", name, reason or "can serve")
+        for op, backends in tables(device).items()
+        for index, (name, reason) in enumerate(backends)
+    ]
+    print_table(f"backends on {device}, bfloat16; auto takes the first that can serve", ("op", "backend", ""), rows)
+    plugins = [(name, error or "loaded") for name, error in load_plugins().items()]
+    print_table("plugins", ("plugin", "state"), plugins or [("none", "")])
+    return 0
+
+
+def parse_layout(text: str) -> dict[str, int]:
+    """``"tp=2,dp=4"`` as degrees by axis.
+
+    Raises:
+        LayoutError: an unknown axis, or a degree that is no positive number.
+    """
+    degrees = dict.fromkeys(AXES, 1)
+    for part in text.replace(" ", "").split(","):
+        axis, _, degree = part.partition("=")
+        if axis not in degrees:
+            raise LayoutError(f"unknown axis {axis!r} in --layout; known: {', '.join(AXES)}.{nearest(axis, AXES)}")
+        if not degree.isdigit() or int(degree) < 1:
+            raise LayoutError(f"{axis}={degree!r} in --layout; a degree is a number from 1 up.")
+        degrees[axis] = int(degree)
+    return degrees
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)
+    console.print()
+
+
+def _versions(torch: Any) -> list[tuple[str, str]]:
+    rows = [("megalight", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    rows += [(name, version(name) or "missing") for name in CORE]
+    return [*rows, ("cuda, as torch was built", str(torch.version.cuda or "none"))]
+
+
+def _devices(torch: Any) -> list[tuple[str, str]]:
+    rows = [(f"cpu: {os.cpu_count()} cores", f"{_memory_gib():.0f} GiB")]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        rows.append(
+            (f"cuda:{index}: {found.name} (sm_{found.major}{found.minor})", f"{found.total_memory / 2**30:.0f} GiB")
+        )
+    return rows
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _optional() -> list[tuple[str, str]]:
+    return [
+        (package, version(package) or version(package.replace("_", "-")) or f"pip install 'megalight[{extra}]'")
+        for package, extra in EXTRAS.items()
+    ]
+
+
+def _print_layout(degrees: dict[str, int]) -> None:
+    from megalight.parallel.mesh import ParallelMesh
+
+    world = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
+    axes = [degrees[axis] for axis in ("tp", "cp", "pp", "ep", "etp")]
+    meshes = [ParallelMesh(world, rank, *axes) for rank in range(min(world, MAX_RANKS))]
+    shown = ["pp", "dp", "cp", "tp", *(("edp", "ep", "etp") if degrees["ep"] * degrees["etp"] > 1 else ())]
+    rows = [(str(mesh.global_rank), *(str(mesh.rank(axis)) for axis in shown)) for mesh in meshes]
+    if world > MAX_RANKS:
+        rows.append(("...", *("" for _ in shown)))
+    print_table(meshes[0].describe(), ("rank", *shown), rows)
