@@ -1,0 +1,222 @@
+"""Weights and configurations of ``transformers`` models (Llama, Qwen2, Qwen3, GPT-2), to ours and back.
+
+Pure functions on dictionaries. Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.ops.rotary import RotaryScaling
+
+LLAMA_NAMES = {
+    "embed.word": "model.embed_tokens",
+    "layers.N.attention_norm": "model.layers.N.input_layernorm",
+    "layers.N.attention.q": "model.layers.N.self_attn.q_proj",
+    "layers.N.attention.k": "model.layers.N.self_attn.k_proj",
+    "layers.N.attention.v": "model.layers.N.self_attn.v_proj",
+    "layers.N.attention.q_norm": "model.layers.N.self_attn.q_norm",
+    "layers.N.attention.k_norm": "model.layers.N.self_attn.k_norm",
+    "layers.N.attention.proj": "model.layers.N.self_attn.o_proj",
+    "layers.N.mlp_norm": "model.layers.N.post_attention_layernorm",
+    "layers.N.mlp.gate": "model.layers.N.mlp.gate_proj",
+    "layers.N.mlp.up": "model.layers.N.mlp.up_proj",
+    "layers.N.mlp.down": "model.layers.N.mlp.down_proj",
+    "head.norm": "model.norm",
+    "head.output_layer": "lm_head",
+}
+"""Our module to that of Llama and Qwen; ``N`` is a layer's index."""
+
+GPT2_NAMES = {
+    "embed.word": "transformer.wte",
+    "embed.position": "transformer.wpe",
+    "layers.N.attention_norm": "transformer.h.N.ln_1",
+    "layers.N.attention.qkv": "transformer.h.N.attn.c_attn",
+    "layers.N.attention.proj": "transformer.h.N.attn.c_proj",
+    "layers.N.mlp_norm": "transformer.h.N.ln_2",
+    "layers.N.mlp.up": "transformer.h.N.mlp.c_fc",
+    "layers.N.mlp.down": "transformer.h.N.mlp.c_proj",
+    "head.norm": "transformer.ln_f",
+    "head.output_layer": "lm_head",
+}
+"""Our module to that of GPT-2, whose queries, keys and values are one tensor."""
+
+GPT2_TRANSPOSED = re.compile(r"\.(attention\.qkv|attention\.proj|mlp\.up|mlp\.down)\.weight$")
+"""GPT-2 keeps these weights as ``[in, out]``."""
+
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def to_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Canonical tensors under the names and in the shapes of ``transformers``. A tied head is left out, as there.
+
+    Raises:
+        CheckpointError: a tensor that such models do not have.
+    """
+    if not _is_gpt2(config):
+        return _rename(tensors, LLAMA_NAMES)
+    fused = dict(tensors)
+    for name in [name for name in tensors if ".attention.q." in name]:
+        parts = [fused.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
+        fused[name.replace(".q.", ".qkv.")] = torch.cat(parts)
+    return _rename(
+        {name: t.T.contiguous() if GPT2_TRANSPOSED.search(name) else t for name, t in fused.items()}, GPT2_NAMES
+    )
+
+
+def from_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """The canonical tensors of a ``transformers`` state dict.
+
+    Raises:
+        CheckpointError: a tensor that such models do not have.
+    """
+    names = GPT2_NAMES if _is_gpt2(config) else LLAMA_NAMES
+    found = _rename(tensors, {theirs: ours for ours, theirs in names.items()})
+    if config.tie_embeddings:
+        found.pop("head.output_layer.weight", None)
+    if not _is_gpt2(config):
+        return found
+    found = {name: t.T.contiguous() if GPT2_TRANSPOSED.search(name) else t for name, t in found.items()}
+    for name in [name for name in found if ".attention.qkv." in name]:
+        for part, tensor in zip("qkv", found.pop(name).chunk(3), strict=True):
+            found[name.replace(".qkv.", f".{part}.")] = tensor
+    return found
+
+
+def _is_gpt2(config: GPTConfig) -> bool:
+    return config.position.kind == "learned"
+
+
+def _rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = LAYER.sub("N", name).rpartition(".")
+        if module not in names:
+            raise CheckpointError(f"{name} has no counterpart; known modules: {', '.join(names)}.")
+        layer = LAYER.search(name)
+        target = names[module].replace(".N.", f".{layer.group()}.") if layer else names[module]
+        renamed[f"{target}.{leaf}"] = tensor
+    return renamed
+
+
+def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
+    """The configuration that a ``transformers`` model's ``config.json`` describes.
+
+    Raises:
+        ConfigurationError: a model type or option that has no counterpart here.
+    """
+    kind = values.get("model_type")
+    if kind not in _READERS:
+        raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(_READERS)} can be read.")
+    return _READERS[kind](values)
+
+
+def _llama(values: Mapping[str, Any]) -> GPTConfig:
+    """Llama, Qwen2 and Qwen3: one architecture with other biases and norms."""
+    bias = bool(values.get("attention_bias", False))
+    kind = values["model_type"]
+    window, pattern = _window(values)
+    return GPTConfig(
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values.get("num_key_value_heads") or 0,
+        head_dim=values.get("head_dim") or 0,
+        ffn_hidden_size=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values["max_position_embeddings"],
+        activation=_activation(
+            values["hidden_act"], {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+        ),
+        mlp_bias=bool(values.get("mlp_bias", False)),
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
+        position=_rotary(values),
+        attention=AttentionConfig(
+            qkv_bias=bias or kind == "qwen2",
+            proj_bias=bias,
+            qk_norm=kind == "qwen3",
+            window=window,
+            window_pattern=pattern,
+        ),
+        dropout=DropoutConfig(attention=values.get("attention_dropout", 0.0)),
+    )
+
+
+def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
+    for option in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if values.get(option):
+            raise ConfigurationError(f"{option} is set; it has no counterpart here.")
+    return GPTConfig(
+        num_layers=values["n_layer"],
+        hidden_size=values["n_embd"],
+        num_heads=values["n_head"],
+        ffn_hidden_size=values.get("n_inner") or 0,
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values["n_positions"],
+        activation=_activation(
+            values["activation_function"],
+            {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
+        ),
+        mlp_bias=True,
+        tie_embeddings=bool(values.get("tie_word_embeddings", True)),
+        norm=NormConfig(kind="layer", eps=values["layer_norm_epsilon"]),
+        position=PositionConfig(kind="learned"),
+        attention=AttentionConfig(
+            qkv_bias=True, proj_bias=True, scale=None if values.get("scale_attn_weights", True) else 1.0
+        ),
+        dropout=DropoutConfig(
+            hidden=values.get("resid_pdrop", 0.0),
+            attention=values.get("attn_pdrop", 0.0),
+            embedding=values.get("embd_pdrop", 0.0),
+        ),
+    )
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
+    "llama": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "gpt2": _gpt2,
+}
+
+
+def _activation(name: str, known: Mapping[str, str]) -> str:
+    if name not in known:
+        raise ConfigurationError(f"activation {name!r} has no counterpart here; known: {', '.join(known)}.")
+    return known[name]
+
+
+def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
+    """Their window counts the token itself, ours does not."""
+    kinds = tuple(kind == "sliding_attention" for kind in values.get("layer_types") or ())
+    if not any(kinds):
+        return None, (True,)
+    return values["sliding_window"] - 1, kinds
+
+
+def _rotary(values: Mapping[str, Any]) -> PositionConfig:
+    options = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    base = options.get("rope_theta") or values.get("rope_theta") or 10000.0
+    kind = options.get("rope_type", "default")
+    if kind == "default":
+        return PositionConfig(base=base)
+    if kind == "linear":
+        return PositionConfig(base=base, scaling=RotaryScaling(kind="linear", factor=options["factor"]))
+    if kind != "llama3":
+        raise ConfigurationError(f"rope_type {kind!r} has no counterpart here; known: default, linear, llama3.")
+    scaling = RotaryScaling(
+        kind="llama3",
+        factor=options["factor"],
+        low_frequency_factor=options["low_freq_factor"],
+        high_frequency_factor=options["high_freq_factor"],
+        original_length=options["original_max_position_embeddings"],
+    )
+    return PositionConfig(base=base, scaling=scaling)

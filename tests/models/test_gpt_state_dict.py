@@ -1,0 +1,145 @@
+"""Weights of ``transformers`` models in ours: equal logits and gradients, and the way back."""
+
+import json
+
+import pytest
+import torch
+
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.presets import preset
+from megalight.models.gpt.state_dict import config_from_transformers, from_transformers, to_transformers
+from megalight.nn.canonical import canonical_tensors, load_canonical
+from megalight.types import PackedSequences
+from tests.reference_gpt import canonical_gradients, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS = {
+    "llama": ("Llama", {**SIZES}),
+    "llama_tied_scaled": ("Llama", {**SIZES, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama_biased": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {**SIZES}),
+    "qwen2_windowed": (
+        "Qwen2",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 53, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 64, "initializer_range": 0.2}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+}
+# their rotary tables are float32 whatever the model's type
+TOLERANCE = {"gpt2": 1e-11}
+
+
+def theirs(name: str):
+    family, options = MODELS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**options, attn_implementation="eager")
+    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_logits_and_gradients(name):
+    model = theirs(name)
+    config = config_from_transformers(model.config.to_dict())
+    assert config == GPTConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    ours = GPT(config).double()
+    load_canonical(ours, from_transformers(model.state_dict(), config))
+
+    tokens = torch.randint(0, 53, (3, 17))
+    cotangent = torch.randn(3, 17, 53, dtype=torch.float64)
+    expected = model(tokens).logits
+    (expected * cotangent).sum().backward()
+    logits = ours(tokens.flatten(), PackedSequences.of_uniform(3, 17)).logits.view_as(expected)
+    (logits * cotangent).sum().backward()
+    tolerance = TOLERANCE.get(name, 2e-6)
+    assert relative_error(logits, expected) < tolerance
+
+    expected_gradients = from_transformers(
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, config
+    )
+    gradients = canonical_gradients(ours)
+    assert gradients.keys() == expected_gradients.keys()
+    for key, gradient in gradients.items():
+        if not key.endswith("attention.k.bias"):  # which softmax does not feel: rounding noise around 0
+            assert relative_error(gradient, expected_gradients[key]) < tolerance, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name):
+    model = theirs(name)
+    config = config_from_transformers(model.config.to_dict())
+    ours = GPT(config).double()
+    load_canonical(ours, from_transformers(model.state_dict(), config))
+    back = to_transformers(canonical_tensors(ours), config)
+    expected = dict(model.named_parameters())  # names a tied head once
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[key], expected[key]) for key in back)
+
+
+def test_presets_are_the_published_configurations():
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "hidden_act": "silu",
+        "rope_theta": 500000.0,
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": None},
+        "tie_word_embeddings": False,
+    }
+    assert config_from_transformers(llama) == preset("llama3_8b")
+    gpt2 = {**transformers.GPT2Config().to_dict(), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    assert config_from_transformers(gpt2) == preset("gpt2_small")
+
+
+def test_foreign_things_are_refused():
+    config = preset("gpt2_small")
+    with pytest.raises(CheckpointError, match=r"model\.vision\.weight has no counterpart"):
+        from_transformers({"model.vision.weight": torch.zeros(1)}, config)
+    with pytest.raises(ConfigurationError, match="model_type is 'bert'"):
+        config_from_transformers({"model_type": "bert"})
+    yarn = {**theirs("llama").config.to_dict(), "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    with pytest.raises(ConfigurationError, match="rope_type 'yarn'"):
+        config_from_transformers(yarn)
+
+
+def test_loading_another_model_is_refused():
+    model = GPT(GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, max_sequence_length=8))
+    tensors = {name: t.clone() for name, t in canonical_tensors(model).items()}
+    with pytest.raises(CheckpointError, match=r"missing \['embed.word.weight'\] \(1 in all\)"):
+        load_canonical(model, {name: t for name, t in tensors.items() if name != "embed.word.weight"})
+    with pytest.raises(CheckpointError, match=r"embed.word.weight is \[12, 8\] and must be \[11, 8\]"):
+        load_canonical(model, {**tensors, "embed.word.weight": torch.zeros(12, 8)})
