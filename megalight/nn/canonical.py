@@ -15,13 +15,11 @@ from megalight.nn.names import parts
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every canonical tensor by name, as a view of its parameter: writing to it changes the model."""
     parameters = dict(model.named_parameters())
-    return {
-        part.name: parameters[part.parameter]
-        .detach()
-        .view(-1)[part.start : part.start + prod(part.shape)]
-        .view(part.shape)
-        for part in parts(model)
-    }
+    views = {}
+    for part in parts(model):
+        flat = parameters[part.parameter].detach().view(-1)
+        views[part.name] = flat[part.start : part.start + prod(part.shape)].view(part.shape)
+    return views
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ def test_equal_logits_and_gradients(name):
     gradients = canonical_gradients(ours)
     assert gradients.keys() == expected_gradients.keys()
     for key, gradient in gradients.items():
-        if not key.endswith("attention.k.bias"):  # which softmax does not feel: rounding noise around 0
+        if name != "gpt2" or not key.endswith("k.bias"):  # which softmax does not feel: rounding noise around 0
             assert relative_error(gradient, expected_gradients[key]) < tolerance, key
 
 

@@ -51,6 +51,9 @@ GPT2_NAMES = {
 GPT2_TRANSPOSED = re.compile(r"\.(attention\.qkv|attention\.proj|mlp\.up|mlp\.down)\.weight$")
 """GPT-2 keeps these weights as ``[in, out]``."""
 
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+PLAIN = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
 LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -132,9 +135,7 @@ def _llama(values: Mapping[str, Any]) -> GPTConfig:
         ffn_hidden_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
         max_sequence_length=values["max_position_embeddings"],
-        activation=_activation(
-            values["hidden_act"], {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
-        ),
+        activation=_activation(values["hidden_act"], GATED),
         mlp_bias=bool(values.get("mlp_bias", False)),
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
@@ -161,10 +162,7 @@ def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
         ffn_hidden_size=values.get("n_inner") or 0,
         vocab_size=values["vocab_size"],
         max_sequence_length=values["n_positions"],
-        activation=_activation(
-            values["activation_function"],
-            {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
-        ),
+        activation=_activation(values["activation_function"], PLAIN),
         mlp_bias=True,
         tie_embeddings=bool(values.get("tie_word_embeddings", True)),
         norm=NormConfig(kind="layer", eps=values["layer_norm_epsilon"]),
