@@ -54,7 +54,7 @@ class Schedule:
         """
         if self.steps is None:
             raise ConfigurationError(
-                f"{type(self).__name__} must know how many steps the run has: set the trainer's max_steps, or its own steps."
+                f"{type(self).__name__} must know the length of the run: set the trainer's max_steps, or its own steps."
             )
         return self.steps - self.warmup
 

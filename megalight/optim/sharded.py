@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
+from megalight.optim.adam import Adam
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -61,7 +62,20 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
     for shard, state in zip(engine.shards, states, strict=True):
         if state:
             optimizer.state[shard.master] = state
+    if isinstance(optimizer, Adam):
+        _fuse(optimizer, engine)
     return optimizer
+
+
+def _fuse(optimizer: Adam, engine: DataParallelEngine) -> None:
+    """Clipping and the rounding of masters to low-precision parameters happen in Adam's own pass over memory."""
+
+    def scale(factor: Tensor) -> None:
+        optimizer.grad_scale = factor if optimizer.grad_scale is None else optimizer.grad_scale * factor
+
+    written = engine.fuse(scale)
+    optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if not b.master_is_own_params}
+    optimizer.register_step_post_hook(lambda *_: written())
 
 
 def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import MegalightError
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.shard import Piece, ShardSpec
 
@@ -123,11 +124,19 @@ class Bucket:
 
 
 def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
-    """Parameters that need gradients, tied ones once, in order."""
+    """Parameters that need gradients, tied ones once, in order.
+
+    Raises:
+        MegalightError: they have no storage yet, or live on several devices.
+    """
     seen: dict[int, ParamInfo] = {}
     for info in infos:
         if info.parameter.requires_grad:
             seen.setdefault(id(info.parameter), info)
+    devices = {info.parameter.device: info.name for info in seen.values()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise MegalightError(f"parameters must have storage on one device: {where}. Materialise the model first.")
     return list(seen.values())
 
 
@@ -145,8 +154,8 @@ def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
         if gradient is not None and gradient is not buffer:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
+            if torch.is_grad_enabled():  # autograd has then added up out of place
+                raise MegalightError(
                     "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
                     "use torch.autograd.grad for gradients of gradients."
                 )
@@ -156,7 +165,7 @@ def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches
 
     if reaches_buffer:
         if buffer.dtype != parameter.dtype:
-            parameter.grad_dtype = buffer.dtype
+            parameter.grad_dtype = None  # any: autograd adds to the wider buffer without converting first
         parameter.grad = buffer
     else:
         parameter.grad = None

@@ -102,14 +102,17 @@ class DataParallelEngine:
         self.device = self.buckets[0].params.device if self.buckets else torch.device("cpu")
 
         self._reducer = Reducer(group, self.level.state, reduce_dtype, reduction)
-        self._partial = PartialReducer(self.shards, mesh)
+        self._partial = PartialReducer(self.shards, mesh, self.device)
         self._gatherer = Gatherer(self.buckets[::-1], group if self.level.state else None)
         self._norm_groups = [mesh.group(*MODEL_AXES), group if self.level.state else None]
         self._counted = [counted_runs(shard) for shard in self.shards]
         self._stream: torch.cuda.Stream | None = None
+        self._main_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda" and group is not None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._pending: dict[int, Callable[[], Tensor]] = {}
+        self._pending: list[Callable[[], Tensor]] = []
+        self._scaler: Callable[[Tensor], None] | None = None
+        self._written = False
         self._in_last = False
         self._gather_hooks = False
         self._counts = [0] * len(self.infos)
@@ -125,6 +128,7 @@ class DataParallelEngine:
             bucket.shard.master.grad = None
         if self.buckets:
             torch._foreach_zero_([bucket.grads for bucket in self.buckets])
+        self._pending = []
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -137,7 +141,9 @@ class DataParallelEngine:
         self._counts = [0] * len(self.infos)
         for bucket in self.buckets:
             bucket.arrived = 0
-        self._in_last = last
+        self._in_last = last and self.overlap_grad_reduce
+        if self._stream is not None:
+            self._main_stream = torch.cuda.current_stream(self.device)
         try:
             yield
         finally:
@@ -145,18 +151,20 @@ class DataParallelEngine:
         self._expected = [max(pair) for pair in zip(self._expected, self._counts, strict=True)]
 
     def finish_grad_sync(self) -> None:
-        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere."""
-        for index, bucket in enumerate(self.buckets):
-            if not bucket.sent:
-                self._send(index)
+        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere.
+
+        From here on ``parameter.grad`` holds sums on level ``no_shard``; on ``optim`` this rank's interval only does.
+        """
+        self.sync_parameters()  # the optimizer will write where they are gathered from
+        for bucket in self.buckets[len(self._pending) :]:
+            self._send(bucket)
         with torch.no_grad():
-            gradients = [self._pending.pop(index)() for index in range(len(self.buckets))]
+            gradients = [finish() for finish in self._pending]
             if self._stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
             self._partial(gradients)
-            for bucket, gradient in zip(self.buckets, gradients, strict=True):
-                master = bucket.shard.master
-                master.grad = gradient.to(master.dtype)
+            for shard, gradient in zip(self.shards, gradients, strict=True):
+                shard.master.grad = gradient.to(shard.master.dtype)
 
     def grad_norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
@@ -169,8 +177,10 @@ class DataParallelEngine:
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the reduced gradients by a 0-dim tensor on the device."""
-        if self.shards:
+        """Multiply the reduced gradients by a 0-dim tensor on the device (inside the optimizer, where it offers to)."""
+        if self._scaler is not None:
+            self._scaler(factor)
+        elif self.shards:
             torch._foreach_mul_(self._gradients(), factor)
 
     def _gradients(self) -> list[Tensor]:
@@ -192,35 +202,60 @@ class DataParallelEngine:
             if bucket.sent:
                 raise MegalightError(
                     f"a gradient of {name} arrived after its bucket was reduced. Either this micro-batch uses the "
-                    "parameter more often than those before it: build the engine with overlap_grad_reduce=False; "
-                    "or a new step began without zero_grad()."
+                    "parameter more often than those before it: switch overlap_grad_reduce off; or a new step began "
+                    "without zero_grad()."
                 )
             self._counts[number] += 1
-            if self._in_last and self.overlap_grad_reduce and self._counts[number] == self._expected[number]:
+            if self._stream is not None and (current := torch.cuda.current_stream(self.device)) != self._main_stream:
+                self._stream.wait_stream(current)
+            if self._in_last and self._counts[number] == self._expected[number]:
                 bucket.arrived += 1
-                if bucket.arrived == len(bucket.infos):
-                    self._send(index)
+                self._send_complete()
 
         return arrived
 
-    def _send(self, index: int) -> None:
-        bucket = self.buckets[index]
+    def _send_complete(self) -> None:
+        """Send the buckets that are complete, strictly in order: all ranks must start the same collectives alike."""
+        for bucket in self.buckets[len(self._pending) :]:
+            if bucket.arrived < len(bucket.infos):
+                break
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
         with torch.no_grad():
             if self._stream is None:
-                self._pending[index] = self._reducer.start(bucket)
+                self._pending.append(self._reducer.start(bucket))
                 return
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 reduced = self._reducer.start(bucket)()
-            self._pending[index] = lambda: reduced
+            self._pending.append(lambda: reduced)
 
     # ---------------------------------------------------------------- parameters
+
+    def fuse(self, scaler: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Let an optimizer scale gradients and round masters into ``bucket.own_params`` inside its own step.
+
+        Args:
+            scaler: called by :meth:`scale_gradients` in place of a multiplication.
+
+        Returns:
+            what to call after each step: the next :meth:`publish` then need not copy.
+        """
+
+        def written() -> None:
+            self._written = True
+
+        self._scaler = scaler
+        return written
 
     def publish(self) -> None:
         """Bring the updated masters into the parameters of every data-parallel rank (or start to)."""
         self.sync_parameters()
-        masters_to_parameters(self.buckets)
+        if not self._written:
+            masters_to_parameters(self.buckets)
+        self._written = False
         self._gatherer.start()
         if not self.overlap_param_gather:
             self.sync_parameters()

@@ -119,7 +119,8 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket
         bucket_size: elements; a bucket closes once it holds at least as many.
 
     Returns:
-        buckets in the order in which the backward pass is expected to complete them.
+        buckets in the order in which the backward pass is expected to complete them: by the first-registered parameter
+        of each, descending.
     """
     open_slots: dict[Kind, list[Slot]] = {}
     buckets: list[BucketLayout] = []
@@ -136,4 +137,4 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket
             close(kinds[index])
     for kind in list(open_slots):
         close(kind)
-    return buckets
+    return sorted(buckets, key=lambda bucket: -bucket.slots[-1].index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
 from megalight.parallel.mesh import ParallelMesh
@@ -53,24 +54,26 @@ class Reducer:
         """Start reducing ``bucket.grads``.
 
         Returns:
-            a function that waits and returns the reduced gradients of this rank's interval: the buffer's own slice
-            where nothing changed its dtype, else a new tensor in the dtype it was summed in.
+            a function that waits and returns the reduced gradients of this rank's interval: a slice of the buffer, or
+            with scattering a new tensor where they were summed in a wider dtype.
         """
         if self.group is None:
             return lambda: bucket.own_grads
         sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
         if self.exchange:
             return self._exchange(sent)
-        if self.scatter:
-            own = sent[bucket.shard.start : bucket.shard.stop]
-            work = reduce_scatter(own, sent, group=self.group, async_op=True)
-        else:
+        if not self.scatter:
             own = sent
             work = dist.all_reduce(sent, group=self.group, async_op=True)
+        else:
+            own = bucket.own_grads if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
+            work = reduce_scatter(own, sent, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            return own
+            if self.scatter and own.dtype.itemsize > bucket.grads.dtype.itemsize:
+                return own
+            return bucket.own_grads if sent is bucket.grads else bucket.own_grads.copy_(own)
 
         return finish
 
@@ -108,15 +111,21 @@ def partial_runs(shards: Sequence[FlatShard]) -> dict[tuple[str, ...], list[tupl
 class PartialReducer:
     """Sums the gradients of which each rank has one term only, over the axes that their pieces name.
 
-    One all-reduce per set of axes and dtype. Ranks along the axes must hold parameters of the same sizes.
+    One all-reduce per set of axes and dtype.
+
+    Raises:
+        LayoutError: ranks along the axes hold parameters of different sizes, so that their intervals do not match.
     """
 
-    def __init__(self, shards: Sequence[FlatShard], mesh: ParallelMesh) -> None:
-        self.runs = [
-            (group, runs)
-            for axes, runs in sorted(partial_runs(shards).items())
-            if (group := mesh.group(*axes)) is not None
-        ]
+    def __init__(self, shards: Sequence[FlatShard], mesh: ParallelMesh, device: torch.device) -> None:
+        runs = partial_runs(shards)
+        pieces = (piece for shard in shards for spec, _ in shard.slots for piece in spec.pieces)
+        self.runs: list[tuple[ProcessGroup, list[tuple[int, int, int]]]] = []
+        for axes in sorted({piece.partial for piece in pieces if piece.partial}):
+            group = mesh.group(*axes)
+            if group is not None:
+                _check_agreement(axes, runs.get(axes, []), group, device)
+                self.runs.append((group, runs.get(axes, [])))
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place; ``gradients`` are the reduced gradients of the shards, in the shards' order."""
@@ -129,3 +138,17 @@ class PartialReducer:
                 joined = torch.cat(views)
                 dist.all_reduce(joined, group=group)
                 torch._foreach_copy_(views, list(torch.split(joined, [view.numel() for view in views])))
+
+
+def _check_agreement(
+    axes: tuple[str, ...], runs: list[tuple[int, int, int]], group: ProcessGroup, device: torch.device
+) -> None:
+    fingerprint = zlib.crc32(repr(runs).encode())
+    extremes = torch.tensor([fingerprint, -fingerprint], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = extremes.tolist()
+    if highest != -lowest:
+        raise LayoutError(
+            f"ranks along {' x '.join(axes)} keep partial gradients at different places of their buffers; parameters "
+            "whose gradients are summed over these axes must come in the same order and sizes on each of them."
+        )
