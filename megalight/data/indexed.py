@@ -1,0 +1,294 @@
+"""Megatron's indexed token files, byte for byte: ``<prefix>.bin`` (token ids end to end) and ``<prefix>.idx``.
+
+Layout of the ``.idx`` file, little endian: 9 bytes ``MMIDIDX\\0\\0``; u64 version 1; u8 dtype code; u64 number of
+sequences ``S``; u64 entries ``D`` of the document array; i32 lengths ``[S]``; i64 byte offsets ``[S]``; i64 document
+array ``[D]`` (first 0, last ``S``: where each document starts); optionally i8 modes ``[S]`` (multimodal data).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megalight.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype Megatron's writer picks: uint16 for vocabularies below 65500, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The ``.bin`` and ``.idx`` paths of ``prefix`` (which may itself end in either)."""
+    name = os.fspath(prefix)
+    if name.endswith((".bin", ".idx")):
+        name = name[:-4]
+    return Path(name + ".bin"), Path(name + ".idx")
+
+
+def _map(path: Path) -> memoryview | mmap.mmap:
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+class IndexedDataset:
+    """Sequences of tokens in a pair of files, read through memory maps: opening costs no reading of tokens.
+
+    Opening checks that the two files belong together, so that a torn copy is found before training.
+
+    Attributes:
+        prefix: path without ``.bin`` / ``.idx``.
+        dtype: dtype of the token ids on disk.
+        tokens: ``[num_tokens]`` every token of the ``.bin`` file, mapped.
+        lengths: ``[S]`` int32 tokens of each sequence.
+        starts: ``[S]`` int64 where each sequence starts in ``tokens``.
+        documents: ``[D]`` int64 the sequence at which each document starts, ``S`` last.
+        modes: ``[S]`` int8 of multimodal files, else None.
+
+    Raises:
+        DataError: a file is missing, torn, of another format or version, or the two do not fit each other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        bin_path, idx_path = paths(prefix)
+        self.prefix = os.fspath(bin_path)[:-4]
+        for path in (bin_path, idx_path):
+            if not path.is_file():
+                raise DataError(
+                    f"{path} does not exist; the data prefix {self.prefix!r} needs both {bin_path.name} and "
+                    f"{idx_path.name}. Make them with: megalight prepare INPUT --output {self.prefix}"
+                )
+        self._read_index(idx_path, bin_path.stat().st_size)
+        self.tokens: NDArray[Any] = np.frombuffer(_map(bin_path), dtype=self.dtype)
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return type(self), (self.prefix,)  # another process maps the files again; their content never travels
+
+    def _read_index(self, path: Path, bin_size: int) -> None:
+        buffer = _map(path)
+        again = "Write the pair again, or copy both files again."
+        if len(buffer) < HEADER.size:
+            raise DataError(f"{path} has {len(buffer)} bytes; an index has at least {HEADER.size}. {again}")
+        magic, version, code, num_sequences, num_documents = HEADER.unpack_from(buffer)
+        if magic != MAGIC:
+            raise DataError(f"{path} starts with {magic!r}; an index starts with {MAGIC!r}: this is not an index file.")
+        if version != VERSION:
+            raise DataError(f"{path} has version {version}; version {VERSION} is the only one known.")
+        if code not in DTYPES:
+            raise DataError(f"{path} has dtype code {code}; known codes are {sorted(DTYPES)}. {again}")
+        self.dtype = DTYPES[code]
+        size = HEADER.size + 12 * num_sequences + 8 * num_documents
+        if len(buffer) not in (size, size + num_sequences):
+            raise DataError(
+                f"{path} has {len(buffer)} bytes; {num_sequences} sequences and {num_documents} document entries take "
+                f"{size}: the file is torn. {again}"
+            )
+        offset = HEADER.size
+        self.lengths: NDArray[np.int32] = np.frombuffer(buffer, "<i4", num_sequences, offset)
+        offset += self.lengths.nbytes
+        byte_offsets = np.frombuffer(buffer, "<i8", num_sequences, offset)
+        offset += byte_offsets.nbytes
+        self.documents: NDArray[np.int64] = np.frombuffer(buffer, "<i8", num_documents, offset)
+        offset += self.documents.nbytes
+        self.modes: NDArray[np.int8] | None = None
+        if len(buffer) > size:
+            self.modes = np.frombuffer(buffer, "<i1", num_sequences, offset)
+        self.starts: NDArray[np.int64] = byte_offsets // self.dtype.itemsize
+        self._check(path, byte_offsets, bin_size, again)
+
+    def _check(self, path: Path, byte_offsets: NDArray[np.int64], bin_size: int, again: str) -> None:
+        if len(self) and int(self.lengths.min()) < 0:
+            raise DataError(f"{path} holds the sequence length {int(self.lengths.min())}; lengths are >= 0. {again}")
+        ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        total = int(ends[-1]) if len(self) else 0
+        if len(self) and (byte_offsets[0] != 0 or not np.array_equal(byte_offsets[1:], ends[:-1])):
+            raise DataError(f"{path}: the sequence offsets do not add up from the lengths: the file is torn. {again}")
+        if total != bin_size:
+            raise DataError(
+                f"{self.prefix}.bin has {bin_size} bytes; its index describes {total}: one of the two is torn or of "
+                f"another data set. {again}"
+            )
+        bounds = self.documents
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self) or (np.diff(bounds) < 0).any():
+            raise DataError(
+                f"{path}: the document array must rise from 0 to {len(self)} (the number of sequences): the file is "
+                f"torn. {again}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents (each is one or more sequences)."""
+        return len(self.documents) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``[offset, offset + length)`` of sequence ``index`` (to its end by default): a view, no copy.
+
+        Raises:
+            IndexError: ``index`` is not a sequence, or the slice leaves it.
+        """
+        size = int(self.lengths[index])
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens {offset} to {stop} of sequence {index}, which has {size}.")
+        start = int(self.starts[index])
+        return self.tokens[start + offset : start + stop]
+
+
+class IndexedWriter:
+    """Writes a pair of files under temporary names and gives them their names in :meth:`close`: a reader never sees
+    half a data set. As a context manager it closes on success and removes what it wrote on an exception.
+
+    Args:
+        prefix: path without ``.bin`` / ``.idx``; its folder is made.
+        dtype: one of the dtypes the format knows; see :func:`token_dtype`.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            raise DataError(f"dtype {np.dtype(dtype)} is not in the format; known: {[str(d) for d in CODES]}.")
+        self._bin, self._idx = paths(prefix)
+        self._bin.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (self._bin, self._idx)]
+        self._file: BinaryIO = open(self._temporary[0], "wb")  # noqa: SIM115  closed by close() or discard()
+        self._lengths: list[NDArray[np.int32]] = []
+        self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        self._modes: list[NDArray[np.int8]] = []
+        self._num_sequences = 0
+
+    def add_sequences(self, tokens: NDArray[Any], lengths: NDArray[Any] | Iterable[int], mode: int = 0) -> None:
+        """Append sequences, given end to end, to the current document.
+
+        Raises:
+            DataError: a token id that the file's dtype cannot hold, or lengths that do not sum to ``len(tokens)``.
+        """
+        sizes = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), dtype=np.int32)
+        if int(sizes.sum(dtype=np.int64)) != len(tokens):
+            raise DataError(f"lengths sum to {int(sizes.sum(dtype=np.int64))}, but {len(tokens)} tokens were given.")
+        if self.dtype.kind in "iu" and len(tokens) and tokens.dtype != self.dtype:
+            info = np.iinfo(self.dtype)
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < info.min or high > info.max:
+                raise DataError(f"token ids {low} to {high} do not fit {self.dtype} ({info.min} to {info.max}).")
+        self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self._lengths.append(sizes)
+        self._modes.append(np.full(len(sizes), mode, np.int8))
+        self._num_sequences += len(sizes)
+
+    def end_document(self) -> None:
+        """Close the current document: later sequences belong to the next one."""
+        self._documents.append(np.array([self._num_sequences], np.int64))
+
+    def add_documents(self, tokens: NDArray[Any], lengths: NDArray[Any] | Iterable[int]) -> None:
+        """Append sequences, given end to end, each of them a document of its own (what GPT data is)."""
+        before = self._num_sequences
+        self.add_sequences(tokens, lengths)
+        self._documents.append(np.arange(before + 1, self._num_sequences + 1, dtype=np.int64))
+
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Append another pair of files whole (merge).
+
+        Raises:
+            DataError: its dtype is another one.
+        """
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"{other.prefix} holds {other.dtype}, this file {self.dtype}; only equal dtypes merge.")
+        with open(paths(prefix)[0], "rb") as source:
+            shutil.copyfileobj(source, self._file, 16 << 20)
+        self._lengths.append(other.lengths)
+        self._documents.append(other.documents[1:] + self._num_sequences)
+        self._modes.append(np.zeros(len(other), np.int8) if other.modes is None else other.modes)
+        self._num_sequences += len(other)
+
+    def close(self) -> None:
+        """Write the index and publish both files. An older pair of that name is replaced."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+        documents = np.concatenate(self._documents)
+        modes = np.concatenate([np.zeros(0, np.int8), *self._modes])
+        offsets = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+        offsets *= self.dtype.itemsize
+        with open(self._temporary[1], "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
+            for array in (lengths.astype("<i4"), offsets.astype("<i8"), documents.astype("<i8")):
+                file.write(array.data)
+            if modes.any():
+                file.write(modes.data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._idx.unlink(missing_ok=True)  # so that no moment pairs an old index with new tokens
+        os.replace(self._temporary[0], self._bin)
+        os.replace(self._temporary[1], self._idx)
+
+    def discard(self) -> None:
+        """Remove what was written; an older pair of that name stays as it was."""
+        self._file.close()
+        for path in self._temporary:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def merge(prefixes: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str]) -> IndexedDataset:
+    """Concatenate data sets of one dtype, in the order given, into ``output``.
+
+    Raises:
+        DataError: no input, or inputs of different dtypes.
+    """
+    inputs = list(prefixes)
+    if not inputs:
+        raise DataError("nothing to merge: give at least one data prefix.")
+    with IndexedWriter(output, IndexedDataset(inputs[0]).dtype) as writer:
+        for prefix in inputs:
+            writer.add_index(prefix)
+    return IndexedDataset(output)

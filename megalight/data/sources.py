@@ -1,0 +1,282 @@
+"""Where text comes from: files of plain text, JSON lines and Parquet, cut into blocks of about a megabyte.
+
+One process reads and cuts, in a fixed order, so that what comes out does not depend on who works on the blocks; turning
+a block into texts (:func:`texts_of`) is left to the workers.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from megalight.errors import DataError
+from megalight.imports import require
+
+Kind = Literal["text", "jsonl", "parquet"]
+Format = Literal["auto", "text", "jsonl", "parquet"]
+OnBad = Literal["raise", "skip"]
+BLOCK = 1 << 20
+SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+READ_ERRORS = (OSError, EOFError, zlib.error)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file and what it holds."""
+
+    path: Path
+    kind: Kind
+    size: int
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the file is read through gzip."""
+        return self.path.suffix == ".gz"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one file's content.
+
+    Attributes:
+        path: the file, for messages.
+        kind: how to read ``data``.
+        data: bytes of text or of whole JSON lines; empty for Parquet.
+        first: number of the first line (JSON lines), or the row group (Parquet).
+        ends: whether the document ends with this piece (text; elsewhere pieces hold whole documents).
+        size: bytes of the input that are dealt with when this piece is, for progress.
+    """
+
+    path: Path
+    kind: Kind
+    data: bytes
+    first: int
+    ends: bool
+    size: int
+
+
+Block = tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, and whether its document ends with it."""
+
+    text: str
+    ends: bool
+
+
+def find(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
+    """The files that inputs name, in a fixed order, each once.
+
+    An input is a file, a glob pattern (``**`` allowed), or a directory: of a directory every file below it, in sorted
+    order, save hidden ones and those that look binary (a zero byte in the first 8 KiB, as git decides it).
+
+    Raises:
+        DataError: an input that names nothing.
+    """
+    found: dict[Path, Source] = {}
+    for given in inputs:
+        place = Path(given)
+        if place.is_dir():
+            paths = [path for path in _walk(place) if _suffix(path) in SUFFIXES or not _binary(path)]
+        elif place.exists():
+            paths = [place]
+        else:
+            paths = [Path(name) for name in sorted(glob.glob(given, recursive=True)) if os.path.isfile(name)]
+        if not paths:
+            raise DataError(f"input {given!r} names no file; give a file, a directory, or a glob in quotes.")
+        for path in paths:
+            kind = SUFFIXES.get(_suffix(path), "text") if form == "auto" else form
+            found.setdefault(path, Source(path, kind, path.stat().st_size))
+    if not found:
+        raise DataError("no input was given; name at least one file, directory or glob.")
+    return list(found.values())
+
+
+def _suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _walk(entry)
+        elif entry.is_file():
+            yield entry
+
+
+def _binary(path: Path) -> bool:
+    if path.suffix == ".gz":
+        return False
+    try:
+        with open(path, "rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError:
+        return False  # reading it will name it
+
+
+def blocks(sources: Sequence[Source], on_bad: OnBad = "raise", skipped: list[str] | None = None) -> Iterator[Block]:
+    """Cut the files into blocks of about a megabyte: pieces of a large file, or many small ones together.
+
+    Args:
+        sources: the files, in the order wanted.
+        on_bad: whether a file that cannot be read, or is not UTF-8, raises, or is left out.
+        skipped: takes a message for each file left out.
+    """
+    block: list[Piece] = []
+    size = 0
+    for source in sources:
+        try:
+            if on_bad == "skip":
+                _try(source)
+            for piece in _pieces(source):
+                block.append(piece)
+                size += len(piece.data) if piece.kind != "parquet" else BLOCK
+                if size >= BLOCK:
+                    yield tuple(block)
+                    block, size = [], 0
+        except DataError as error:
+            if on_bad == "raise":
+                raise
+            if skipped is not None:
+                skipped.append(str(error))
+    if block:
+        yield tuple(block)
+
+
+def _try(source: Source) -> None:
+    """Read a file whole, so that it is left out whole if it is bad."""
+    for piece in _pieces(source):
+        if piece.kind == "text":
+            _decode(piece)
+
+
+def _pieces(source: Source) -> Iterator[Piece]:
+    try:
+        if source.kind == "parquet":
+            yield from _row_groups(source)
+        else:
+            yield from _lines(source)
+    except READ_ERRORS as error:
+        raise DataError(
+            f"{source.path} cannot be read ({error}); mend it, or leave it out with on_bad=skip."
+        ) from error
+
+
+def _lines(source: Source) -> Iterator[Piece]:
+    """Pieces of about a megabyte that end at line ends. Only the last one of a text ends its document."""
+    opener = gzip.open if source.compressed else open
+    with cast(BinaryIO, opener(source.path, "rb")) as file:
+        line, data = 1, _chunk(file)
+        while True:
+            following = _chunk(file) if data else b""
+            last = not following
+            size = len(data) if not source.compressed else source.size if last else 0
+            yield Piece(source.path, source.kind, data, line, last, size)
+            if last:
+                return
+            line += data.count(b"\n")
+            data = following
+
+
+def _chunk(file: BinaryIO) -> bytes:
+    data = file.read(BLOCK)
+    return data + file.readline() if len(data) == BLOCK else data
+
+
+def _row_groups(source: Source) -> Iterator[Piece]:
+    file = _parquet(source.path)
+    count = max(1, file.num_row_groups)
+    for group in range(file.num_row_groups):
+        size = source.size * (group + 1) // count - source.size * group // count
+        yield Piece(source.path, "parquet", b"", group, True, size)
+
+
+def _parquet(path: Path) -> Any:
+    parquet = require("pyarrow.parquet", f"reading {path.name}")
+    try:
+        return parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list[Text], list[str]]:
+    """The texts of a block, and messages about what was left out.
+
+    Raises:
+        DataError: with ``on_bad="raise"``: text that is not UTF-8, a line that is not a JSON object, or one without
+            a string at ``text_key``. The message has the file and the line.
+    """
+    texts: list[Text] = []
+    skipped: list[str] = []
+    for piece in block:
+        if piece.kind == "text":
+            texts.append(Text(_decode(piece), piece.ends))
+        elif piece.kind == "parquet":
+            texts.extend(_column(piece, text_key))
+        else:
+            for number, line in enumerate(piece.data.split(b"\n"), piece.first):
+                if not line.strip():
+                    continue
+                try:
+                    texts.append(Text(_json_text(piece.path, number, line, text_key), True))
+                except DataError as error:
+                    if on_bad == "raise":
+                        raise
+                    skipped.append(str(error))
+    return texts, skipped
+
+
+def _decode(piece: Piece) -> str:
+    data = piece.data.removeprefix(codecs.BOM_UTF8) if piece.first == 1 else piece.data
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = piece.first + data.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{piece.path} line {line} is not UTF-8 text ({error.reason}); convert it, or leave it out with "
+            "on_bad=skip."
+        ) from error
+
+
+def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path} line {number} is not JSON ({error}): is the file torn?") from error
+    if not isinstance(record, dict) or key not in record:
+        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"{path} line {number} has no key {key!r}; it has: {keys}. Choose one with text_key.")
+    text = record[key]
+    if not isinstance(text, str):
+        raise DataError(f"{path} line {number}: {key!r} is a {type(text).__name__}; it must be a string.")
+    return text
+
+
+def _column(piece: Piece, key: str) -> Iterator[Text]:
+    file = _parquet(piece.path)
+    names = file.schema_arrow.names
+    if key not in names:
+        raise DataError(f"{piece.path} has no column {key!r}; it has: {', '.join(names)}. Choose one with text_key.")
+    try:
+        values = file.read_row_group(piece.first, columns=[key]).column(0).to_pylist()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{piece.path} row group {piece.first} cannot be read: {error}") from error
+    for row, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataError(
+                f"{piece.path} row group {piece.first}, row {row}: {key!r} is a {type(value).__name__}; it must be a "
+                "string."
+            )
+        yield Text(value, True)

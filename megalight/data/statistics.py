@@ -1,0 +1,41 @@
+"""What a corpus is made of: how often each token occurs, and the entropy of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.data.indexed import IndexedDataset
+
+CHUNK = 1 << 24
+
+
+def token_counts(data: IndexedDataset) -> NDArray[np.int64]:
+    """``[highest id + 1]`` occurrences of each token id; reads all tokens once."""
+    counts = np.zeros(0, np.int64)
+    for start in range(0, data.num_tokens, CHUNK):
+        counts = add_counts(counts, data.tokens[start : start + CHUNK])
+    return counts
+
+
+def add_counts(counts: NDArray[np.int64], tokens: NDArray[Any]) -> NDArray[np.int64]:
+    """``counts`` with those of ``tokens`` added, longer where a higher id occurs."""
+    more = np.bincount(tokens, minlength=len(counts)).astype(np.int64)
+    more[: len(counts)] += counts
+    return more
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """``-sum p ln p`` in nats of the distribution that the counts describe; 0 when there are none."""
+    positive = counts[counts > 0].astype(np.float64)
+    if not len(positive):
+        return 0.0
+    shares = positive / positive.sum()
+    return max(0.0, float(-(shares * np.log(shares)).sum()))
+
+
+def unigram_entropy(data: IndexedDataset) -> float:
+    """Entropy in nats of the corpus' token frequencies: the loss of the best model that ignores context."""
+    return entropy(token_counts(data))
