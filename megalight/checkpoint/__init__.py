@@ -1,1 +1,55 @@
-"""Canonical views, storage, and the inspector of checkpoints."""
+"""Checkpoints: sharded, atomic, checksummed folders on canonical tensor names, without pickle.
+
+``save(path, views, common=..., rank_state=..., files=...)`` and ``open(path).load(views)`` work under any layout; what
+one layout saved, another loads. Importing this package does not import torch; its members do, on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megalight.checkpoint.index import TensorInfo
+    from megalight.checkpoint.loading import Checkpoint, Loaded, open
+    from megalight.checkpoint.publish import finished, is_complete, latest, remove
+    from megalight.checkpoint.saving import save
+    from megalight.checkpoint.view import Box, View, views_of_parameters, views_of_shards
+
+_MEMBERS = {
+    "Box": "view",
+    "Checkpoint": "loading",
+    "Loaded": "loading",
+    "TensorInfo": "index",
+    "View": "view",
+    "finished": "publish",
+    "is_complete": "publish",
+    "latest": "publish",
+    "open": "loading",
+    "remove": "publish",
+    "save": "saving",
+    "views_of_parameters": "view",
+    "views_of_shards": "view",
+}
+
+__all__ = [
+    "Box",
+    "Checkpoint",
+    "Loaded",
+    "TensorInfo",
+    "View",
+    "finished",
+    "is_complete",
+    "latest",
+    "open",
+    "remove",
+    "save",
+    "views_of_parameters",
+    "views_of_shards",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MEMBERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MEMBERS[name]}"), name)

@@ -1,0 +1,189 @@
+"""Open and load: nothing is used before it has been verified, and nothing changes before all ranks agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+
+from megalight.checkpoint import index as indices
+from megalight.checkpoint import manifest as manifests
+from megalight.checkpoint import publish, tree
+from megalight.checkpoint.files import parse_json, read_file
+from megalight.checkpoint.index import TensorInfo
+from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.saving import collectives
+from megalight.checkpoint.storage import INDEX, Reader
+from megalight.checkpoint.view import View
+from megalight.errors import CheckpointError, nearest
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load that was not strict left out.
+
+    Attributes:
+        missing: asked for on this rank, but not in the checkpoint: unchanged.
+        unexpected: in the checkpoint, but asked for by no rank.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Checkpoint:
+    """An opened checkpoint: its metadata is read and verified, its tensors are on disk until :meth:`load`.
+
+    Attributes:
+        path: the name it goes by.
+        manifest: files, versions, who saved it and when.
+        tensors: canonical name -> shape, dtype, chunks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._root = publish.resolve(path)
+        self.manifest = manifests.read(self._root)
+        manifests.check_files(self._root, self.manifest)
+        what = f"{path}/{INDEX}"
+        self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(INDEX), what), what)
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What was saved as ``common``."""
+        value = tree.read(self._root, "common", dict(self.manifest.files))
+        if not isinstance(value, dict):
+            raise CheckpointError(f"common in checkpoint {self.path} is not a dict.")
+        return value
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.manifest.world_size
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """What rank ``rank`` saved as ``rank_state``; None where there was no such rank, or it saved none."""
+        if f"ranks/{rank}.json" not in self.manifest.files:
+            return None
+        value: dict[str, Any] = tree.read(self._root, f"ranks/{rank}", dict(self.manifest.files))
+        return value
+
+    def file(self, name: str) -> bytes:
+        """A file that was saved along.
+
+        Raises:
+            CheckpointError: there is none of this name, or it is torn.
+        """
+        known = [key.removeprefix("files/") for key in self.manifest.files if key.startswith("files/")]
+        if name not in known:
+            raise CheckpointError(
+                f"checkpoint {self.path} holds no file {name!r}; it holds {', '.join(known) or 'none'}."
+                f"{nearest(name, known)}"
+            )
+        return self._bytes(f"files/{name}")
+
+    def load(
+        self,
+        views: Mapping[str, View],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Loaded:
+        """Fill the views' memory, whatever layout saved it. All ranks of the group call it together.
+
+        Values are converted to the views' dtypes where those differ.
+
+        Args:
+            views: this rank's views, by canonical name.
+            strict: names must agree: all views are in the checkpoint, and the views of all ranks together ask for
+                every tensor in it.
+            prefix: only tensors whose names begin so must be asked for.
+            process_group: who loads; None means the default group, or this process alone.
+
+        Raises:
+            CheckpointError: on every rank, before any tensor has changed: names or shapes differ, or a file that any
+                rank needs is torn.
+        """
+        ranks = Ranks(process_group)
+        loaded = self._compare(ranks, views, strict, prefix)
+        present = {name: view for name, view in views.items() if name in self.tensors}
+        try:
+            with collectives(f"loading {self.path}"):
+                load_state_dict(
+                    dict(present),
+                    storage_reader=Reader(self._root, self.tensors, dict(self.manifest.files)),
+                    planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                    process_group=process_group,
+                    no_dist=ranks.alone,
+                )
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_alternative(self.path)}") from error
+        return loaded
+
+    def _compare(self, ranks: Ranks, views: Mapping[str, View], strict: bool, prefix: str) -> Loaded:
+        def check() -> list[str]:
+            missing = sorted(views.keys() - self.tensors.keys())
+            if strict and missing:
+                raise CheckpointError(
+                    f"{_some(missing)} not in checkpoint {self.path}.{nearest(missing[0], self.tensors)} "
+                    "Is it a checkpoint of another model? strict=False leaves such tensors as they are."
+                )
+            for name in views.keys() & self.tensors.keys():
+                theirs, ours = self.tensors[name].shape, tuple(views[name].shape)
+                if theirs != ours:
+                    raise CheckpointError(
+                        f"{name!r} has shape {list(theirs)} in checkpoint {self.path} and {list(ours)} in this model. "
+                        "Is it a checkpoint of another model?"
+                    )
+            return list(views)
+
+        asked = ranks.together(f"loading {self.path}", check)
+
+        def leftover() -> tuple[str, ...]:
+            known = {name for names in asked for name in names}
+            return tuple(sorted(name for name in self.tensors if name.startswith(prefix) and name not in known))
+
+        unexpected = ranks.first(f"loading {self.path}", leftover)
+        if strict and unexpected:
+            raise CheckpointError(
+                f"checkpoint {self.path} holds {_some(unexpected)} that this model does not ask for. Is it a "
+                "checkpoint of another model? strict=False ignores such tensors."
+            )
+        return Loaded(tuple(sorted(views.keys() - self.tensors.keys())), unexpected)
+
+    def _bytes(self, name: str) -> bytes:
+        if name not in self.manifest.files:
+            raise CheckpointError(f"checkpoint {self.path} is malformed: its manifest does not list {name}.")
+        return read_file(self._root, name, self.manifest.files[name])
+
+
+def open(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint: manifest, index and sizes of all files are verified; tensors when they are loaded.
+
+    Raises:
+        CheckpointError: missing, unfinished, torn, foreign, or of a later version; the message names the newest good
+            checkpoint beside it, if there is one.
+    """
+    path = Path(os.path.abspath(path))
+    try:
+        return Checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_alternative(path)}") from error
+
+
+def _alternative(path: Path) -> str:
+    others = [other for other in publish.finished(path.parent) if other != path]
+    return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
+
+
+def _some(names: list[str] | tuple[str, ...]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,118 @@
+"""The manifest, a checkpoint's seal: written last, it lists every other file. A folder without one is not a checkpoint.
+
+No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megalight.checkpoint.checksum import checksum
+from megalight.checkpoint.files import (
+    FileRecord,
+    checked_name,
+    checked_shape,
+    dump_json,
+    located,
+    parse_json,
+    write_file,
+)
+from megalight.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "megalight"
+VERSION = 1
+MAX_SIZE = 256 << 20
+
+_SEAL = '{"checksum":"%s",\n'
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished checkpoint consists of.
+
+    Attributes:
+        files: every other file in the folder, by relative name.
+        saved_at: nanoseconds since 1970, and later than any checkpoint beside it had when it was saved, even when
+            the clock went back.
+        world_size: ranks that saved it.
+        versions: of the software that saved it.
+    """
+
+    files: Mapping[str, FileRecord]
+    saved_at: int
+    world_size: int
+    versions: Mapping[str, str]
+
+    def write(self, root: Path) -> None:
+        """Seal the folder."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["files"] = {name: [record.size, record.checksum] for name, record in sorted(self.files.items())}
+        body = dump_json(content)[1:]
+        write_file(root / NAME, (_SEAL % checksum(body)).encode() + body)
+
+
+def read(root: Path) -> Manifest:
+    """The manifest of a folder, itself verified; the files it lists are not looked at.
+
+    Raises:
+        CheckpointError: there is none, it is torn or malformed, or of a later version.
+    """
+    if not (root / NAME).exists():
+        raise CheckpointError(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
+    path = located(root, NAME)
+    if path.stat().st_size > MAX_SIZE:
+        raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")
+    data = path.read_bytes()
+    prefix, body = data[: len(_SEAL % ("0" * 16))], data[len(_SEAL % ("0" * 16)) :]
+    if prefix != (_SEAL % checksum(body)).encode():
+        raise CheckpointError(f"checkpoint {root} is torn: {NAME} differs from what was saved.")
+    return _parse(parse_json(data, str(path)), str(path))
+
+
+def _parse(value: Any, what: str) -> Manifest:
+    try:
+        if value["format"] != FORMAT or value["version"] != VERSION:
+            raise CheckpointError(
+                f"{what} is of format {value['format']!r} version {value['version']!r}; this Megalight reads "
+                f"{FORMAT!r} version {VERSION}. Upgrade Megalight."
+            )
+        files = {}
+        for name, (size, digest) in value["files"].items():
+            checked_shape([size], what)
+            files[checked_name(name)] = FileRecord(size, str(digest))
+        saved_at, world_size = checked_shape([value["saved_at"], value["world_size"]], what)
+        return Manifest(files, saved_at, world_size, {str(k): str(v) for k, v in value["versions"].items()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
+
+
+def check_files(root: Path, manifest: Manifest) -> None:
+    """Every listed file is there with its size. Contents are verified where they are read.
+
+    Raises:
+        CheckpointError: one is missing, of another size, or no regular file.
+    """
+    for name, record in manifest.files.items():
+        size = located(root, name).stat().st_size
+        if size != record.size:
+            raise CheckpointError(f"checkpoint {root} is torn: {name} has {size} bytes, {record.size} were saved.")
+
+
+def _guess(root: Path) -> str:
+    if not root.exists():
+        return "nothing is there."
+    if root.is_file():
+        return "it is a single file. Files of plain Lightning are loaded by Lightning's own strategies."
+    found = set(os.listdir(root))
+    if ".metadata" in found:
+        return "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint."
+    if "config.json" in found:
+        return "it looks like a Hugging Face model folder. Load it through the model's from_pretrained."
+    if "data" in found or "index.json" in found:
+        return "it has no manifest, so the save never finished. Use another checkpoint."
+    return f"it has no manifest. It holds {', '.join(sorted(found)[:5]) or 'nothing'}."

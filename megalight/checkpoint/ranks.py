@@ -1,0 +1,76 @@
+"""All ranks of a save or load act as one: either all go on, or all raise the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megalight.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a process group (None: the default one, or this process alone where there is none)."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.size = 1 if self.alone else dist.get_world_size(group)
+
+    def together(self, stage: str, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank. Returns all results, in rank order, on rank 0 (on others an empty list).
+
+        Raises:
+            CheckpointError: on every rank, when it failed on any; rank 0's view of who failed and why.
+        """
+        own: Exception | None = None
+        value: Any = None
+        try:
+            value = work()
+        except Exception as error:
+            own = error
+        if self.alone:
+            if own is not None:
+                raise _failure(stage, [(0, own)]) from own
+            return [value]
+        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object((None if own is None else _portable(own), value), answers, group=self.group, group_dst=0)
+        verdict: list[str | None] = [None]
+        if answers is not None:
+            failures = [(rank, error) for rank, (error, _) in enumerate(answers) if error is not None]
+            verdict = [str(_failure(stage, failures)) if failures else None]
+        dist.broadcast_object_list(verdict, group=self.group, group_src=0)
+        if verdict[0] is not None:
+            raise CheckpointError(verdict[0]) from own
+        return [] if answers is None else [answer for _, answer in answers]
+
+    def first(self, stage: str, work: Callable[[], T]) -> T:
+        """Do ``work`` on rank 0 and give every rank its result.
+
+        Raises:
+            CheckpointError: on every rank, when it failed.
+        """
+        results = self.together(stage, lambda: work() if self.rank == 0 else None)
+        if self.alone:
+            return results[0]  # type: ignore[return-value]
+        box: list[Any] = [results[0] if results else None]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        result: T = box[0]
+        return result
+
+
+def _portable(error: Exception) -> Exception:
+    """The error if it is ours, else its text: what travels must be picklable."""
+    return CheckpointError(str(error)) if isinstance(error, CheckpointError) else CheckpointError(repr(error))
+
+
+def _failure(stage: str, failures: list[tuple[int, Exception]]) -> CheckpointError:
+    rank, error = failures[0]
+    others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
+    text = str(error) if isinstance(error, CheckpointError) else repr(error)
+    return CheckpointError(f"{stage} failed on rank {rank}{others}: {text}")

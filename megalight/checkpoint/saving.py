@@ -1,0 +1,133 @@
+"""Save: all ranks write beside the final place; when all are done, one seals the folder and renames it."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+
+import megalight
+from megalight.checkpoint import manifest as manifests
+from megalight.checkpoint import publish, tree
+from megalight.checkpoint.files import FileRecord, checked_name, sync_directory, write_file
+from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.storage import Writer
+from megalight.checkpoint.view import View
+from megalight.errors import CheckpointError
+
+
+def save(
+    path: str | os.PathLike[str],
+    views: Mapping[str, View],
+    *,
+    common: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes | Path] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Save a checkpoint as the folder ``path``, atomically. All ranks of the group call it together.
+
+    A save that fails or is killed at any moment leaves what was at ``path`` before, untouched.
+
+    Args:
+        path: on storage that all ranks share. A checkpoint that is there is replaced.
+        views: this rank's views (see :mod:`megalight.checkpoint.view`), by canonical name.
+        common: plain values that belong to the whole run; rank 0's are kept.
+        rank_state: plain values of this very rank (random states).
+        files: other files to keep beside, by name: contents, or where to copy from; rank 0's are kept.
+        process_group: who saves; None means the default group, or this process alone.
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed; nothing is left behind.
+    """
+    ranks = Ranks(process_group)
+    path = Path(os.path.abspath(path))
+    started: list[publish.Partial] = []
+
+    def prepare() -> list[tuple[str, tuple[bytes, bytes | None]]]:
+        trees = []
+        if ranks.rank == 0:
+            trees.append(("common", tree.dumps(dict(common or {}), "common")))
+            for name in files or {}:
+                checked_name(name)
+        if rank_state is not None:
+            trees.append((f"ranks/{ranks.rank}", tree.dumps(dict(rank_state), "rank_state")))
+        return trees
+
+    def begin() -> Path:
+        started.append(publish.Partial(path))
+        return started[0].folder
+
+    trees: list[tuple[str, tuple[bytes, bytes | None]]] = []
+    ranks.together(f"preparing to save {path}", lambda: trees.extend(prepare()))
+    try:
+        folder = ranks.first(f"starting to save {path}", begin)
+        writer = Writer(folder, ranks.rank)
+        with collectives(f"saving {path}"):
+            save_state_dict(
+                dict(views),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=process_group,
+                no_dist=ranks.alone,
+            )
+
+        def write_small() -> dict[str, FileRecord]:
+            records = dict(writer.records)
+            for name, data in trees:
+                records |= tree.write(folder, name, data)
+            if any("/" in name for name, _ in trees):
+                sync_directory(folder / "ranks")
+            return records
+
+        records = ranks.together(f"saving {path}", write_small)
+        ranks.first(f"publishing {path}", lambda: _finish(started[0], records, files or {}))
+    except BaseException:
+        for partial in started:
+            partial.discard()
+        raise
+
+
+def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], files: Mapping[str, bytes | Path]) -> None:
+    """Rank 0: write the remaining files, check that all ranks' are there, seal and publish."""
+    listed = {name: record for part in records for name, record in part.items()}
+    for name, source in files.items():
+        data = source.read_bytes() if isinstance(source, Path) else source
+        listed[f"files/{name}"] = write_file(partial.folder / "files" / name, data)
+    for folder in {(partial.folder / name).parent for name in listed}:
+        sync_directory(folder)
+    newest = publish.latest(partial.path.parent)
+    floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
+    versions = {"megalight": megalight.__version__, "torch": torch.__version__}
+    manifest = manifests.Manifest(listed, max(time.time_ns(), floor), len(records), versions)
+    try:
+        manifests.check_files(partial.folder, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Is {partial.path.parent} on storage that all ranks share?") from error
+    manifest.write(partial.folder)
+    partial.publish()
+
+
+@contextmanager
+def collectives(stage: str) -> Iterator[None]:
+    """DCP's failures as ours: one error that names the first rank that failed, and why."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
+        if not isinstance(error, Exception):
+            raise error from failure
+        text = str(error) if isinstance(error, CheckpointError) else repr(error)
+        raise CheckpointError(f"{stage} failed on rank {rank}: {text}") from error

@@ -1,0 +1,171 @@
+"""Nested Python values to JSON and back, exactly, with no code execution: counters, schedules, random states, settings.
+
+What JSON has no word for is tagged: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are not
+strings, ``{"$tensor": "0"}`` for tensors, which go to a safetensors file beside.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalight.checkpoint.files import (
+    Entry,
+    FileRecord,
+    dump_json,
+    pack_header,
+    parse_header,
+    parse_json,
+    read_file,
+    write_file,
+)
+from megalight.checkpoint.storage import as_bytes, dtype_name
+from megalight.errors import CheckpointError
+
+_PLAIN = (type(None), bool, int, str)
+
+_TAGGED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, lambda value: sorted(value, key=repr), set),
+    "frozenset": (frozenset, lambda value: sorted(value, key=repr), frozenset),
+    "ordered": (OrderedDict, lambda value: [list(pair) for pair in value.items()], OrderedDict),
+    "counter": (Counter, lambda value: [list(pair) for pair in value.items()], lambda pairs: Counter(dict(pairs))),
+    "size": (torch.Size, list, torch.Size),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, None, True)),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _dtype(name)),
+    "device": (torch.device, str, torch.device),
+    "float": (float, repr, float),
+}
+"""Tag -> (exact type, to plainer values, back)."""
+
+_BY_TYPE = {kind: tag for tag, (kind, _, _) in _TAGGED.items()}
+
+
+def encode(value: Any, tensors: list[Tensor], path: str = "") -> Any:
+    """``value`` in JSON's terms; its tensors are appended to ``tensors``.
+
+    Raises:
+        CheckpointError: a value of another type; the message says where in the tree it is and what to do.
+    """
+    kind = type(value)
+    if kind in _PLAIN or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return [encode(item, tensors, f"{path}[{number}]") for number, item in enumerate(value)]
+    if kind is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: encode(item, tensors, f"{path}[{key!r}]") for key, item in value.items()}
+        pairs = [[key, item] for key, item in value.items()]
+        return {"$dict": encode(pairs, tensors, path)}
+    if kind in (Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+        tensors.append(value.detach())
+        return {"$tensor": len(tensors) - 1}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        tensors.append(torch.from_numpy(array.copy()))
+        return {"$array" if kind is np.ndarray else "$number": len(tensors) - 1}
+    if kind in _BY_TYPE:
+        tag = _BY_TYPE[kind]
+        return {f"${tag}": encode(_TAGGED[tag][1](value), tensors, path)}
+    raise CheckpointError(
+        f"the value at {path or 'the top'} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint does "
+        "not keep (nothing on disk may run code). Give plain values: dicts, lists, tuples, numbers, strings, tensors."
+    )
+
+
+def decode(value: Any, tensors: list[Tensor], what: str) -> Any:
+    """What :func:`encode` was given. Tensors are on the CPU; parameters come back as tensors.
+
+    Raises:
+        CheckpointError: a tag nobody knows, or one with the wrong content.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors, what) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tags = [key for key in value if key.startswith("$")]
+    if not tags:
+        return {key: decode(item, tensors, what) for key, item in value.items()}
+    tag, content = tags[0][1:], decode(value[tags[0]], tensors, what)
+    try:
+        if len(value) > 1:
+            raise ValueError("a tag stands alone")
+        if tag == "dict":
+            return dict(content)
+        if tag in ("tensor", "array", "number"):
+            tensor = tensors[content]
+            return tensor if tag == "tensor" else tensor.numpy() if tag == "array" else tensor.numpy()[()]
+        return _TAGGED[tag][2](content)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{what} holds a bad value tagged {tags[0]!r}: {error!r}.") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
+def dumps(value: Any, what: str) -> tuple[bytes, bytes | None]:
+    """A tree as the bytes of a JSON file, and of a safetensors file where it has tensors.
+
+    Raises:
+        CheckpointError: a value that cannot be kept; ``what`` is named.
+    """
+    tensors: list[Tensor] = []
+    try:
+        text = dump_json(encode(value, tensors, what))
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"{what} cannot be kept: {error} (nested too deeply, or inside itself?).") from error
+    if not tensors:
+        return text, None
+    entries = [Entry(str(n), dtype_name(tensor.dtype), tuple(tensor.shape)) for n, tensor in enumerate(tensors)]
+    header, _ = pack_header(entries, {"format": "pt"})
+    body = (as_bytes(tensor.contiguous().cpu()).numpy().tobytes() for tensor in tensors)
+    return text, b"".join((header, *body))
+
+
+def loads(text: bytes, data: bytes | None, what: str) -> Any:
+    """The tree again.
+
+    Raises:
+        CheckpointError: the bytes are no tree.
+    """
+    tensors: dict[str, Tensor] = {}
+    if data is not None:
+        memory = np.frombuffer(data, np.uint8)
+        for entry in parse_header(data, len(data), f"{what}.safetensors"):
+            # memory of its own: no tensor keeps the others' alive
+            tensor = tensors[entry.key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            as_bytes(tensor).numpy()[:] = memory[entry.start : entry.start + entry.nbytes]
+    try:
+        ordered = [tensors[str(number)] for number in range(len(tensors))]
+        return decode(parse_json(text, what), ordered, what)
+    except (KeyError, RecursionError) as error:
+        raise CheckpointError(f"{what} is malformed: {type(error).__name__} {error}.") from error
+
+
+def write(root: Path, name: str, files: tuple[bytes, bytes | None]) -> dict[str, FileRecord]:
+    """Write what :func:`dumps` made as ``<name>.json`` (and ``<name>.safetensors``)."""
+    text, data = files
+    records = {f"{name}.json": write_file(root / f"{name}.json", text)}
+    if data is not None:
+        records[f"{name}.safetensors"] = write_file(root / f"{name}.safetensors", data)
+    return records
+
+
+def read(root: Path, name: str, records: dict[str, FileRecord]) -> Any:
+    """The verified tree ``name`` of a checkpoint."""
+    text = read_file(root, f"{name}.json", records[f"{name}.json"])
+    beside = f"{name}.safetensors"
+    data = read_file(root, beside, records[beside]) if beside in records else None
+    return loads(text, data, f"{name} in checkpoint {root}")

@@ -1,0 +1,233 @@
+"""Canonical tensors as this rank holds them: what torch Distributed Checkpoint (DCP) saves from and loads into.
+
+A :class:`View` stands for one whole canonical tensor. It owns no memory: its boxes are views of local parameters or of
+flat optimizer shards. DCP asks it what to write, what is held here, and for the memory of a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megalight.errors import CheckpointError, nearest
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import Piece, ShardSpec, boxes
+
+DATA_AXES = ("dp", "cp")
+"""Mesh axes whose ranks hold the same parameters."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a canonical tensor that this rank holds.
+
+    Attributes:
+        offset: where it starts in the canonical tensor, per dim.
+        data: its elements, with the box's own shape: a view of local memory.
+        write: whether this rank writes it to checkpoints (of all ranks that hold an element, exactly one does).
+    """
+
+    offset: tuple[int, ...]
+    data: Tensor
+    write: bool = True
+
+    def cut(self, start: int, stop: int) -> Iterator[Box]:
+        """Elements ``[start, stop)`` of the flattened box, as a few boxes."""
+        flat = self.data.view(-1)
+        for offset, size, first in boxes(tuple(self.data.shape), start, stop):
+            data = flat[first : first + prod(size)].view(size)
+            yield Box(tuple(a + b for a, b in zip(self.offset, offset, strict=True)), data, self.write)
+
+
+class View(Tensor):
+    """One canonical tensor: its global shape and dtype, and the boxes of it that this rank holds.
+
+    A tensor only by type, which DCP wants; operations on it are refused.
+    """
+
+    canonical: str
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def __new__(cls, name: str, shape: Sequence[int], boxes: Sequence[Box]) -> View:
+        """A view over ``boxes`` (at least one; all of one dtype)."""
+        view: View = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=boxes[0].data.dtype, device=boxes[0].data.device
+        )
+        view.canonical = name
+        view.boxes = tuple(boxes)
+        if len({box.data.dtype for box in boxes}) > 1:
+            raise CheckpointError(f"{name!r} is held in several dtypes; hold all parts of a tensor in one.")
+        if len({box.offset for box in boxes}) < len(boxes):
+            raise CheckpointError(f"{name!r} has two parts at one place; give each part of a tensor once.")
+        return view
+
+    def __init__(self, name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = sum(box.data.numel() for box in self.boxes)
+        return f"View({self.canonical!r}, shape={list(self.shape)}, {self.dtype}, {held} elements here)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse: a view is a handle."""
+        raise CheckpointError(f"{func} on a checkpoint view; views are only saved and loaded. Use its boxes' data.")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """DCP: what this rank writes."""
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self.boxes
+            if box.write
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """DCP: what this rank holds, to be filled by a load."""
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """DCP: the memory of one box."""
+        for box in self.boxes:
+            if index.offset == torch.Size(box.offset):
+                return box.data
+        raise CheckpointError(f"{self.canonical!r} holds no box at {index.offset} on this rank.")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.data.shape)
+
+
+class FlatShard(Protocol):
+    """A rank's flat share of parameters or optimizer state, and which canonical elements lie where in it."""
+
+    def intervals(self) -> Iterable[tuple[Piece, int, int, int]]:
+        """``(piece, first, last, shard_start)``: elements ``[first, last)`` of the flattened piece lie at
+        ``shard_start`` in the shard.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A box with the canonical tensor it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+def views_of_parameters(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    specs: Mapping[str, ShardSpec],
+    mesh: ParallelMesh,
+    *,
+    prefix: str = "",
+) -> dict[str, View]:
+    """Views of local parameters (or buffers), by ``prefix`` + canonical name.
+
+    All data-parallel ranks hold the same parameters; each writes an equal share of them.
+
+    Raises:
+        CheckpointError: a parameter without a spec, of another shape than its spec says, or not contiguous.
+    """
+    held = []
+    for name, parameter in named_parameters:
+        if name not in specs:
+            raise CheckpointError(
+                f"parameter {name!r} has no ShardSpec, so its place in a checkpoint is unknown.{nearest(name, specs)} "
+                "Pass the specs that parallelize() returned for this very model."
+            )
+        spec, data = specs[name], parameter.detach()
+        if tuple(data.shape) != spec.shape or not data.is_contiguous():
+            state = "" if data.is_contiguous() else " (not contiguous)"
+            raise CheckpointError(
+                f"parameter {name!r} has shape {list(data.shape)}{state}; its spec says {list(spec.shape)}, contiguous."
+            )
+        held += [
+            _Held(prefix + piece.name, piece.shape, Box(piece.offset, piece.view(data), piece.owner))
+            for piece in spec.pieces
+        ]
+    return _collect(_share(held, mesh))
+
+
+def views_of_shards(
+    tensors: Iterable[Tensor],
+    shards: Iterable[FlatShard],
+    *,
+    prefix: str = "",
+    replicated: ParallelMesh | None = None,
+) -> dict[str, View]:
+    """Views of flat tensors (masters, or one optimizer state per shard), by ``prefix`` + canonical name.
+
+    A flat interval of an n-dim tensor becomes a few row-major boxes: no gather, no copy.
+
+    Args:
+        tensors: one flat tensor per shard, laid out as the shard is.
+        shards: what lies where.
+        prefix: what to call this state, e.g. ``"optimizer.exp_avg."``.
+        replicated: the mesh, where all data-parallel ranks hold the *same* shards (level ``no_shard``); each then writes
+            an equal part. None where each holds a shard of its own.
+    """
+    held = []
+    for tensor, shard in zip(tensors, shards, strict=True):
+        flat = tensor.detach().view(-1)
+        for piece, first, last, start in shard.intervals():
+            for offset, size, element in boxes(piece.size, first, last):
+                position = start + element - first
+                data = flat[position : position + prod(size)].view(size)
+                box = Box(tuple(a + b for a, b in zip(piece.offset, offset, strict=True)), data, piece.owner)
+                held.append(_Held(prefix + piece.name, piece.shape, box))
+    return _collect(_share(held, replicated or ParallelMesh()))
+
+
+def _share(held: Sequence[_Held], mesh: ParallelMesh) -> Iterator[_Held]:
+    """Let each data-parallel rank write an equal, contiguous part of the boxes that they all hold.
+
+    Imagine the boxes to be written end to end, and cut the line into equal parts, at whole rows. Only the boxes that
+    this rank's two ends fall into are cut.
+    """
+    replicas = mesh.ranks(*DATA_AXES)
+    rank = replicas.index(mesh.global_rank)
+    total = sum(item.box.data.numel() for item in held if item.box.write)
+    low, high = total * rank // len(replicas), total * (rank + 1) // len(replicas)
+    position = 0
+    for item in held:
+        box, numel = item.box, item.box.data.numel()
+        if not box.write:
+            yield item
+            continue
+        row = max(1, prod(box.data.shape[1:]))
+        first, last = (min(max(bound - position, 0), numel) // row * row for bound in (low, high))
+        position += numel
+        for start, stop in pairwise(sorted({0, first, last, numel})):
+            mine = replace(box, write=first <= start and stop <= last)
+            for part in mine.cut(start, stop):
+                yield replace(item, box=part)
+
+
+def _collect(held: Iterable[_Held]) -> dict[str, View]:
+    """One view per name. Parts without elements (ranks that hold only padding) take no place."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts: dict[str, list[Box]] = {}
+    for item in held:
+        if item.box.data.numel():
+            if shapes.setdefault(item.name, item.shape) != item.shape:
+                raise CheckpointError(f"{item.name!r} has shapes {shapes[item.name]} and {item.shape} on one rank.")
+            parts.setdefault(item.name, []).append(item.box)
+    return {name: View(name, shapes[name], found) for name, found in parts.items()}
