@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo test test-full checks docs-check format clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make the virtual environment (every other target does this by itself)
 

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -40,10 +40,10 @@ class Summary:
         self.path = path.absolute()
         self.started = time.monotonic()
         self.outcomes: dict[str, str] = {}
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration  # type: ignore[assignment]
+        self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
             worse = self.outcomes.get(report.nodeid) == "failed"
             self.outcomes[report.nodeid] = "failed" if worse else report.outcome
@@ -57,6 +57,7 @@ class Summary:
         counts = Counter(self.outcomes.values())
         minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
         found = [f"{name} {version(name)}" for name in DISTRIBUTIONS if version(name)]
+        slowest = sorted(self.seconds.items(), key=lambda row: -row[1])[:SLOWEST]
         failed = [name for name, outcome in self.outcomes.items() if outcome == "failed"]
         lines = [
             "# Test run",
@@ -71,7 +72,7 @@ class Summary:
             "",
             "| slowest tests | seconds |",
             "| --- | --- |",
-            *(f"| {name} | {taken:.1f} |" for name, taken in self.seconds.most_common(SLOWEST)),
+            *(f"| {name} | {taken:.1f} |" for name, taken in slowest),
         ]
         if failed:
             lines += ["", "## Failed", "", *(f"- {name}" for name in failed)]
