@@ -1,1 +1,9 @@
-"""Sampling and generation."""
+"""Generation: sampling, a key-value cache, and text from a checkpoint."""
+
+from megalight.inference.cache import KVCache as KVCache
+from megalight.inference.generate import generate as generate
+from megalight.inference.generate import stream as stream
+from megalight.inference.sampling import Sampling as Sampling
+from megalight.inference.sampling import sample as sample
+from megalight.inference.text import TextGenerator as TextGenerator
+from megalight.inference.text import load_model as load_model

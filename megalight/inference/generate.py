@@ -1,0 +1,137 @@
+"""Complete several prompts at once: prefill all, then one token each per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Generator, Tensor, nn
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference.cache import KVCache
+from megalight.inference.sampling import Sampling, sample
+from megalight.models.gpt import GPT
+
+
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_id: int | None = None,
+    generator: Generator | None = None,
+) -> list[list[int]]:
+    """The tokens that the model adds to each prompt.
+
+    Args:
+        model: a whole model, on any device.
+        prompts: token ids, each prompt at least one; lengths may differ.
+        max_new_tokens: where a completion ends at the latest.
+        temperature: see :class:`~megalight.inference.sampling.Sampling`, as for ``top_k`` and ``top_p``.
+        top_k: see there.
+        top_p: see there.
+        eos_id: a completion ends with this token when it comes up.
+        generator: of the draws, on the model's device; None takes a fresh one and leaves torch's own alone.
+
+    Returns:
+        one completion per prompt, without the prompt, with ``eos_id`` where it came up.
+
+    Raises:
+        DataError: no prompt, an empty one, an id outside the vocabulary, or prompt and completion too long together.
+        ConfigurationError: a sampling value out of range.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    completions: list[list[int]] = [[] for _ in prompts]
+    for step in stream(
+        model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id, generator=generator
+    ):
+        for prompt, token in step.items():
+            completions[prompt].append(token)
+    return completions
+
+
+def stream(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    eos_id: int | None = None,
+    generator: Generator | None = None,
+) -> Iterator[dict[int, int]]:
+    """Like :func:`generate`, but every step's tokens as they come: prompt index -> token."""
+    _check(model, prompts, max_new_tokens)
+    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), eos_id, generator)
+
+
+def _steps(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos_id: int | None,
+    generator: Generator | None,
+) -> Iterator[dict[int, int]]:
+    device = next(model.parameters()).device
+    if generator is None:
+        generator = Generator(device)
+        generator.seed()
+    cache = KVCache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
+    for _ in range(max_new_tokens):
+        logits = _last_logits(model, cache, active, fresh, device)
+        chosen = sample(logits, sampling, generator).tolist()
+        step = dict(zip(active, chosen, strict=True))
+        yield step
+        active = [prompt for prompt, token in step.items() if token != eos_id]
+        fresh = [[step[prompt]] for prompt in active]
+        if not active:
+            return
+
+
+def _last_logits(
+    model: GPT, cache: KVCache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
+) -> Tensor:
+    """``[N, V]``: run the new tokens of each slot; logits of the last of each."""
+    with torch.no_grad(), evaluating(model):
+        sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
+        tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
+        logits = model(tokens, sequences, cache=cache.layers, rows=sequences.cu_seqlens[1:].long() - 1).logits
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout inside; every module's mode is as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    config = model.config
+    if max_new_tokens < 1:
+        raise ConfigurationError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    if not prompts or not all(prompts):
+        raise DataError("a prompt has no token; give at least one prompt, each of at least one token.")
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > config.max_sequence_length:
+        raise DataError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_sequence_length = "
+            f"{config.max_sequence_length}; shorten the prompt or lower max_new_tokens."
+        )
+    strange = [token for prompt in prompts for token in prompt if not 0 <= token < config.vocab_size]
+    if strange:
+        raise DataError(
+            f"token {strange[0]} is outside the model's vocabulary of {config.vocab_size}; "
+            "use the tokenizer that the model was trained with."
+        )

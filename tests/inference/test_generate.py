@@ -1,0 +1,141 @@
+"""Generation with the cache equals computing every step anew, for several prompts of different lengths."""
+
+import pytest
+import torch
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference import KVCache, Sampling, generate, sample, stream
+from megalight.models.gpt import GPT, AttentionConfig, DropoutConfig, GPTConfig, InitConfig, NormConfig, PositionConfig
+from megalight.nn.init import initialise
+from megalight.types import PackedSequences
+
+SIZES = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61, "max_sequence_length": 40}
+STYLES = {
+    "llama": {"num_kv_heads": 2},
+    "gpt2": {
+        "norm": NormConfig(kind="layer"),
+        "position": PositionConfig(kind="learned"),
+        "activation": "gelu",
+        "tie_embeddings": True,
+    },
+    "windowed": {"attention": AttentionConfig(window=4, window_pattern=(True, False), qk_norm=True)},
+    "capped": {"attention": AttentionConfig(softcap=2.0)},
+}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
+
+
+def build(style: str = "llama", **more) -> GPT:
+    model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.4), **more)).double()
+    initialise(model, 5)
+    return model.eval()
+
+
+def last_logits(model: GPT, rows: list[list[int]]) -> torch.Tensor:
+    """``[N, V]`` without a cache, one sequence after the other."""
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor(row), PackedSequences.of_lengths([len(row)])).logits[-1:] for row in rows])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_logits_with_cache_equal_recomputation(style):
+    model = build(style)
+    cache = KVCache(model.layers, len(PROMPTS), 20)
+    rows = [list(prompt) for prompt in PROMPTS]
+    fresh = rows
+    generator = torch.Generator().manual_seed(0)
+    # one step takes two tokens for one sequence and leaves another out
+    for slots, counts in [([0, 1, 2, 3], None), ([0, 1, 2, 3], [1, 1, 1, 1]), ([0, 3, 2], [2, 1, 1]), ([1, 0], [3, 1])]:
+        if counts is not None:
+            fresh = [torch.randint(0, 61, (count,), generator=generator).tolist() for count in counts]
+            for slot, ids in zip(slots, fresh, strict=True):
+                rows[slot] = rows[slot] + ids
+        sequences = cache.extend(slots, [len(ids) for ids in fresh], "cpu")
+        ends = sequences.cu_seqlens[1:].long() - 1
+        with torch.no_grad():
+            tokens = torch.tensor([token for ids in fresh for token in ids])
+            found = model(tokens, sequences, cache=cache.layers, rows=ends).logits
+        expected = last_logits(model, [rows[slot] for slot in slots])
+        assert (found - expected).norm() < 1e-12 * expected.norm()
+    assert cache.lengths == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_greedy_completions_equal_recomputation(style):
+    model = build(style)
+    rows = [list(prompt) for prompt in PROMPTS]
+    for _ in range(9):
+        for row, token in zip(rows, last_logits(model, rows).argmax(-1).tolist(), strict=True):
+            row.append(token)
+    expected = [row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)]
+    assert generate(model, PROMPTS, max_new_tokens=9, temperature=0) == expected
+
+
+def test_draws_equal_recomputation():
+    model = build()
+    generator = torch.Generator().manual_seed(11)
+    rows = [list(prompt) for prompt in PROMPTS]
+    for _ in range(6):
+        drawn = sample(last_logits(model, rows), Sampling(temperature=0.7, top_k=20, top_p=0.9), generator)
+        for row, token in zip(rows, drawn.tolist(), strict=True):
+            row.append(token)
+    found = generate(
+        model,
+        PROMPTS,
+        max_new_tokens=6,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        generator=torch.Generator().manual_seed(11),
+    )
+    assert found == [row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)]
+
+
+def test_completions_end_at_the_end_token():
+    model = build()
+    free = generate(model, PROMPTS, max_new_tokens=12, temperature=0)
+    eos = free[2][4]
+    expected = [row[: row.index(eos) + 1] if eos in row else row for row in free]
+    assert any(len(row) < 12 for row in expected)
+    assert any(len(row) == 12 for row in expected)
+    assert generate(model, PROMPTS, max_new_tokens=12, temperature=0, eos_id=eos) == expected
+    steps = list(stream(model, PROMPTS, max_new_tokens=12, sampling=Sampling(temperature=0), eos_id=eos))
+    assert [sorted(step) for step in steps[:1]] == [[0, 1, 2, 3]]
+    assert [[step[i] for step in steps if i in step] for i in range(4)] == expected
+
+
+def test_the_model_and_the_random_state_stay_as_they_were():
+    model = build(dropout=DropoutConfig(hidden=0.5)).train()
+    model.layers["0"].eval()
+    state = torch.get_rng_state()
+    first = generate(model, PROMPTS, max_new_tokens=4, temperature=0)
+    assert first == generate(model, PROMPTS, max_new_tokens=4, temperature=0)
+    generate(model, PROMPTS, max_new_tokens=4)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    assert not model.layers["0"].training
+    assert not model.layers["0"].mlp.training
+    assert torch.is_grad_enabled()
+
+
+def test_training_after_generation():
+    model = build().train()
+    generate(model, [[1, 2, 3]], max_new_tokens=2)
+    losses = model(torch.tensor([1, 2, 3]), PackedSequences.of_lengths([3]), torch.tensor([2, 3, 4])).losses
+    losses.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_bad_requests_are_refused():
+    model = build()
+    with pytest.raises(DataError, match="prompt of 7 tokens and 34 new ones exceed max_sequence_length = 40"):
+        generate(model, PROMPTS, max_new_tokens=34)
+    generate(model, PROMPTS[2:3], max_new_tokens=33)
+    for prompts in ([], [[1], []]):
+        with pytest.raises(DataError, match="has no token"):
+            generate(model, prompts, max_new_tokens=1)
+    with pytest.raises(DataError, match="token 61 is outside"):
+        generate(model, [[60, 61]], max_new_tokens=1)
+    with pytest.raises(ConfigurationError, match="max_new_tokens is 0"):
+        generate(model, PROMPTS, max_new_tokens=0)
+    with pytest.raises(DataError, match="21 tokens and the cache has room for 20"):
+        KVCache(model.layers, 1, 20).extend([0], [21], "cpu")

@@ -1,0 +1,71 @@
+"""Distributions before and after each filter, and the draws themselves."""
+
+import pytest
+import torch
+
+from megalight.errors import ConfigurationError
+from megalight.inference.sampling import Sampling, keep_top_k, keep_top_p, probabilities, sample
+
+P = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
+
+
+def kept(logits: torch.Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in ~logits.isinf()]
+
+
+def test_top_k_keeps_the_largest():
+    assert kept(keep_top_k(P.log(), 2)) == [[1, 2], [0, 1, 2, 3]]  # equals of the second stay
+    assert kept(keep_top_k(P.log(), 9)) == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("p", "first", "second"),
+    [(0.4, [1], [0]), (0.5, [1], [0]), (0.51, [1, 2], [0]), (0.76, [1, 2, 3], [0, 1]), (1.0, [0, 1, 2, 3], None)],
+)
+def test_top_p_keeps_the_token_that_crosses_the_threshold(p, first, second):
+    found = kept(keep_top_p(P.log(), p))
+    assert found[0] == first
+    assert second is None or found[1] == second
+
+
+def test_top_p_keeps_one_token_at_least():
+    assert kept(keep_top_p(torch.zeros(1, 5), 1e-9)) == [[0]]
+
+
+def test_temperature_sharpens():
+    expected = P**2 / (P**2).sum(-1, keepdim=True)
+    torch.testing.assert_close(probabilities(P.log(), Sampling(temperature=0.5)), expected)
+
+
+def test_temperature_zero_is_greedy():
+    assert probabilities(P.log(), Sampling(temperature=0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert sample(P.log(), Sampling(temperature=0)).tolist() == [1, 0]
+    assert sample(P.log().half(), Sampling(temperature=1e-30)).tolist() == [1, 0]
+
+
+def test_order_is_temperature_then_k_then_p():
+    # at temperature 1/2 the first three of row 0 have 0.25, 0.0625, 0.0225; of the first two, the first holds 0.8
+    found = probabilities(P[:1].log(), Sampling(temperature=0.5, top_k=2, top_p=0.79))
+    assert found.tolist() == [[0, 1, 0, 0]]
+    found = probabilities(P[:1].log(), Sampling(temperature=0.5, top_k=2, top_p=0.81))
+    torch.testing.assert_close(found, torch.tensor([[0, 0.8, 0.2, 0]], dtype=torch.float64))
+
+
+def test_draws_follow_the_distribution():
+    generator = torch.Generator().manual_seed(0)
+    draws = sample(P[:1].log().expand(20000, 4), Sampling(top_p=0.89), generator)
+    shares = draws.bincount(minlength=4) / len(draws)
+    torch.testing.assert_close(shares, torch.tensor([0.0, 5 / 9, 2.5 / 9, 1.5 / 9]), atol=0.015, rtol=0)
+
+
+def test_a_generator_of_its_own():
+    state = torch.get_rng_state()
+    first = sample(P.log(), Sampling(), torch.Generator().manual_seed(3))
+    assert torch.equal(first, sample(P.log(), Sampling(), torch.Generator().manual_seed(3)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}])
+def test_values_out_of_range_are_refused(bad):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(bad))} is .* must be"):
+        Sampling(**bad)

@@ -1,0 +1,87 @@
+"""Text from a checkpoint's folder alone."""
+
+import pytest
+import torch
+
+from megalight import checkpoint
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import CheckpointError, DataError, MegalightError
+from megalight.inference import TextGenerator, generate, load_model
+from megalight.models.gpt import GPT, GPTConfig, InitConfig
+from megalight.nn.canonical import canonical_tensors
+from megalight.nn.init import initialise
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 3
+
+
+def build(**more) -> GPT:
+    config = GPTConfig(
+        **{"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 264, "max_sequence_length": 64} | more,
+        num_kv_heads=1,
+        init=InitConfig(std=0.3),
+    )
+    model = GPT(config).to(torch.bfloat16)
+    initialise(model, 5)
+    return model
+
+
+def save(folder, model: GPT, **more) -> None:
+    views = {
+        f"model.{name}": checkpoint.View(f"model.{name}", t.shape, [checkpoint.Box((0,) * t.ndim, t)])
+        for name, t in canonical_tensors(model).items()
+    }
+    other = torch.zeros(3)
+    views["optimizer.step"] = checkpoint.View("optimizer.step", (3,), [checkpoint.Box((0,), other)])
+    common = {"model": {"family": "gpt", "config": model.config.to_dict()}}
+    checkpoint.save(folder, views, **{"common": common, **more})
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory):
+    folder = Tokenizer.train([TEXT], 264).save(tmp_path_factory.mktemp("tokenizer"))
+    return {file.name: file for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_comes_back(tmp_path, tied):
+    model = build(tie_embeddings=tied)
+    save(tmp_path / "c", model)
+    found = load_model(tmp_path / "c")
+    assert not found.training
+    assert found.config == model.config
+    assert (found.head.output_layer.weight is found.embed.word.weight) == tied
+    expected = dict(model.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, expected[name]), name
+    assert load_model(tmp_path / "c", dtype=torch.float64).embed.word.weight.dtype == torch.float64
+
+
+def test_prompts_are_completed(tmp_path, tokenizer_files):
+    model = build()
+    save(tmp_path / "c", model, files=tokenizer_files)
+    writer = TextGenerator.from_checkpoint(tmp_path / "c", dtype=torch.float64)
+    prompts = ["the quick", "a", ""]
+    texts = writer.complete(prompts, max_new_tokens=5, temperature=0)
+    tokenizer = writer.tokenizer
+    ids = [tokenizer.encode("the quick"), tokenizer.encode("a"), [tokenizer.eod_id]]
+    expected = generate(model.double().eval(), ids, max_new_tokens=5, temperature=0, eos_id=tokenizer.eod_id)
+    assert texts == [tokenizer.decode(row, skip_special=True) for row in expected]
+    assert writer.complete(prompts, max_new_tokens=9, seed=1) == writer.complete(prompts, max_new_tokens=9, seed=1)
+    assert writer.complete(prompts, max_new_tokens=9, seed=1) != writer.complete(prompts, max_new_tokens=9, seed=2)
+
+
+def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
+    save(tmp_path / "bare", build())
+    with pytest.raises(CheckpointError, match=r"no file 'tokenizer.json'.*Name the tokenizer"):
+        TextGenerator.from_checkpoint(tmp_path / "bare")
+    TextGenerator.from_checkpoint(tmp_path / "bare", tokenizer=tokenizer_files["tokenizer.json"])
+    save(tmp_path / "small", build(vocab_size=263), files=tokenizer_files)
+    with pytest.raises(DataError, match="264 tokens and the model 263"):
+        TextGenerator.from_checkpoint(tmp_path / "small")
+    save(tmp_path / "other", build(), common={})
+    with pytest.raises(CheckpointError, match="does not say which model"):
+        load_model(tmp_path / "other")
+    save(tmp_path / "strange", build(), common={"model": {"family": "rnn", "config": {}}})
+    with pytest.raises(MegalightError, match="unknown model family 'rnn'; known: gpt"):
+        load_model(tmp_path / "strange")
