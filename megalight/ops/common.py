@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,3 +36,17 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
     if strange:
         return f"serves bfloat16, float16 and float32, not {', '.join(strange)}"
     return cuda_why_not(device)
+
+
+def lazy(module: str, name: str) -> Callable[..., Any]:
+    """The function ``name`` of ``module``, which is imported at the first call: Triton may be absent."""
+
+    @lru_cache(maxsize=1)
+    def find() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return find()(*args, **kwargs)
+
+    return call

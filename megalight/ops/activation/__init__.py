@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalight.errors import nearest
 from megalight.ops.activation import native, reference
+from megalight.ops.common import lazy, triton_why_not
 from megalight.registry import Backend, BackendRegistry
 
 KINDS: tuple[str, ...] = tuple(reference.KINDS)
@@ -33,16 +34,21 @@ REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION)
 EXAMPLE = Spec("cpu", torch.bfloat16, "silu")
 
 
+def _triton_why_not(spec: Spec) -> str | None:
+    return triton_why_not(spec.device, spec.dtype)
+
+
 def _serve_all(spec: Spec) -> str | None:
     return None
 
 
-for _registry, _reference, _torch in (
-    (GATED, reference.gated, native.gated),
-    (ACTIVATION, reference.activation, native.activation),
-):
-    _registry.register(Backend("torch", _torch, 10, _serve_all))
-    _registry.register(Backend("reference", _reference, 0, _serve_all))
+_TRITON = "megalight.ops.activation.triton"
+GATED.register(Backend("triton", lazy(_TRITON, "gated"), 20, _triton_why_not))
+GATED.register(Backend("torch", native.gated, 10, _serve_all))
+GATED.register(Backend("reference", reference.gated, 0, _serve_all))
+ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation"), 20, _triton_why_not))
+ACTIVATION.register(Backend("torch", native.activation, 10, _serve_all))
+ACTIVATION.register(Backend("reference", reference.activation, 0, _serve_all))
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.adam import native, reference
+from megalight.ops.common import lazy, triton_why_not
 from megalight.registry import Backend, BackendRegistry
 
 
@@ -46,10 +47,18 @@ def _torch_why_not(spec: Spec) -> str | None:
     return None
 
 
+def _triton_why_not(spec: Spec) -> str | None:
+    if not spec.contiguous:
+        return "needs contiguous tensors"
+    out = () if spec.out_dtype is None else (spec.out_dtype,)
+    return triton_why_not(spec.device, spec.dtype, spec.grad_dtype, *spec.state_dtypes, *out)
+
+
 def _serve_all(spec: Spec) -> str | None:
     return None
 
 
+ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
 ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
 ADAM.register(Backend("reference", reference.adam_step, 0, _serve_all))
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import reference, sdpa
+from megalight.ops.attention import cudnn, reference, sdpa, varlen
+from megalight.ops.common import HALF, cuda_why_not
 from megalight.registry import Backend, BackendRegistry
 from megalight.types import PackedSequences
 
@@ -27,7 +28,8 @@ class Spec:
         value_dim: features of a value head.
         grouped: fewer key heads than query heads.
         uniform: all sequences are equally long, and so are their keys.
-        square: queries and keys are the same tokens; otherwise causal masks align bottom-right.
+        square: queries and keys are the same tokens, so that lengths repeat from step to step; otherwise causal masks
+            align bottom-right.
         causal: a query sees no later key.
         window: a limit on how far back a query sees.
         softcap: scores are capped.
@@ -56,10 +58,39 @@ def _sdpa_why_not(spec: Spec) -> str | None:
     return "has no soft cap on scores" if spec.softcap else None
 
 
+def _kernel_why_not(spec: Spec, widest: int) -> str | None:
+    """What the dense and the packed CUDA kernels both refuse."""
+    if spec.dtype not in HALF:
+        return f"serves bfloat16 and float16, not {spec.dtype}"
+    if spec.head_dim != spec.value_dim or spec.head_dim % 8 or spec.head_dim > widest:
+        return (
+            f"needs equal key and value heads of a multiple of 8 up to {widest}, not {spec.head_dim}, {spec.value_dim}"
+        )
+    return _sdpa_why_not(spec) or cuda_why_not(spec.device)
+
+
+def _cudnn_why_not(spec: Spec) -> str | None:
+    if not spec.uniform:
+        return "needs equally long sequences"
+    if not spec.square:
+        return "has no bottom-right causal mask, and prepares itself anew for every length of the keys"
+    if spec.window:
+        return "has no window"
+    return _kernel_why_not(spec, 128) or (
+        None if torch._C._get_cudnn_sdp_enabled() else "torch.backends.cuda.enable_cudnn_sdp(False) switched it off"
+    )
+
+
+def _varlen_why_not(spec: Spec) -> str | None:
+    return _kernel_why_not(spec, 256)
+
+
 def _serve_all(spec: Spec) -> str | None:
     return None
 
 
+ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
+ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
 ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
 ATTENTION.register(Backend("reference", reference.attention, 0, _serve_all))
 
@@ -115,7 +146,7 @@ def attention(
         v.shape[-1],
         heads != kv_heads,
         sequences.uniform is not None and (keys is None or keys.uniform is not None),
-        keys is None or keys.lengths == sequences.lengths,
+        keys is None,
         causal,
         window is not None,
         softcap is not None,

@@ -7,9 +7,6 @@ from torch import Tensor
 
 from megalight.ops.common import wide
 
-CHUNK_BYTES = 1 << 25
-"""Logits of one chunk of tokens: small, as several temporaries of the chunk's size live beside them."""
-
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     logits = logits.to(wide(logits.dtype))

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF, cuda_why_not, wide
+from megalight.ops.common import HALF, cuda_why_not, lazy, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry
 
 
@@ -64,6 +64,22 @@ def _probe_addmm_fp32(dtype: torch.dtype) -> str | None:
     return None if bool((main_grad == 17).all()) else "addmm of this torch gives a wrong sum"
 
 
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.dtype not in HALF or spec.main_dtype != torch.float32:
+        return "needs half operands and a float32 main gradient"
+    return triton_why_not(spec.device, spec.dtype)
+
+
+def _mm_fp32_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    main_grad.add_(torch.mm(grad_y.T, x, out_dtype=torch.float32))
+
+
+def _mm_fp32_add_why_not(spec: Spec) -> str | None:
+    if spec.dtype not in HALF or spec.main_dtype != torch.float32:
+        return "needs half operands and a float32 main gradient"
+    return cuda_why_not(spec.device)
+
+
 def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     main_grad.add_(grad_y.T @ x)
 
@@ -74,6 +90,8 @@ def _serve_all(spec: Spec) -> str | None:
 
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
+WGRAD.register(Backend("triton", lazy("megalight.ops.linear.triton", "accumulate"), 10, _triton_why_not))
+WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _mm_fp32_add_why_not))
 WGRAD.register(Backend("reference", _reference, 1, _serve_all))
 WGRAD.register(Backend("matmul_add", _matmul_add, 0, _serve_all))
 

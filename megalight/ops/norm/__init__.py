@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.common import lazy, triton_why_not
 from megalight.ops.norm import native, reference
 from megalight.registry import Backend, BackendRegistry
 
@@ -35,6 +36,7 @@ RMS_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rms_no
 LAYER_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("layer_norm")
 ADD_RMS_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_rms_norm")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)
+MAX_TRITON_SIZE = 16384
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
 
 
@@ -42,14 +44,24 @@ def _torch_why_not(spec: Spec) -> str | None:
     return None if spec.dtype == spec.weight_dtype else f"needs a weight of the input's type, {spec.dtype}"
 
 
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.size > MAX_TRITON_SIZE:
+        return f"holds whole rows of up to {MAX_TRITON_SIZE} features, not {spec.size}"
+    return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
+
+
 def _serve_all(spec: Spec) -> str | None:
     return None
 
 
+_TRITON = "megalight.ops.norm.triton"
+RMS_NORM.register(Backend("triton", lazy(_TRITON, "rms_norm"), 20, _triton_why_not))
 RMS_NORM.register(Backend("torch", native.rms_norm, 10, _torch_why_not))
 RMS_NORM.register(Backend("reference", reference.rms_norm, 0, _serve_all))
+LAYER_NORM.register(Backend("triton", lazy(_TRITON, "layer_norm"), 20, _triton_why_not))
 LAYER_NORM.register(Backend("torch", native.layer_norm, 10, _torch_why_not))
 LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, _serve_all))
+ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm"), 20, _triton_why_not))
 ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
 ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, _serve_all))
 
@@ -78,6 +90,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backe
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to the type of ``x``: what sits between two sublayers."""
+    """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their type: what sits between two sublayers.
+
+    Raises:
+        ValueError: ``x`` and ``residual`` differ in shape or type.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
+            "both must have one shape and type: cast one of them first."
+        )
     out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
     return out

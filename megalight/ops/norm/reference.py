@@ -25,6 +25,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x + residual)`` and the sum, which is rounded to the type of ``x`` first."""
+    """``rms_norm(x + residual)`` and the sum, which is rounded to their type first."""
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -1,0 +1,133 @@
+"""Activations, plain and gated, in one pass each way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.jit import constexpr, jit, next_power, tl, triton
+
+BLOCK = 2048
+
+
+@jit
+def _value(x: Any, KIND: constexpr) -> Any:
+    """``act(x)`` in float32."""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh z) / 2 is sigmoid 2z
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    elif KIND == "relu":
+        y = tl.maximum(x, 0.0)
+    elif KIND == "squared_relu":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    else:
+        y = tl.sigmoid(x)
+    return y
+
+
+@jit
+def _slope(x: Any, KIND: constexpr) -> Any:
+    """The derivative of ``act`` at ``x`` in float32."""
+    if KIND == "silu":
+        s = tl.sigmoid(x)
+        d = s * (1.0 + x * (1.0 - s))
+    elif KIND == "gelu":
+        d = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        d = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif KIND == "quick_gelu":
+        s = tl.sigmoid(1.702 * x)
+        d = s * (1.0 + 1.702 * x * (1.0 - s))
+    elif KIND == "relu":
+        d = tl.where(x > 0.0, 1.0, 0.0)
+    elif KIND == "squared_relu":
+        d = 2.0 * tl.maximum(x, 0.0)
+    else:
+        s = tl.sigmoid(x)
+        d = s * (1.0 - s)
+    return d
+
+
+@jit
+def _forward(x: Any, y: Any, size: Any, KIND: constexpr, GATED: constexpr, BLOCK: constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    if GATED:
+        gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+        out = _value(gate, KIND) * up
+    else:
+        out = _value(tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32), KIND)
+    tl.store(y + row * size + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(x: Any, grad_y: Any, grad_x: Any, size: Any, KIND: constexpr, GATED: constexpr, BLOCK: constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    grad = tl.load(grad_y + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    kind_of = grad_x.dtype.element_ty
+    if GATED:
+        first = row * 2 * size + column
+        gate = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + first + size, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + first, (grad * up * _slope(gate, KIND)).to(kind_of), mask=inside)
+        tl.store(grad_x + first + size, (grad * _value(gate, KIND)).to(kind_of), mask=inside)
+    else:
+        value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * size + column, (grad * _slope(value, KIND)).to(kind_of), mask=inside)
+
+
+def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
+    """Grid, columns of a row and block size for an output ``[..., size]``."""
+    size = y.shape[-1]
+    block = min(BLOCK, next_power(size))
+    return (y.numel() // max(1, size), triton.cdiv(size, block)), size, block
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, gated: bool) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
+        grid, size, block = _grid(y)
+        if y.numel():
+            _forward[grid](x, y, size, KIND=kind, GATED=gated, BLOCK=block, num_warps=4)
+        ctx.save_for_backward(x)
+        ctx.kind, ctx.gated = kind, gated
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        grid, size, block = _grid(grad_y)
+        if grad_y.numel():
+            _backward[grid](
+                x, grad_y.contiguous(), grad_x, size, KIND=ctx.kind, GATED=ctx.gated, BLOCK=block, num_warps=4
+            )
+        return grad_x, None, None
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """``act(x)``."""
+    out: Tensor = _Activation.apply(x, kind, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gated(x: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
+    out: Tensor = _Activation.apply(x, kind, True)  # type: ignore[no-untyped-call]
+    return out

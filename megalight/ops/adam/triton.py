@@ -1,0 +1,119 @@
+"""One Adam step in a single pass: moments, parameters and the low-precision copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.jit import constexpr, jit, tl, triton
+
+BLOCK = 1024
+
+
+@jit
+def _step(
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    out: Any,
+    grad_scale: Any,
+    scalars: Any,
+    n: Any,
+    lr: Any,
+    step_size: Any,
+    root_correction: Any,
+    beta1: Any,
+    beta2: Any,
+    rest1: Any,
+    rest2: Any,
+    eps: Any,
+    weight_decay: Any,
+    DECOUPLED: constexpr,
+    SCALED: constexpr,
+    COPY: constexpr,
+    ON_DEVICE: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < n
+    if ON_DEVICE:
+        lr = tl.load(scalars)
+        step_size = tl.load(scalars + 1)
+        root_correction = tl.load(scalars + 2)
+    p = tl.load(param + index, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + index, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + index, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        g *= tl.load(grad_scale)
+    if DECOUPLED:
+        p -= lr * weight_decay * p
+    else:
+        g += weight_decay * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    p -= step_size * m / (tl.sqrt(v) * root_correction + eps)
+    tl.store(param + index, p.to(param.dtype.element_ty), mask=inside)
+    tl.store(exp_avg + index, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    if COPY:
+        tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
+
+
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float | Tensor,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """The whole step in one kernel, without waiting for the device."""
+    on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
+    scalars = param
+    rate, step_size, root_correction = 0.0, 0.0, 0.0
+    if on_device:
+        rates = torch.as_tensor(lr, dtype=torch.float64, device=param.device)
+        count = torch.as_tensor(step, dtype=torch.float64, device=param.device)
+        scalars = torch.stack((rates, rates / (1 - beta1**count), (1 - beta2**count).rsqrt())).float()
+    else:
+        rate = float(lr)
+        step_size, root_correction = rate / (1 - beta1 ** float(step)), (1 - beta2 ** float(step)) ** -0.5
+    if not param.numel():
+        return
+    _step[(triton.cdiv(param.numel(), BLOCK),)](
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        param if out is None else out,
+        param if grad_scale is None else grad_scale.float(),
+        scalars,
+        param.numel(),
+        rate,
+        step_size,
+        root_correction,
+        beta1,
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        eps,
+        float(weight_decay),
+        DECOUPLED=decoupled,
+        SCALED=grad_scale is not None,
+        COPY=out is not None,
+        ON_DEVICE=on_device,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,44 @@
+"""Ragged, windowed and bottom-right causal attention by torch's flash kernel for packed sequences.
+
+The operator behind ``torch.nn.attention.varlen`` is called directly: its public wrapper changed its arguments between
+torch 2.10 and 2.13, and lacks dropout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.types import PackedSequences
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """All sequences in one kernel; causal masks align bottom-right."""
+    keys = sequences.keys or sequences
+    plain = causal and window is None
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        sequences.cu_seqlens,
+        keys.cu_seqlens,
+        sequences.max_length,
+        keys.max_length,
+        dropout,
+        plain,
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window,
+        window_size_right=0 if causal else -1,
+    )[0]
+    return out

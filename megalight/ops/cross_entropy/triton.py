@@ -1,0 +1,122 @@
+"""The row-wise parts of cross entropy: one read of the logits each, and one write for the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.jit import constexpr, jit, next_power, tl, triton
+
+STATISTICS_BLOCK = 8192
+GRADIENT_BLOCK = 4096
+
+
+@jit
+def _cap(x: Any, softcap: Any) -> Any:
+    return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+
+
+@jit
+def _statistics(
+    logits: Any,
+    labels: Any,
+    logsumexp: Any,
+    target: Any,
+    stride: Any,
+    real: Any,
+    softcap: Any,
+    CAPPED: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, real, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < real, other=float("-inf")).to(tl.float32)
+        if CAPPED:
+            x = tl.where(column < real, _cap(x, softcap), float("-inf"))
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    tl.store(logsumexp + row, largest + tl.log(total))
+    label = tl.load(labels + row)
+    inside = (label >= 0) & (label < real)
+    value = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
+    if CAPPED:
+        value = _cap(value, softcap)
+    tl.store(target + row, value)
+
+
+@jit
+def _gradient(
+    logits: Any,
+    labels: Any,
+    logsumexp: Any,
+    grad: Any,
+    stride: Any,
+    size: Any,
+    real: Any,
+    softcap: Any,
+    CAPPED: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits += row * stride
+    factor = tl.load(grad + row)
+    label = tl.load(labels + row)
+    x = tl.load(logits + column, mask=column < real, other=0.0).to(tl.float32)
+    if CAPPED:
+        x = _cap(x, softcap)
+    slope = tl.exp(x - tl.load(logsumexp + row)) - tl.where(column == label, 1.0, 0.0)
+    if CAPPED:
+        slope *= 1.0 - (x / softcap) * (x / softcap)
+    # Padding has no gradient, nor has an ignored row, even where its numbers are infinite.
+    slope = tl.where((column < real) & (factor != 0.0), slope * factor, 0.0)
+    tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < size)
+
+
+def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """``logsumexp`` over the first ``real`` columns of ``logits [T, V]``, and the label's logit, 0 if not there."""
+    tokens = logits.shape[0]
+    logsumexp = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    target = torch.empty_like(logsumexp)
+    block = min(STATISTICS_BLOCK, next_power(max(real, 16)))
+    _statistics[(tokens,)](
+        logits,
+        labels,
+        logsumexp,
+        target,
+        logits.stride(0),
+        real,
+        1.0 if softcap is None else softcap,
+        CAPPED=softcap is not None,
+        BLOCK=block,
+        num_warps=max(4, block // 512),
+    )
+    return logsumexp, target
+
+
+def gradient_(
+    logits: Tensor, labels: Tensor, logsumexp: Tensor, grad: Tensor, real: int, softcap: float | None
+) -> None:
+    """Turn ``logits [T, V]`` in place into the gradient of ``sum(grad * (logsumexp - target))``."""
+    tokens, size = logits.shape
+    block = min(GRADIENT_BLOCK, next_power(size))
+    _gradient[(tokens, triton.cdiv(size, block))](
+        logits,
+        labels,
+        logsumexp,
+        grad,
+        logits.stride(0),
+        size,
+        real,
+        1.0 if softcap is None else softcap,
+        CAPPED=softcap is not None,
+        BLOCK=block,
+        num_warps=max(4, block // 512),
+    )

@@ -1,0 +1,31 @@
+"""Triton, behind one door: kernels import it from here, and are themselves imported at their first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from megalight.imports import require
+
+triton: Any = require("triton", "a Triton kernel")
+tl: Any = require("triton.language", "a Triton kernel")
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+if TYPE_CHECKING:
+    constexpr: TypeAlias = Any
+else:
+    constexpr = tl.constexpr
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; 4 where Triton interprets its kernels on the CPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
+def next_power(n: int) -> int:
+    """The smallest power of two that is at least ``n``: block shapes must be powers of two."""
+    return 1 << max(0, n - 1).bit_length()

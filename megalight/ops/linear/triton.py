@@ -1,0 +1,75 @@
+"""``main_grad += grad_y^T x`` in one kernel: half operands, float32 sums, no temporary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megalight.ops.jit import constexpr, jit, tl, triton
+
+TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
+"""Shape of an output tile, tokens per step, and rows of tiles that share operands in the L2 cache."""
+
+
+@jit
+def _accumulate(
+    main_grad: Any,
+    grad_y: Any,
+    x: Any,
+    tokens: Any,
+    size_out: Any,
+    size_in: Any,
+    main_stride: Any,
+    grad_stride: Any,
+    x_stride: Any,
+    BLOCK_OUT: constexpr,
+    BLOCK_IN: constexpr,
+    BLOCK_TOKENS: constexpr,
+    GROUP: constexpr,
+) -> None:
+    tiles_out = tl.cdiv(size_out, BLOCK_OUT)
+    tiles_in = tl.cdiv(size_in, BLOCK_IN)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_in)
+    first = group * GROUP
+    height = tl.minimum(tiles_out - first, GROUP)
+    within = program % (GROUP * tiles_in)
+    row = (first + within % height) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = (within // height) * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    token = tl.arange(0, BLOCK_TOKENS)
+    # Rows and columns beyond the edge wrap around: they are computed but not stored, and need no masks.
+    grad_tile = grad_y + token.to(tl.int64)[:, None] * grad_stride + (row % size_out)[None, :]
+    x_tile = x + token.to(tl.int64)[:, None] * x_stride + (column % size_in)[None, :]
+    total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    for start in range(0, tokens, BLOCK_TOKENS):
+        inside = (start + token < tokens)[:, None]
+        a = tl.load(grad_tile, mask=inside, other=0.0)
+        b = tl.load(x_tile, mask=inside, other=0.0)
+        total = tl.dot(tl.trans(a), b, total)
+        grad_tile += BLOCK_TOKENS * grad_stride
+        x_tile += BLOCK_TOKENS * x_stride
+    target = main_grad + row.to(tl.int64)[:, None] * main_stride + column[None, :]
+    inside = (row < size_out)[:, None] & (column < size_in)[None, :]
+    total += tl.load(target, mask=inside, other=0.0)
+    tl.store(target, total, mask=inside)
+
+
+def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    """Add ``grad_y^T x`` to float32 ``main_grad [out, in]``; operands ``[T, out]`` and ``[T, in]`` of one half type."""
+    size_out, size_in = main_grad.shape
+    grad_y = grad_y if grad_y.stride(-1) == 1 else grad_y.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tiles = triton.cdiv(size_out, TILE["BLOCK_OUT"]) * triton.cdiv(size_in, TILE["BLOCK_IN"])
+    _accumulate[(tiles,)](
+        main_grad,
+        grad_y,
+        x,
+        grad_y.shape[0],
+        size_out,
+        size_in,
+        main_grad.stride(0),
+        grad_y.stride(0),
+        x.stride(0),
+        **TILE,
+    )

@@ -1,0 +1,245 @@
+"""Norms in one pass each way: forward (with the residual addition), and backward with per-program weight gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.jit import constexpr, jit, next_power, num_multiprocessors, tl, triton
+
+TILE = 2048
+"""Elements that a program handles at once where rows are shorter than this."""
+PROGRAMS_PER_SM = 4
+"""Programs of the backward per multiprocessor; each adds up the weight gradient of its rows."""
+
+
+@jit
+def _forward(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    y: Any,
+    total: Any,
+    mean: Any,
+    rstd: Any,
+    rows: Any,
+    size: Any,
+    eps: Any,
+    CENTER: constexpr,
+    ADD: constexpr,
+    BIAS: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    offsets = row.to(tl.int64)[:, None] * size + column[None, :]
+    value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + offsets, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if CENTER:
+        centre = tl.sum(value, 1) / size
+        tl.store(mean + row, centre, mask=row < rows)
+        value = tl.where(inside, value - centre[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
+    tl.store(rstd + row, scale, mask=row < rows)
+    factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
+    out = value * scale[:, None] * factor[None, :]
+    if BIAS:
+        out += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + offsets, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad_y: Any,
+    grad_total: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    rows: Any,
+    size: Any,
+    CENTER: constexpr,
+    ADD: constexpr,
+    BIAS: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
+    sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < size)[None, :]
+        offsets = row.to(tl.int64)[:, None] * size + column[None, :]
+        grad = tl.load(grad_y + offsets, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        if CENTER:
+            centre = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+            value = tl.where(inside, value - centre, 0.0)
+        value *= scale
+        sum_weight += grad * value
+        if BIAS:
+            sum_bias += grad
+        grad *= factor
+        out = grad - value * (tl.sum(grad * value, 1) / size)[:, None]
+        if CENTER:
+            out -= (tl.sum(grad, 1) / size)[:, None]
+        out *= scale
+        if ADD:
+            out += tl.load(grad_total + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + offsets, out.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + program * size + column, tl.sum(sum_weight, 0), mask=column < size)
+    if BIAS:
+        tl.store(grad_bias + program * size + column, tl.sum(sum_bias, 0), mask=column < size)
+
+
+def _tile(size: int) -> dict[str, int]:
+    """Rows per program, block width and warps for rows of ``size``."""
+    block = next_power(size)
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+def _run_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``y, total, mean, rstd`` of contiguous ``x [n, size]``; ``total`` is ``x`` without a residual."""
+    rows, size = x.shape
+    y = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if center else rstd
+    tile = _tile(size)
+    if rows:
+        _forward[(triton.cdiv(rows, tile["ROWS"]),)](
+            x,
+            x if residual is None else residual,
+            weight,
+            weight if bias is None else bias,
+            y,
+            total,
+            mean,
+            rstd,
+            rows,
+            size,
+            eps,
+            CENTER=center,
+            ADD=residual is not None,
+            BIAS=bias is not None,
+            **tile,
+        )
+    return y, total, mean, rstd
+
+
+def _run_backward(
+    grad_y: Tensor,
+    grad_total: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``grad_x [n, size], grad_weight, grad_bias``, the last two in float32."""
+    rows, size = x.shape
+    tile = _tile(size)
+    programs = max(1, min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS_PER_SM * num_multiprocessors(x.device)))
+    grad_x = torch.empty_like(x)
+    grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    grad_bias = torch.empty_like(grad_weight) if has_bias else None
+    _backward[(programs,)](
+        grad_y,
+        grad_y if grad_total is None else grad_total,
+        x,
+        weight,
+        mean,
+        rstd,
+        grad_x,
+        grad_weight,
+        grad_weight if grad_bias is None else grad_bias,
+        rows,
+        size,
+        CENTER=center,
+        ADD=grad_total is not None,
+        BIAS=has_bias,
+        **tile,
+    )
+    return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+        flat = x.reshape(-1, weight.shape[0]).contiguous()
+        y, _, mean, rstd = _run_forward(flat, None, weight, bias, eps, center)
+        ctx.save_for_backward(flat, weight, mean, rstd)
+        ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        flat, weight, mean, rstd = ctx.saved_tensors
+        grad = grad_y.reshape(flat.shape).contiguous()
+        has_bias = ctx.bias_dtype is not None
+        grad_x, grad_weight, grad_bias = _run_backward(grad, None, flat, weight, mean, rstd, ctx.center, has_bias)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x.view(grad_y.shape), grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        flat, other = (t.reshape(-1, weight.shape[0]).contiguous() for t in (x, residual))
+        y, total, _, rstd = _run_forward(flat, other, weight, None, eps, False)
+        ctx.save_for_backward(total, weight, rstd)
+        return y.view(x.shape), total.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, rstd = ctx.saved_tensors
+        if grad_y is None:
+            return grad_total, grad_total, None, None
+        grad = grad_y.reshape(total.shape).contiguous()
+        other = None if grad_total is None else grad_total.reshape(total.shape).contiguous()
+        grad_x, grad_weight, _ = _run_backward(grad, other, total, weight, rstd, rstd, False, False)
+        grad_x = grad_x.view(grad_y.shape)
+        return grad_x, grad_x, grad_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim."""
+    out: Tensor = _Norm.apply(x, weight, None, eps, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim."""
+    out: Tensor = _Norm.apply(x, weight, bias, eps, True)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Norm of the sum, and the sum, in one pass."""
+    out: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call]
+    return out

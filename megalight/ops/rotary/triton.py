@@ -1,0 +1,278 @@
+"""Rotary embedding in one pass; its backward turns the other way. One program handles all heads of one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.jit import constexpr, jit, next_power, tl
+
+
+@jit
+def _turn(
+    source: Any,
+    target: Any,
+    source_head: Any,
+    target_head: Any,
+    cos: Any,
+    sin: Any,
+    HEADS: constexpr,
+    HEAD_BLOCK: constexpr,
+    HALF: constexpr,
+    HALF_BLOCK: constexpr,
+    REST: constexpr,
+    REST_BLOCK: constexpr,
+    INTERLEAVED: constexpr,
+    TURN: constexpr,
+) -> None:
+    """The heads of one token from ``source`` to ``target``; without ``TURN`` they are copied."""
+    head = tl.arange(0, HEAD_BLOCK)[:, None]
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (head < HEADS) & (pair < HALF)
+    if INTERLEAVED:
+        first = 2 * pair
+        second = 2 * pair + 1
+    else:
+        first = pair
+        second = pair + HALF
+    a = tl.load(source + head * source_head + first, mask=inside, other=0.0)
+    b = tl.load(source + head * source_head + second, mask=inside, other=0.0)
+    if TURN:
+        a32 = a.to(tl.float32)
+        b32 = b.to(tl.float32)
+        a = (a32 * cos - b32 * sin).to(target.dtype.element_ty)
+        b = (a32 * sin + b32 * cos).to(target.dtype.element_ty)
+    tl.store(target + head * target_head + first, a, mask=inside)
+    tl.store(target + head * target_head + second, b, mask=inside)
+    if REST > 0:
+        rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        inside = (head < HEADS) & (rest < 2 * HALF + REST)
+        kept = tl.load(source + head * source_head + rest, mask=inside, other=0.0)
+        tl.store(target + head * target_head + rest, kept, mask=inside)
+
+
+@jit
+def _apply(
+    source: Any,
+    target: Any,
+    cos: Any,
+    sin: Any,
+    source_token: Any,
+    source_head: Any,
+    target_token: Any,
+    target_head: Any,
+    HEADS: constexpr,
+    HEAD_BLOCK: constexpr,
+    HALF: constexpr,
+    HALF_BLOCK: constexpr,
+    REST: constexpr,
+    REST_BLOCK: constexpr,
+    INTERLEAVED: constexpr,
+    BACKWARD: constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    if BACKWARD:
+        s = -s
+    _turn(
+        source + token * source_token,
+        target + token * target_token,
+        source_head,
+        target_head,
+        c,
+        s,
+        HEADS,
+        HEAD_BLOCK,
+        HALF,
+        HALF_BLOCK,
+        REST,
+        REST_BLOCK,
+        INTERLEAVED,
+        True,
+    )
+
+
+@jit
+def _qkv(
+    packed: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    cos: Any,
+    sin: Any,
+    packed_token: Any,
+    q_token: Any,
+    q_head: Any,
+    k_token: Any,
+    k_head: Any,
+    v_token: Any,
+    v_head: Any,
+    HEADS: constexpr,
+    HEAD_BLOCK: constexpr,
+    KV_HEADS: constexpr,
+    KV_BLOCK: constexpr,
+    HEAD_DIM: constexpr,
+    HALF: constexpr,
+    HALF_BLOCK: constexpr,
+    REST: constexpr,
+    REST_BLOCK: constexpr,
+    INTERLEAVED: constexpr,
+    BACKWARD: constexpr,
+) -> None:
+    """Forward: packed to q, k, v. Backward: gradients of q, k, v to the packed gradient."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    packed_q = packed + token * packed_token
+    packed_k = packed_q + HEADS * HEAD_DIM
+    packed_v = packed_k + KV_HEADS * HEAD_DIM
+    q += token * q_token
+    k += token * k_token
+    v += token * v_token
+    # fmt: off
+    if BACKWARD:
+        s = -s
+        _turn(q, packed_q, q_head, HEAD_DIM, c, s,
+              HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
+        _turn(k, packed_k, k_head, HEAD_DIM, c, s,
+              KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
+        _turn(v, packed_v, v_head, HEAD_DIM, c, s,
+              KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, False)
+    else:
+        _turn(packed_q, q, HEAD_DIM, q_head, c, s,
+              HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
+        _turn(packed_k, k, HEAD_DIM, k_head, c, s,
+              KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
+        _turn(packed_v, v, HEAD_DIM, v_head, c, s,
+              KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, False)
+    # fmt: on
+
+
+def _shape(head_dim: int, half: int) -> dict[str, int]:
+    rest = head_dim - 2 * half
+    return {"HALF": half, "HALF_BLOCK": next_power(half), "REST": rest, "REST_BLOCK": next_power(rest)}
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x`` with neighbouring features side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _run_apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    x = _rows(x)
+    tokens, heads, head_dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if tokens:
+        _apply[(tokens,)](
+            x,
+            out,
+            cos,
+            sin,
+            x.stride(0),
+            x.stride(1),
+            out.stride(0),
+            out.stride(1),
+            HEADS=heads,
+            HEAD_BLOCK=next_power(heads),
+            **_shape(head_dim, cos.shape[-1]),
+            INTERLEAVED=interleaved,
+            BACKWARD=backward,
+            num_warps=4 if heads * head_dim <= 8192 else 8,
+        )
+    return out
+
+
+def _run_qkv(
+    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
+) -> None:
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if tokens:
+        _qkv[(tokens,)](
+            packed,
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            packed.stride(0),
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            HEADS=heads,
+            HEAD_BLOCK=next_power(heads),
+            KV_HEADS=kv_heads,
+            KV_BLOCK=next_power(kv_heads),
+            HEAD_DIM=head_dim,
+            **_shape(head_dim, cos.shape[-1]),
+            INTERLEAVED=interleaved,
+            BACKWARD=backward,
+            num_warps=4 if heads * head_dim <= 8192 else 8,
+        )
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _run_apply(x, cos, sin, interleaved, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _run_apply(grad, cos, sin, ctx.interleaved, True), None, None, None
+
+
+class _RotateQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.features = interleaved, qkv.shape[1]
+        q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+        k, v = (qkv.new_empty(qkv.shape[0], num_kv_heads, head_dim) for _ in range(2))
+        _run_qkv(_rows(qkv), q, k, v, cos, sin, interleaved, False)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        packed = grad_q.new_empty(grad_q.shape[0], ctx.features)
+        _run_qkv(packed, _rows(grad_q), _rows(grad_k), _rows(grad_v), cos, sin, ctx.interleaved, True)
+        return packed, None, None, None, None, None, None
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first features of ``x [T, H, D]``."""
+    out: Tensor = _Apply.apply(x, cos.contiguous(), sin.contiguous(), interleaved)  # type: ignore[no-untyped-call]
+    return out
+
+
+def rotate_qkv(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a packed projection into contiguous q, k, v, and rotate the first two, in one pass."""
+    out: tuple[Tensor, Tensor, Tensor] = _RotateQKV.apply(  # type: ignore[no-untyped-call]
+        qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved
+    )
+    return out
