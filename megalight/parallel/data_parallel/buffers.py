@@ -38,7 +38,7 @@ class FlatShard:
         group: index of the optimizer's parameter group.
         start, stop: elements of the bucket.
         master: ``[stop - start]`` leaf that the optimizer updates; ``master.grad`` is set once gradients are reduced.
-            Where it has the parameters' own dtype it *is* their storage.
+            Where it has the parameters' own dtype it *is* their storage; ``master.is_master_copy`` tells.
         slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
     """
 
@@ -97,6 +97,7 @@ class Bucket:
         master = own.detach() if master_dtype == own.dtype else own.to(master_dtype)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
         self.shard = FlatShard(layout.kind.group, *interval, master.requires_grad_(), slots)
+        self.shard.master.is_master_copy = not self.master_is_own_params  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _adopt_parameters(self) -> None:
@@ -120,7 +121,7 @@ class Bucket:
     @property
     def master_is_own_params(self) -> bool:
         """Whether the optimizer updates the parameters' storage itself."""
-        return self.shard.master.data_ptr() == self.own_params.data_ptr()
+        return self.layout.kind.param_dtype == self.shard.master.dtype
 
 
 def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:

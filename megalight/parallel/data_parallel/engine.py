@@ -113,6 +113,7 @@ class DataParallelEngine:
         self._pending: list[Callable[[], Tensor]] = []
         self._scaler: Callable[[Tensor], None] | None = None
         self._written = False
+        self._any_dtype = False
         self._in_last = False
         self._gather_hooks = False
         self._counts = [0] * len(self.infos)
@@ -164,7 +165,7 @@ class DataParallelEngine:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
             self._partial(gradients)
             for shard, gradient in zip(self.shards, gradients, strict=True):
-                shard.master.grad = gradient.to(shard.master.dtype)
+                shard.master.grad = gradient if self._any_dtype else gradient.to(shard.master.dtype)
 
     def grad_norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
@@ -237,6 +238,8 @@ class DataParallelEngine:
     def fuse(self, scaler: Callable[[Tensor], None]) -> Callable[[], None]:
         """Let an optimizer scale gradients and round masters into ``bucket.own_params`` inside its own step.
 
+        It is then also handed gradients in whatever dtype they were summed in.
+
         Args:
             scaler: called by :meth:`scale_gradients` in place of a multiplication.
 
@@ -248,6 +251,10 @@ class DataParallelEngine:
             self._written = True
 
         self._scaler = scaler
+        if has_grad_dtype():
+            self._any_dtype = True
+            for shard in self.shards:
+                shard.master.grad_dtype = None
         return written
 
     def publish(self) -> None:

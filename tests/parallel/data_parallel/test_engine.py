@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalight.errors import MegalightError
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from tests.parallel.data_parallel.helpers import (
+    accumulate,
+    assert_close,
+    assert_models_close,
+    batches,
+    build,
+    infos,
+    loss,
+    mesh,
+)
+from tests.workers import run
+
+
+def _trains_like_one_process(level: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for overlap, micro in product((True, False), (1, 3)):
+        model, reference = build(), build()
+        engine = DataParallelEngine(
+            infos(model), mesh(), level=level, bucket_size=30, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+        )
+        assert len(engine.buckets) > 2
+        optimizer = torch.optim.AdamW([shard.master for shard in engine.shards], lr=0.05)
+        expected = torch.optim.AdamW(reference.parameters(), lr=0.05)
+        for step in range(3):
+            inputs = batches(step, world, micro)
+            expected.zero_grad()
+            loss(reference, inputs).backward()
+            accumulate(engine, model, inputs[rank])
+            gradients = [p.grad for p in reference.parameters() if p.grad is not None]
+            assert_close(engine.grad_norm(), torch.stack([g.norm() for g in gradients]).norm())
+            if level == "no_shard":
+                for p, gradient in zip(model.parameters(), gradients, strict=True):
+                    assert p.grad is p.main_grad
+                    assert_close(p.grad, gradient)
+            optimizer.step()
+            engine.publish()
+            expected.step()
+        engine.sync_parameters()
+        assert_models_close(model, reference)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("level", ["no_shard", "optim"])
+def test_trains_like_one_process(level: str, world: int) -> None:
+    run(_trains_like_one_process, world, level)
+
+
+def _half_parameters(level: str, grad_dtype: torch.dtype) -> None:
+    """Against a loop written out by hand: fp32 masters, gradients added up in ``grad_dtype``, SGD on the masters."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model, reference = build(torch.bfloat16), build(torch.bfloat16)
+    engine = DataParallelEngine(infos(model), mesh(), level=level, bucket_size=30, grad_dtype=grad_dtype)
+    assert all(shard.master.dtype == torch.float32 for shard in engine.shards)
+    optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.01)
+    masters = [p.detach().float() for p in reference.parameters()]
+    for step in range(3):
+        inputs = batches(step, world, 2, torch.bfloat16)
+        accumulate(engine, model, inputs[rank])
+        optimizer.step()
+        engine.publish()
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in masters]
+        for of_rank in inputs:
+            own = [torch.zeros_like(p, dtype=grad_dtype) for p in masters]
+            for x in of_rank:
+                gradients = torch.autograd.grad(loss(reference, x), list(reference.parameters()))
+                for total, gradient in zip(own, gradients, strict=True):
+                    total += gradient
+            for total, part in zip(sums, own, strict=True):
+                total += part
+        for p, master, total in zip(reference.parameters(), masters, sums, strict=True):
+            master -= 0.01 * total.to(grad_dtype)
+            p.data.copy_(master)
+    engine.sync_parameters()
+    assert_models_close(model, reference, 1e-6 if grad_dtype == torch.float32 else 5e-3)
+    engine.refresh_masters()
+    for bucket in engine.buckets:
+        assert torch.equal(bucket.shard.master.detach(), bucket.own_params.float())
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim"])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_half_parameters_with_float32_masters(level: str, grad_dtype: torch.dtype) -> None:
+    run(_half_parameters, 2, level, grad_dtype)
+
+
+def test_parameters_keep_identity_and_values() -> None:
+    model = build()
+    parameters, values = list(model.parameters()), copy.deepcopy(model.state_dict())
+    engine = DataParallelEngine(infos(model), ParallelMesh())
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name])
+    assert all(p.main_grad.shape == p.shape for p in model.parameters())  # type: ignore[attr-defined]
+    assert engine.memory() == {"parameters": 6 * 64 * 8, "gradients": 6 * 64 * 8, "masters": 0}
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = build()
+    model[0].requires_grad_(False)
+    pointer = model[0].weight.data_ptr()
+    engine = DataParallelEngine(infos(model), ParallelMesh())
+    assert model[0].weight.data_ptr() == pointer
+    assert not hasattr(model[0].weight, "main_grad")
+    accumulate(engine, model, batches(0, 1, 1)[0])
+    assert model[0].weight.grad is None
+
+
+class Tied(nn.Module):
+    """One weight used by an autograd op and by an op that adds to ``main_grad`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5, bias=False)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.skip = nn.Parameter(torch.ones(3))
+        self.use_skip = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = FusedLinear.apply(torch.tanh(self.first(x)), self.second.weight)
+        return y + self.skip.sum() if self.use_skip else y
+
+
+class FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        if not hasattr(weight, "main_grad"):
+            return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+        weight.main_grad += grad.flatten(0, -2).T @ x.flatten(0, -2)
+        weight.mark_grad_ready()
+        return grad @ weight, None
+
+
+def _tied_and_unused() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(3)
+    model = Tied().double()
+    reference = copy.deepcopy(model)
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    assert len(engine.infos) == 2
+    for step in range(3):
+        inputs = batches(step, world, 2)
+        reference.zero_grad()
+        loss(reference, inputs).backward()
+        accumulate(engine, model, inputs[rank])
+        assert reference.first.weight.grad is not None
+        assert_close(engine.grad_norm(), reference.first.weight.grad.norm())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_and_unused_parameters(world: int) -> None:
+    run(_tied_and_unused, world)
+
+
+def _sent_early() -> list[int]:
+    """How many buckets were under way before the last backward pass of each of three steps had ended."""
+    model = build()
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    sent = []
+    for step in range(3):
+        engine.zero_grad()
+        for x, last in zip(batches(step, 1, 2)[0], (False, True), strict=True):
+            with engine.micro_batch(last):
+                loss(model, x).backward()
+            assert last or not any(bucket.sent for bucket in engine.buckets)
+        sent.append(sum(bucket.sent for bucket in engine.buckets))
+        engine.finish_grad_sync()
+    return sent
+
+
+def test_buckets_are_sent_during_the_last_backward() -> None:
+    assert run(_sent_early, 2) == [[6, 6, 6]] * 2
+
+
+def test_late_gradient_is_an_error_with_the_remedy() -> None:
+    model = Tied().double()
+    engine = DataParallelEngine(infos(model), ParallelMesh())
+    accumulate(engine, model, batches(0, 1, 2)[0])
+    with pytest.raises(MegalightError, match=r"arrived after its bucket.*overlap_grad_reduce.*zero_grad"):
+        loss(model, batches(1, 1, 1)[0]).backward()
+
+
+def test_a_parameter_never_used_before_is_waited_for() -> None:
+    model = Tied().double()
+    engine = DataParallelEngine(infos(model), ParallelMesh(), bucket_size=1)
+    accumulate(engine, model, batches(0, 1, 2)[0])
+    model.use_skip = True
+    accumulate(engine, model, batches(1, 1, 1)[0])
+    model.use_skip = False
+    accumulate(engine, model, batches(2, 1, 1)[0])
+
+
+def test_gradients_set_to_none_by_others_still_arrive() -> None:
+    model, reference = build(), build()
+    engine = DataParallelEngine(infos(model), ParallelMesh())
+    x = batches(0, 1, 1)[0]
+    engine.zero_grad()
+    model.zero_grad(set_to_none=True)
+    for _ in range(2):
+        loss(model, x).backward()
+        loss(reference, x).backward()
+    engine.finish_grad_sync()
+    for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert expected.grad is not None
+        assert_close(p.main_grad, expected.grad)  # type: ignore[attr-defined]
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model = build()
+    DataParallelEngine(infos(model), ParallelMesh())
+    with pytest.raises(MegalightError, match=r"create_graph.*torch\.autograd\.grad"):
+        loss(model, batches(0, 1, 1)[0]).backward(create_graph=True)
+
+
+def test_norm_before_reduction_is_an_error() -> None:
+    engine = DataParallelEngine(infos(build()), ParallelMesh())
+    engine.zero_grad()
+    with pytest.raises(MegalightError, match="finish_grad_sync"):
+        engine.grad_norm()
+
+
+def test_meta_parameters_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(MegalightError, match=r"bias on meta.*Materialise"):
+        DataParallelEngine(infos(model), ParallelMesh())
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    engine = DataParallelEngine(infos(build().requires_grad_(False)), ParallelMesh())
+    engine.zero_grad()
+    with engine.micro_batch(last=True):
+        pass
+    engine.finish_grad_sync()
+    engine.scale_gradients(torch.tensor(0.5))
+    engine.publish()
+    assert engine.grad_norm() == 0
+
+
+def test_gradients_are_scaled() -> None:
+    model = build()
+    engine = DataParallelEngine(infos(model), ParallelMesh(), bucket_size=30)
+    accumulate(engine, model, batches(0, 1, 1)[0])
+    norm = engine.grad_norm()
+    engine.scale_gradients(torch.tensor(0.25, dtype=torch.float64))
+    assert_close(engine.grad_norm(), 0.25 * norm)
+
+
+def test_intervals_cover_every_element_once() -> None:
+    spec = ShardSpec.replicated("w", (5, 31))
+    for level, world in (("optim", 3), ("no_shard", 3)):
+        covered = torch.zeros(5 * 31)
+        for rank in range(1 if level == "no_shard" else world):
+            parameter = nn.Parameter(torch.arange(5.0 * 31).view(5, 31))
+            engine = _without_groups([ParamInfo("w", parameter, spec, 0)], world, rank, level)
+            for shard in engine.shards:
+                for piece, first, last, start in shard.intervals():
+                    assert piece.name == "w"
+                    covered[first:last] += 1
+                    part = shard.master.detach()[start : start + last - first]
+                    assert torch.equal(part, torch.arange(first, last).float())
+        assert torch.equal(covered, torch.ones(5 * 31))
+
+
+class _Mesh(ParallelMesh):
+    """Knows its place; has no process groups."""
+
+    def group(self, *axes: str) -> None:
+        return None
+
+
+def _without_groups(params: list[ParamInfo], world: int, rank: int, level: str) -> DataParallelEngine:
+    return DataParallelEngine(params, _Mesh(world, rank), level=level)
