@@ -2,12 +2,18 @@
 
 Rank order is Megatron's, fastest first: ``tp, cp, dp, pp``. The same ranks seen by experts are ``etp, ep, edp, pp``
 (parallel folding). "Axis" is a mesh word; tensors have "dims".
+
+An axis can be read as two: ``"tp%2"`` is the place within runs of 2 neighbouring ranks of ``tp``, ``"tp/2"`` the run
+(both as in the arithmetic of coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"`` counts KV heads and ``"tp%2"``
+their replicas.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -20,6 +26,7 @@ from megalight.errors import LayoutError, nearest
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
+AXES = (*DENSE_AXES, *EXPERT_AXES[1:])
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,6 @@ class ParallelMesh:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    _factors: dict[str, tuple[str, int, int]] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +68,8 @@ class ParallelMesh:
                     f"world size {self.world_size} is not a multiple of {names} = {product}. "
                     f"Use {product} x n processes, or lower a degree."
                 )
+        if not 0 <= self.global_rank < self.world_size:
+            raise LayoutError(f"rank {self.global_rank} lies outside a world of {self.world_size}.")
 
     @property
     def dp(self) -> int:
@@ -73,43 +81,30 @@ class ParallelMesh:
         """Replicas of each expert shard."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
-    def factor(self, axis: str, outer: tuple[str, int], inner: str) -> ParallelMesh:
-        """A mesh where ``axis`` can also be addressed as two axes: ``outer = (name, size)`` and ``inner``, the rest.
-
-        Neighbouring ranks of ``axis`` share the outer coordinate. Used for KV heads fewer than TP: ``kv_shard`` x
-        ``kv_replica``. Groups are shared with this mesh; factoring the same way twice is harmless.
-        """
-        name, size = outer
-        whole = self.size(axis)
-        if whole % size:
-            raise LayoutError(f"axis {axis} of size {whole} cannot be factored into {name}={size} and {inner}.")
-        factors = {**self._factors, name: (axis, whole // size, size), inner: (axis, 1, whole // size)}
-        clone = ParallelMesh(
-            self.world_size, self.global_rank, self.tp, self.cp, self.pp, self.ep, self.etp, factors, self._groups
-        )
-        return clone
-
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
-        if axis in self._factors:
-            return self._factors[axis][2]
-        self._check(axis)
-        return int(getattr(self, axis))
+        return self._resolve(axis)[2]
 
     def rank(self, axis: str, of: int | None = None) -> int:
-        """This process's coordinate along ``axis`` (or that of global rank ``of``)."""
-        global_rank = self.global_rank if of is None else of
-        if axis in self._factors:
-            parent, stride, size = self._factors[axis]
-            return self.rank(parent, of) // stride % size
-        self._check(axis)
-        order = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
-        stride = prod(int(getattr(self, name)) for name in order[order.index(axis) + 1 :])
-        return global_rank // stride % self.size(axis)
+        """Coordinate of this process along ``axis`` (or of global rank ``of``)."""
+        whole, step, size = self._resolve(axis)
+        order = _view(whole)
+        stride = prod(int(getattr(self, name)) for name in order[order.index(whole) + 1 :]) * step
+        return (self.global_rank if of is None else of) // stride % size
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Global ranks of the group along ``axes`` that this process is in, in rank order."""
-        return tuple(self._members(axes))
+        order = EXPERT_AXES if any(_view(self._resolve(axis)[0]) is EXPERT_AXES for axis in axes) else DENSE_AXES
+        coordinates = {axis: np.array([self.rank(axis)]) for axis in order}
+        for axis in dict.fromkeys(axes):
+            whole, step, size = self._resolve(axis)
+            if whole not in order:
+                raise LayoutError(f"axes {', '.join(axes)} mix the dense and the expert view of the mesh.")
+            steps = step * (np.arange(size) - self.rank(axis))
+            coordinates[whole] = np.unique(np.add.outer(coordinates[whole], steps))
+        strides = [prod(self.size(axis) for axis in order[place + 1 :]) for place in range(len(order))]
+        terms = [stride * coordinates[axis] for stride, axis in zip(strides, order, strict=True)]
+        return tuple(reduce(np.add.outer, terms).flatten().tolist())
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """The process group along one axis, or along several taken together; None where it has one member."""
@@ -136,33 +131,21 @@ class ParallelMesh:
         shown = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}: {shown or 'one device'}"
 
-    def _members(self, axes: tuple[str, ...]) -> list[int]:
-        """Ranks that agree with this one on every coordinate outside ``axes``; from index arithmetic, not a search."""
-        order = EXPERT_AXES if any(axis in ("edp", "ep", "etp") for axis in axes) else DENSE_AXES
-        grid = np.arange(self.world_size).reshape([self.size(axis) for axis in order])
-        index: list[slice | int | np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        for axis in order:
-            if axis in axes:
-                index.append(slice(None))
-                continue
-            factors = [name for name in axes if name in self._factors and self._factors[name][0] == axis]
-            coordinate = self.rank(axis)
-            if not factors:
-                index.append(slice(coordinate, coordinate + 1))
-                continue
-            (name,) = factors
-            _, stride, size = self._factors[name]
-            base = coordinate - self.rank(name) * stride
-            index.append(base + stride * np.arange(size))
-        for axis in axes:
-            if axis not in order and axis not in self._factors:
-                self._check(axis)
-                raise LayoutError(f"axes {axes} mix the dense and the expert view of the mesh.")
-        return sorted(int(rank) for rank in grid[tuple(index)].flatten())
+    def _resolve(self, axis: str) -> tuple[str, int, int]:
+        """The named axis that ``axis`` lies on, the step between its ranks there, and how many they are."""
+        match = re.fullmatch(r"(\w+?)(?:([/%])(\d+))?", axis)
+        if not match or match[1] not in AXES:
+            raise LayoutError(f"unknown mesh axis {axis!r}; known: {', '.join(AXES)}." + nearest(axis, AXES))
+        whole = match[1]
+        size = int(getattr(self, whole))
+        if match[2] is None:
+            return whole, 1, size
+        run = int(match[3])
+        if run < 1 or size % run:
+            raise LayoutError(f"axis {whole} of size {size} cannot be read in runs of {run} ({axis!r}).")
+        return (whole, 1, run) if match[2] == "%" else (whole, run, size // run)
 
-    def _check(self, axis: str) -> None:
-        known = (*DENSE_AXES, "edp", "ep", "etp")
-        if axis not in known:
-            raise LayoutError(
-                f"unknown mesh axis {axis!r}; known: {', '.join((*known, *self._factors))}." + nearest(axis, known)
-            )
+
+def _view(axis: str) -> tuple[str, ...]:
+    """The view of the ranks that ``axis`` belongs to; ``pp`` is in both and read in the dense one."""
+    return DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES

@@ -48,6 +48,11 @@ class Piece:
         """One past the last element in the flattened local parameter."""
         return self.start + self.numel
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index into the canonical tensor."""
+        return tuple(slice(first, first + extent) for first, extent in zip(self.offset, self.size, strict=True))
+
     def view(self, parameter: Tensor) -> Tensor:
         """The box inside a local parameter (or a tensor of its shape), with the box's own shape. A view."""
         return parameter.reshape(-1)[self.start : self.stop].view(self.size)

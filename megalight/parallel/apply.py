@@ -1,0 +1,79 @@
+"""Make a one-device model parallel, by its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from megalight.errors import LayoutError, nearest
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import Plan
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.tensor.splitter import Splitter
+from megalight.parallel.tensor.styles import style_module
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, mesh: ParallelMesh, *, sequence_parallel: bool = False, prefix: str = ""
+) -> dict[str, ShardSpec]:
+    """Split a one-device model over the ``tp`` axis of a mesh, in place.
+
+    Modules that the plan names are replaced by parallel ones under the same name, whose parameters, under the same
+    names again, hold this rank's part. Real values are sliced; meta parameters stay meta.
+
+    Args:
+        model: on the meta device or with values; equal on all ranks.
+        plan: how its modules split. Modules that no rule matches are replicated.
+        mesh: the grid of ranks.
+        sequence_parallel: hidden states between split layers hold a share of the tokens each; token counts must then
+            be multiples of ``tp``.
+        prefix: put before every canonical name.
+
+    Returns:
+        name of each parameter and persistent buffer -> what part of which canonical tensors it holds. A tied
+        parameter appears once, under its first name.
+
+    Raises:
+        LayoutError: something does not divide; a pattern matches nothing; a style does not fit its module; under
+            sequence parallelism, a module with parameters has no rule.
+    """
+    modules = dict(model.named_modules())
+    for pattern in plan.unmatched(modules):
+        raise LayoutError(
+            f"pattern {pattern!r} of the plan matches no module of {type(model).__name__}; correct or remove it."
+            + nearest(pattern, modules)
+        )
+    shared = Shared(mesh, sequence_parallel and mesh.tp > 1, plan.sequence_dim)
+    splitter = Splitter(model, shared, prefix)
+    unknown = []
+    for name, module in modules.items():
+        if id(module) in splitter.done:
+            continue
+        found = plan.styles_of(name, module)
+        if not found and any(parameter is not None for parameter in module._parameters.values()):
+            unknown.append(f"{name or 'the model'} ({type(module).__name__})")
+        style_module(splitter, name, module, found)
+    if unknown and shared.sequence_parallel:
+        raise LayoutError(
+            f"sequence parallelism needs a rule for every module with parameters, and the plan has none for "
+            f"{', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}. Add SequenceRegion() for those that see a share "
+            "of the tokens, Replicated() for those that see all, or turn sequence parallelism off."
+        )
+    return splitter.specs
+
+
+@contextmanager
+def whole_tokens(model: nn.Module) -> Iterator[None]:
+    """Sequence parallelism is off inside the context: for decoding, where tokens are few and need not divide."""
+    candidates = {id(shared): shared for module in model.modules() if (shared := getattr(module, "shared", None))}
+    active = [x for x in candidates.values() if isinstance(x, Shared) and x.sequence_parallel]
+    try:
+        for shared in active:
+            shared.sequence_parallel = False
+        yield
+    finally:
+        for shared in active:
+            shared.sequence_parallel = True

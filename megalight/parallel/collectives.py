@@ -1,0 +1,178 @@
+"""Collectives over one process group: plain tensors (with handles for overlap), and differentiable regions.
+
+A group of None has one member, and everything here is then the identity. Regions come in pairs of forward and backward:
+
+================== ======================= =======================
+region             forward                 backward
+================== ======================= =======================
+``copy``           identity                all-reduce
+``all_reduce``     all-reduce              identity
+``split``          own slice               all-gather
+``join``           all-gather              own slice
+``all_gather``     all-gather              reduce-scatter
+``reduce_scatter`` reduce-scatter          all-gather
+================== ======================= =======================
+
+``join`` hands the whole to ranks that all compute the same with it; ``all_gather`` to ranks that each compute a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.errors import LayoutError
+from megalight.imports import torch_distributed
+
+_gather_into = torch_distributed("all_gather_single", "all_gather_into_tensor")
+_scatter_into = torch_distributed("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+@dataclass
+class Pending:
+    """A collective under way; :meth:`wait` gives its result. Until then its input must not be written."""
+
+    work: dist.Work | None
+    result: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The result; on a GPU the current stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result()
+
+
+def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Pending:
+    """Sum ``x`` over the group, in place."""
+    if group is None:
+        return Pending(None, lambda: x)
+    x = x.contiguous()
+    return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
+    """Every rank's ``x``, one after another along ``dim``."""
+    if group is None:
+        return Pending(None, lambda: x)
+    size = group.size()
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    work = _gather_into(out, x.contiguous(), group=group, async_op=True)
+    return Pending(work, lambda: out if dim == 0 else torch.cat(out.chunk(size), dim))
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
+    """A slice along ``dim``, this rank's, of the sum of ``x`` over the group.
+
+    Raises:
+        LayoutError: ``dim`` does not divide by the group's size.
+    """
+    if group is None:
+        return Pending(None, lambda: x)
+    slices = _slices(x, group, dim)
+    x = x.contiguous() if dim == 0 else torch.cat(slices)
+    out = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
+    work = _scatter_into(out, x, group=group, async_op=True)
+    return Pending(work, lambda: out)
+
+
+def own_slice(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Own slice of ``x`` along ``dim``: a view.
+
+    Raises:
+        LayoutError: ``dim`` does not divide by the group's size.
+    """
+    return x if group is None else _slices(x, group, dim)[group.rank()]
+
+
+def _slices(x: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
+    if x.shape[dim] % group.size():
+        raise LayoutError(
+            f"dim {dim} of a tensor {tuple(x.shape)} must divide by the {group.size()} ranks that share it. "
+            f"Pad it: PackedSequences.pad_to({group.size()}) for packed tokens, a sequence length that is a multiple "
+            "of tp for rows of tokens."
+        )
+    return x.chunk(group.size(), dim)
+
+
+def _region(
+    name: str, forward: Callable[[Tensor, Any, int], Tensor], backward: Callable[[Tensor, Any, int], Tensor]
+) -> Callable[[Tensor, ProcessGroup | None, int], Tensor]:
+    """A differentiable region whose gradient ``backward`` makes."""
+
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+            ctx.group, ctx.dim = group, dim
+            return forward(x, group, dim)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+            return backward(grads[0], ctx.group, ctx.dim), None, None
+
+    Region.__name__ = Region.__qualname__ = name
+    apply: Callable[..., Tensor] = Region.apply
+    return apply
+
+
+def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+
+def _gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return start_all_gather(x, group, dim).wait()
+
+
+def _scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return start_reduce_scatter(x, group, dim).wait()
+
+
+def _own(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return own_slice(x, group, dim).contiguous()
+
+
+def _same(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+_COPY = _region("Copy", _same, _sum)
+_ALL_REDUCE = _region("AllReduce", _sum, _same)
+_SPLIT = _region("Split", _own, _gather)
+_JOIN = _region("Join", _gather, _own)
+_ALL_GATHER = _region("AllGather", _gather, _scatter)
+_REDUCE_SCATTER = _region("ReduceScatter", _scatter, _gather)
+
+
+def copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same ``x`` for ranks that each compute a part with it; gradients are summed."""
+    return x if group is None else _COPY(x, group, 0)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum over the group."""
+    return x if group is None else _ALL_REDUCE(x, group, 0)
+
+
+def split(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Own slice of an ``x`` that all ranks hold; gradients are gathered."""
+    return x if group is None else _SPLIT(x, group, dim)
+
+
+def join(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """All slices, for ranks that compute the same with them; each rank takes its slice of the gradient."""
+    return x if group is None else _JOIN(x, group, dim)
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """All slices, for ranks that each compute a part with them; gradients are summed and scattered."""
+    return x if group is None else _ALL_GATHER(x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Own slice of the sum over the group; gradients are gathered."""
+    return x if group is None else _REDUCE_SCATTER(x, group, dim)

@@ -1,0 +1,186 @@
+"""Initial values of a parallel model, equal bit for bit to the one-device model's, whatever the layout.
+
+Modules that state ``initializers`` are drawn locally: only the tiles that this rank's pieces touch. Other modules draw
+themselves, whole and one at a time, with a generator seeded by their name, and are sliced. Everything is drawn in
+float32, so that masters may keep more than a half-precision parameter can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.nn.init import draw, initializers, key
+from megalight.nn.names import Part
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.tensor.split import take
+from megalight.parallel.tensor.splitter import Origin, on_meta
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Move a model to ``device`` in place. What is on meta becomes NaN there; tied parameters stay tied."""
+    device = torch.empty(0, device=device).device  # with its index
+    moved: dict[int, nn.Parameter] = {}
+    kept = []  # alive until the end, so that their ids stay their own
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.device == device:
+                continue
+            kept.append(parameter)
+            if id(parameter) not in moved:
+                moved[id(parameter)] = nn.Parameter(_on(device, parameter), requires_grad=parameter.requires_grad)
+            module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _on(device, buffer)
+
+
+@torch.no_grad()
+def initialise(
+    model: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    seed: int,
+    *,
+    on_values: Callable[[str, Tensor], None] | None = None,
+) -> None:
+    """Give every parameter and buffer of a materialised model its initial value.
+
+    A module that cannot draw itself keeps the values that it came with.
+
+    Args:
+        model: parallel or not, on a real device.
+        specs: what :func:`megalight.parallel.apply.parallelize` returned for it.
+        seed: the run's.
+        on_values: called with each parameter's name and its values here in float32, before they are rounded to the
+            parameter's type: masters are filled from these.
+
+    Raises:
+        ConfigurationError: a module has no values and no way to draw them.
+    """
+    stated = {name: initializer for name, _, _, initializer in initializers(model)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    give = on_values or (lambda name, values: None)
+    for name, parameter in model.named_parameters():
+        if name in stated:
+            values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            for piece in specs[name].pieces:
+                box = draw(stated[name], piece.name, piece.shape, piece.offset, piece.size, seed, parameter.device)
+                piece.view(values).copy_(box)
+            parameter.copy_(values)
+            give(name, values)
+    drawn = set(stated)
+    for path, module in model.named_modules():
+        mine = {local: names[id(p)] for local, p in module._parameters.items() if p is not None}
+        wanted = {local: name for local, name in mine.items() if name not in drawn}
+        if not wanted and not any(buffer is not None for buffer in module._buffers.values()):
+            continue
+        whole = _drawn_whole(model, path, module, key(seed, _canonical(path, wanted, specs)))
+        for local, name in wanted.items():
+            _slice_into(f"{path}.{local}", module._parameters[local], whole._parameters[local], specs[name], name, give)
+        for local, buffer in module._buffers.items():
+            if buffer is not None:
+                _copy_known(f"{path}.{local}", buffer, whole._buffers[local])
+        drawn.update(wanted.values())
+
+
+def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> nn.Module:
+    """A whole copy of a module that draws itself: float32, NaN where it does not know how."""
+    origin = getattr(module, "origin", None)
+    shell = on_meta(origin.module if isinstance(origin, Origin) else module)
+    device = next(t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+    for local, parameter in shell._parameters.items():
+        if parameter is not None:
+            shell._parameters[local] = nn.Parameter(_on(device, parameter.detach().float()), requires_grad=False)
+    for local, buffer in shell._buffers.items():
+        if buffer is not None:
+            shell._buffers[local] = _on(device, buffer)
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=_accelerator(device)):
+        torch.manual_seed(seed)
+        for draws in _ways(model, path, shell):
+            draws()
+            if not any(_unknown(t) for t in (*shell._parameters.values(), *shell._buffers.values())):
+                break
+    return shell
+
+
+def _ways(model: nn.Module, path: str, shell: nn.Module) -> list[Callable[[], object]]:
+    """How a module may draw itself: by ``_init_weights`` of the nearest module around it, by ``reset_parameters``."""
+    ways: list[Callable[[], object]] = []
+    steps = path.split(".") if path else []
+    for end in range(len(steps), -1, -1):
+        around = getattr(model.get_submodule(".".join(steps[:end])), "_init_weights", None)
+        if callable(around):
+            ways.append(functools.partial(around, shell))
+            break
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(shell, name, None)
+        if callable(own):
+            ways.append(own)
+            break
+    return ways
+
+
+def _slice_into(
+    name: str,
+    parameter: nn.Parameter | None,
+    whole: nn.Parameter | None,
+    spec: ShardSpec,
+    first_name: str,
+    give: Callable[[str, Tensor], None],
+) -> None:
+    """Keep the own part of a whole drawn parameter; one that was not drawn keeps its value."""
+    assert parameter is not None
+    assert whole is not None
+    if _unknown(whole):
+        _copy_known(name, parameter, whole)
+        give(first_name, parameter.detach().float())
+        return
+    parts, start = [], 0
+    for piece in spec.pieces:
+        parts.append(Part(first_name, piece.name, piece.shape, start))
+        start += prod(piece.shape)
+    values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    take(whole.detach(), parts, spec, values)
+    parameter.copy_(values)
+    give(first_name, values)
+
+
+def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:
+    """Copy what was drawn; what was not must have a value already."""
+    assert drawn is not None
+    if not _unknown(drawn):
+        tensor.copy_(drawn)
+    elif _unknown(tensor):
+        raise ConfigurationError(
+            f"{name} has no value and its module no way to make one; give the module a method reset_parameters() that "
+            "fills its parameters and buffers, or an attribute initializers, or build the model off the meta device."
+        )
+
+
+def _canonical(path: str, wanted: Mapping[str, str], specs: Mapping[str, ShardSpec]) -> str:
+    """A module's canonical name, read off its first parameter's; its path where it has none."""
+    for name in wanted.values():
+        for piece in specs[name].pieces:
+            return piece.name.rpartition(".")[0]
+    return path
+
+
+def _unknown(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.detach().to(device)
+    if tensor.is_floating_point():
+        return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=device)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _accelerator(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type

@@ -1,0 +1,32 @@
+"""How a GPT splits."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm
+from megalight.parallel.plan import Column, Dropout, HeadRegion, Plan, Row, SequenceRegion, Vocab, VocabHead
+
+FAMILY = Plan(
+    {
+        "*embed.word": Vocab(),
+        "*embed.position": SequenceRegion(split_input=True),
+        "*.attention.qkv": Column(),
+        "*.attention.[qk]_norm": HeadRegion(),
+        "*.attention.proj": Row(),
+        "*.mlp.gate_up": Column(),
+        "*.mlp.up": Column(),
+        "*.mlp.down": Row(),
+        RMSNorm: SequenceRegion(),
+        LayerNorm: SequenceRegion(),
+        LMHead: VocabHead(),
+        nn.Dropout: Dropout(),
+        InnerAttention: Dropout(split=True),
+    }
+)
+"""Rules for every member of the family; a member lacks some of the modules."""
+
+
+def plan(model: nn.Module) -> Plan:
+    """The plan of one GPT, or of a part of one, or of a module that contains one."""
+    return FAMILY.only(name for name, _ in model.named_modules())

@@ -1,0 +1,64 @@
+"""Dropout that draws from the right random stream."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalight.parallel.tensor.shared import Shared
+
+
+class ParallelDropout(nn.Module):
+    """Dropout of hidden states: one mask on all ``tp`` ranks where these hold the same, else a mask each.
+
+    Args:
+        p: probability of an element to be dropped.
+        shared: what the layers share.
+        split: the input differs between ranks even without sequence parallelism.
+    """
+
+    def __init__(self, p: float, shared: Shared, *, split: bool = False) -> None:
+        super().__init__()
+        self.p = p
+        self.shared = shared
+        self.split = split
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` with elements dropped while training, the others scaled by ``1 / (1 - p)``."""
+        if not self.training or not self.p:
+            return x
+        own = self.split or self.shared.sequence_parallel
+        with self.shared.streams.fork("tensor", x.device) if own else nullcontext():
+            return F.dropout(x, self.p)
+
+    def extra_repr(self) -> str:
+        """Probability, for printing."""
+        return f"p={self.p}, split={self.split}"
+
+
+class OwnStream(nn.Module):
+    """Runs a module without parameters on this rank's random stream while training (attention with dropout).
+
+    Args:
+        module: its first argument is a tensor on the device where it draws.
+        shared: what the layers share.
+    """
+
+    def __init__(self, module: nn.Module, shared: Shared) -> None:
+        super().__init__()
+        self.module = module
+        self.shared = shared
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the module answers."""
+        with self.shared.streams.fork("tensor", x.device) if self.training else nullcontext():
+            return self.module(x, *args, **kwargs)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module can drop anything; one that does not say its probability is taken to."""
+    probability = getattr(module, "p", getattr(module, "dropout", 1.0))
+    return not isinstance(probability, float) or probability > 0

@@ -1,0 +1,61 @@
+"""An embedding split over ``tp`` by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalight.parallel.collectives import all_reduce, reduce_scatter
+from megalight.parallel.tensor.shared import Shared
+
+
+class VocabEmbedding(nn.Module):
+    """One row per id; each rank looks up the ids of its rows, and the results are summed.
+
+    Args:
+        weight: ``[rows, h]``: this rank's rows, padding included.
+        num_embeddings: rows of the whole table.
+        shared: what the layers share.
+        scatter_output: under sequence parallelism, give each rank its share of the tokens.
+        padding_idx: an id whose row gets no gradient, or None.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        num_embeddings: int,
+        shared: Shared,
+        *,
+        scatter_output: bool = True,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = weight.shape[1]
+        self.shared = shared
+        self.scatter_output = scatter_output
+        self.padding_idx = padding_idx
+        self.first_row = shared.mesh.rank("tp") * weight.shape[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[T] -> [T/tp, h]`` under sequence parallelism with ``scatter_output``, else ``[T] -> [T, h]``.
+
+        Raises:
+            IndexError: an id outside the vocabulary (an assertion on the device on GPUs), as of one device.
+        """
+        local = ids - self.first_row
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        known = (ids >= 0) & (ids < self.num_embeddings)
+        rows = torch.where(known, local.masked_fill(elsewhere, 0), -1)
+        hidden = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.padding_idx is not None:
+            hidden = torch.where((ids == self.padding_idx).unsqueeze(-1), hidden.detach(), hidden)
+        if self.scatter_output and self.shared.sequence_parallel:
+            return reduce_scatter(hidden, self.shared.group, self.shared.sequence_dim)
+        return all_reduce(hidden, self.shared.group)
+
+    def extra_repr(self) -> str:
+        """Rows here, rows in all and width, for printing."""
+        return f"{self.weight.shape[0]} of {self.num_embeddings} -> {self.embedding_dim}"

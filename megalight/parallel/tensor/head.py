@@ -1,0 +1,110 @@
+"""The output layer split over ``tp`` by vocabulary, and its cross entropy."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalight.ops.cross_entropy import linear_cross_entropy
+from megalight.parallel.collectives import all_gather, copy, join
+from megalight.parallel.plan import Tokens
+from megalight.parallel.tensor.column import column_linear
+from megalight.parallel.tensor.shared import Shared
+
+
+class VocabLinear(nn.Module):
+    """Projection to this rank's rows of the vocabulary.
+
+    Args:
+        weight: ``[rows, h]``: this rank's rows, padding included.
+        bias: ``[rows]`` or None.
+        vocab_size: rows of all ranks without padding.
+        shared: what the layers share.
+        tokens: which tokens it is fed under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        vocab_size: int,
+        shared: Shared,
+        *,
+        tokens: Tokens = "share",
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.vocab_size = vocab_size
+        self.shared = shared
+        self.tokens = tokens
+        self.first_row = shared.mesh.rank("tp") * weight.shape[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` logits ``[T, V]`` on every rank, unpadded."""
+        logits = column_linear(hidden, self.weight, self.bias, self.shared, self.tokens)
+        return join(logits, self.shared.group, logits.dim() - 1)[..., : self.vocab_size]
+
+    def losses(self, hidden: Tensor, labels: Tensor, softcap: float | None, backend: str) -> Tensor:
+        """Cross entropy ``[T]`` of labels ``[T]``, equal on every rank; logits are never whole on any."""
+        tokens, group = self.shared.tokens(self.tokens), self.shared.group
+        if tokens == "share":
+            hidden = all_gather(hidden, group, self.shared.sequence_dim)
+        elif tokens == "whole":
+            hidden = copy(hidden, group)
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            labels,
+            bias=self.bias,
+            softcap=softcap,
+            first_row=self.first_row,
+            num_rows=self.vocab_size,
+            combine=functools.partial(combine, group=group),
+            backend=backend,
+        )
+
+    def extra_repr(self) -> str:
+        """Width, rows here and rows in all, for printing."""
+        return f"{self.weight.shape[1]} -> {self.weight.shape[0]} of {self.vocab_size}, bias={self.bias is not None}"
+
+
+class VocabHead(nn.Module):
+    """Final norm, projection to the vocabulary and cross entropy.
+
+    Args:
+        norm: before the projection.
+        output_layer: ``h -> V``.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
+        backend: of the loss op.
+    """
+
+    def __init__(self, norm: nn.Module, output_layer: VocabLinear, softcap: float | None, backend: str) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output_layer = output_layer
+        self.softcap = softcap
+        self.backend = backend
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``[T/tp, h]`` under sequence parallelism, else ``[T, h]``; labels ``[T] ->`` losses ``[T]``, none: logits."""
+        hidden = self.norm(hidden)
+        if labels is not None:
+            return self.output_layer.losses(hidden, labels, self.softcap, self.backend)
+        logits: Tensor = self.output_layer(hidden)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Join per-part ``logsumexp [T]`` and target logits ``[T]`` (0 where the label lies in another part)."""
+    if group is None:
+        return logsumexp, target
+    largest = logsumexp.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = torch.stack([(logsumexp - largest).exp(), target])
+    dist.all_reduce(sums, group=group)
+    return largest + sums[0].log(), sums[1]

@@ -1,0 +1,44 @@
+"""What all tensor-parallel layers of a model share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import Tokens
+from megalight.parallel.random import RandomStreams
+
+
+@dataclass
+class Shared:
+    """One object per parallel model.
+
+    Attributes:
+        mesh: the grid of ranks.
+        sequence_parallel: hidden states between split layers hold this rank's share of the tokens. Read at every
+            forward, so that it can be off for a while (decoding).
+        sequence_dim: the dim of hidden states that counts tokens.
+        group: the ``tp`` group; None for one rank.
+        streams: random streams for dropout.
+    """
+
+    mesh: ParallelMesh
+    sequence_parallel: bool = False
+    sequence_dim: int = 0
+    group: ProcessGroup | None = field(init=False)
+    streams: RandomStreams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group = self.mesh.group("tp")
+        self.streams = RandomStreams(self.mesh)
+
+    def tokens(self, planned: Tokens) -> Tokens:
+        """Which tokens a layer is fed now, where the plan says ``planned`` under sequence parallelism."""
+        return planned if self.sequence_parallel else "whole"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        """Copies of a model share it: process groups cannot be copied."""
+        return self

@@ -1,0 +1,108 @@
+"""Which part of a parameter a rank holds: the pieces of columns, rows, vocabularies and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor
+
+from megalight.errors import LayoutError
+from megalight.nn.names import Part
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import Piece, ShardSpec
+
+
+def replicated(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, *, partial: bool) -> ShardSpec:
+    """Every ``tp`` rank holds the whole; ``partial``: each rank's gradient is one term of a sum over ``tp``."""
+    axes = ("tp",) if partial and mesh.tp > 1 else ()
+    owner = mesh.rank("tp") == 0 and mesh.rank("cp") == 0
+    pieces = (Piece(p.name, p.shape, (0,) * len(p.shape), p.shape, p.start, axes, owner) for p in parts)
+    return ShardSpec(tuple(pieces), shape)
+
+
+def output_features(parts: Sequence[Part], units: Sequence[int], mesh: ParallelMesh) -> ShardSpec:
+    """Dim 0 of each part is split over ``tp`` in whole units; fewer units than ranks are each held by several.
+
+    Args:
+        parts: the sections of a fused weight or bias.
+        units: of each section.
+        mesh: the grid of ranks.
+
+    Raises:
+        LayoutError: ``tp`` neither divides the units nor is divided by them.
+    """
+    pieces, start = [], 0
+    for part, count in zip(parts, units, strict=True):
+        replicas = replicas_of(count, mesh.tp, part.name)
+        axis = f"tp%{replicas}"
+        shards = mesh.tp // replicas
+        size = (part.shape[0] // shards, *part.shape[1:])
+        offset = (mesh.rank(f"tp/{replicas}") * size[0],) + (0,) * (len(size) - 1)
+        owner = mesh.rank(axis) == 0 and mesh.rank("cp") == 0
+        pieces.append(Piece(part.name, part.shape, offset, size, start, (axis,) if replicas > 1 else (), owner))
+        start = pieces[-1].stop
+    return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
+
+
+def input_features(part: Part, mesh: ParallelMesh) -> ShardSpec:
+    """Dim 1 of a weight is split over ``tp``.
+
+    Raises:
+        LayoutError: ``tp`` does not divide it.
+    """
+    rows, columns = part.shape
+    replicas_of(columns, mesh.tp, part.name, may_share=False)
+    size = (rows, columns // mesh.tp)
+    offset = (0, mesh.rank("tp") * size[1])
+    return ShardSpec((Piece(part.name, part.shape, offset, size, owner=mesh.rank("cp") == 0),), size)
+
+
+def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
+    """Dim 0 is split over ``tp`` into equally many rows; what the last rank has beyond the vocabulary is padding.
+
+    Raises:
+        LayoutError: a rank would hold padding alone.
+    """
+    rows = -(-part.shape[0] // mesh.tp)
+    first = mesh.rank("tp") * rows
+    if rows * (mesh.tp - 1) >= part.shape[0]:
+        raise LayoutError(
+            f"{part.name}: a vocabulary of {part.shape[0]} rows cannot be split over tp={mesh.tp}, as some ranks would "
+            "hold none. Lower tp."
+        )
+    size = (min(rows, part.shape[0] - first), *part.shape[1:])
+    offset = (first,) + (0,) * (len(size) - 1)
+    piece = Piece(part.name, part.shape, offset, size, owner=mesh.rank("cp") == 0)
+    return ShardSpec((piece,), (rows, *part.shape[1:]))
+
+
+def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> int:
+    """How many ``tp`` ranks hold the same unit: 1, or ``tp / units`` where there are fewer units than ranks.
+
+    Raises:
+        LayoutError: the units cannot be spread evenly.
+    """
+    if units % tp == 0:
+        return 1
+    if may_share and tp % units == 0:
+        return tp // units
+    rule = "tp must divide it, or be divided by it" if may_share else "tp must divide it"
+    degrees = [d for d in range(1, max(units, tp) + 1) if units % d == 0 or (may_share and d % units == 0)]
+    below = [d for d in degrees if d <= tp][-4:]
+    raise LayoutError(
+        f"{name} consists of {units} units (heads, or features), and tp={tp}: {rule}. "
+        f"Choose tp from {', '.join(map(str, below))}, or change the model."
+    )
+
+
+def take(whole: Tensor, parts: Sequence[Part], spec: ShardSpec, local: Tensor) -> None:
+    """Copy this rank's pieces of a one-device parameter ``whole`` into ``local``; padding becomes 0."""
+    if sum(piece.numel for piece in spec.pieces) < spec.numel:
+        local.zero_()
+    starts = {part.name: part for part in parts}
+    flat = whole.reshape(-1)
+    for piece in spec.pieces:
+        part = starts[piece.name]
+        canonical = flat[part.start : part.start + prod(part.shape)].view(part.shape)
+        piece.view(local).copy_(canonical[piece.box])

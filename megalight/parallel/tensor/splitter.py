@@ -1,0 +1,135 @@
+"""Splits the parameters of a model, one after another, and remembers how."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.nn.names import Part, parts
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.tensor import split
+from megalight.parallel.tensor.shared import Shared
+
+Rule: TypeAlias = Callable[[Sequence[Part], tuple[int, ...]], ShardSpec]
+"""Canonical parts and shape of a one-device parameter -> what this rank holds of it."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The one-device module, with meta parameters, that a parallel one stands for: it knows how to draw its values."""
+
+    module: nn.Module
+
+
+class Splitter:
+    """One pass over a model.
+
+    Args:
+        model: the one-device model.
+        shared: what its parallel layers will share.
+        prefix: put before canonical names.
+
+    Attributes:
+        specs: what has been split so far, by parameter name.
+    """
+
+    def __init__(self, model: nn.Module, shared: Shared, prefix: str) -> None:
+        self.model = model
+        self.shared = shared
+        self.prefix = prefix
+        self.specs: dict[str, ShardSpec] = {}
+        self.done: set[int] = set()
+        """Ids of modules that need no visit any more."""
+        self._parts: dict[str, list[Part]] = defaultdict(list)
+        for part in parts(model):
+            self._parts[part.parameter].append(replace(part, name=prefix + part.name))
+        self._whole = dict(model.named_parameters())
+        self._first = {id(parameter): name for name, parameter in self._whole.items()}
+        self._local: dict[str, nn.Parameter] = {}
+        self._aliases: dict[int, list[str]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._aliases[id(module)].append(name)
+
+    def split(self, name: str, module: nn.Module, local: str, rule: Rule) -> nn.Parameter | None:
+        """Split the parameter ``local`` of module ``name`` and return the part here; tied ones stay tied.
+
+        Raises:
+            LayoutError: the parameter is tied to one that was split differently.
+        """
+        whole = module._parameters[local]
+        if whole is None:
+            return None
+        first = self._first[id(whole)]
+        spec = rule(self._parts[first], tuple(whole.shape))
+        if first in self.specs:
+            if self.specs[first] != spec:
+                raise LayoutError(
+                    f"{name}.{local} is the same parameter as {first}, but the plan splits the two differently; give "
+                    "both modules styles that agree (Vocab and VocabHead do)."
+                )
+            return self._local[first]
+        self.specs[first] = spec
+        self._local[first] = whole
+        if spec.shape != tuple(whole.shape):
+            values = torch.empty(spec.shape, dtype=whole.dtype, device=whole.device)
+            if not whole.is_meta:
+                split.take(whole.detach(), self._parts[first], spec, values)
+            self._local[first] = nn.Parameter(values, requires_grad=whole.requires_grad)
+        return self._local[first]
+
+    def keep(self, name: str, module: nn.Module, *, partial: bool = False) -> None:
+        """Every rank holds the module whole; ``partial``: its gradients are to be summed over ``tp``."""
+        mesh = self.shared.mesh
+        for local in module._parameters:
+            self.split(name, module, local, lambda parts, shape: split.replicated(parts, shape, mesh, partial=partial))
+        for local, buffer in module._buffers.items():
+            if buffer is not None and local not in module._non_persistent_buffers_set:
+                full, shape = f"{name}.{local}" if name else local, tuple(buffer.shape)
+                part = Part(full, self.prefix + full, shape, 0)
+                self.specs[full] = split.replicated([part], shape, mesh, partial=False)
+
+    def replace(self, module: nn.Module, replacement: nn.Module) -> None:
+        """Put ``replacement`` wherever the model has ``module``.
+
+        Raises:
+            LayoutError: the module is the model itself.
+        """
+        for name in self._aliases[id(module)]:
+            if not name:
+                raise LayoutError(
+                    f"the plan replaces the model itself ({type(module).__name__}); put it inside another module."
+                )
+            self.model.set_submodule(name, replacement)
+
+    def sizes(self, weight: nn.Parameter) -> list[int]:
+        """Rows here of each section of a one-device ``weight`` that has been split."""
+        return [piece.size[0] for piece in self.specs[self._first[id(weight)]].pieces]
+
+
+def dress(replacement: nn.Module, module: nn.Module) -> None:
+    """Give a parallel module what its one-device original says of mode and initial values."""
+    replacement.train(module.training)
+    if hasattr(module, "initializers"):
+        replacement.initializers = module.initializers
+    elif any(parameter is not None for parameter in module._parameters.values()):
+        replacement.origin = Origin(on_meta(module))  # type: ignore[assignment]
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module's shell (children excepted) with its own parameters and buffers on meta."""
+    shell = copy.copy(module)
+    shell._parameters = {
+        name: None if p is None else nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    shell._buffers = {
+        name: None if b is None else torch.empty_like(b, device="meta") for name, b in module._buffers.items()
+    }
+    return shell

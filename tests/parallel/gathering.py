@@ -1,0 +1,64 @@
+"""Whole canonical tensors out of what each rank holds: what parity tests compare with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+
+
+def gather_canonical(
+    tensors: Mapping[str, Tensor],
+    specs: Mapping[str, ShardSpec],
+    mesh: ParallelMesh,
+    *,
+    sum_partial: bool = True,
+) -> dict[str, Tensor]:
+    """Canonical name -> full tensor, equal on every rank.
+
+    Args:
+        tensors: local tensors by parameter name: parameters, gradients, optimizer state.
+        specs: what they hold.
+        mesh: of this rank; data-parallel copies are not looked at.
+        sum_partial: sum each piece over its partial axes first (gradients; not parameters).
+
+    Fails where owners cover an element twice or not at all, or where holders of the same box differ.
+    """
+    pieces = []
+    for name, tensor in tensors.items():
+        for piece in specs[name].pieces:
+            value = piece.view(tensor.detach()).clone()
+            group = mesh.group(*piece.partial) if piece.partial else None
+            if sum_partial and group is not None:
+                dist.all_reduce(value, group=group)
+            pieces.append((piece.name, piece.shape, piece.box, piece.owner, value.cpu().double().numpy()))
+    group = mesh.group("pp", "cp", "tp")
+    everyone = [pieces]
+    if group is not None:
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, pieces, group=group)
+    whole: dict[str, Tensor] = {}
+    owners: dict[str, Tensor] = {}
+    for name, shape, box, owner, value in (piece for pieces in everyone for piece in pieces):
+        if name not in whole:
+            whole[name], owners[name] = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int64)
+        if owner:
+            whole[name][box] = torch.from_numpy(value)
+            owners[name][box] += 1
+    for name, count in owners.items():
+        assert bool((count == 1).all()), f"{name}: owners per element range from {count.min()} to {count.max()}"
+    for name, _, box, _, value in (piece for pieces in everyone for piece in pieces):
+        held = torch.from_numpy(value)
+        assert torch.allclose(whole[name][box], held, rtol=1e-9, atol=1e-12), f"{name}: holders of one box differ"
+    return whole
+
+
+def relative_error(a: Tensor, b: Tensor, floor: float = 1e-6) -> float:
+    """``|a - b| / max(|b|, floor)`` in float64. The floor is for what is zero but for rounding (a key bias's gradient)."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / max(float(b.norm()), floor))
