@@ -40,7 +40,8 @@ class Linear(nn.Module):
             self.section_sizes = [section.size for section in self.sections]
         self.out_features = sum(self.section_sizes)
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""The user's contract: a LightningModule whose model is written for one device and which any strategy can run.
+
+Write ``build_model``, ``forward_step``, ``loss_step`` and ``loss_tokens``. The default ``training_step`` and
+``validation_step`` make the module run under every Lightning strategy; ``MegatronStrategy`` calls the four methods
+itself, per micro-batch and per model chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from megalight.errors import ConfigurationError
+from megalight.nn.init import initialise
+from megalight.parallel.plan import Plan
+from megalight.parallel.plans import plan_for
+from megalight.types import Loss
+
+Carry: TypeAlias = dict[str, Tensor]
+Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+"""Metric name -> (sum, count); the metric is sum / count. ``"loss"`` is always among them."""
+
+CANONICAL_PREFIX = "model."
+"""Canonical names of a :class:`MegalightModule` start with this."""
+
+
+class MegalightModule(pl.LightningModule):
+    """A LightningModule with a one-device model that strategies may cut, split and replicate.
+
+    Args:
+        seed: of the initial weights, which are the same under every parallel layout.
+
+    Attributes:
+        model: the model, or this process's part of it; None until ``configure_model``.
+        token_multiple: packed token counts are padded to a multiple of this (sequence parallelism needs it). Set by
+            the strategy; 1 on one device.
+    """
+
+    def __init__(self, seed: int = 1234) -> None:
+        super().__init__()
+        self.seed = seed
+        self.model: nn.Module | None = None
+        self.token_multiple = 1
+        self._means: dict[str, MeanMetric] = {}
+
+    def build_model(self) -> nn.Module:
+        """The whole one-device model. Must work under ``torch.device("meta")``: no reading of weight values."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_model() and return the one-device model.")
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
+        """Run one chunk of the model on one micro-batch.
+
+        Args:
+            model: the chunk; the whole model when there is no pipeline.
+            carry: what the previous chunk returned; None on the first.
+
+        Returns:
+            named tensors for the next chunk, or for :meth:`loss_step` after the last.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define forward_step(model, batch, carry).")
+
+    def loss_step(self, carry: Carry, batch: Any) -> Loss:
+        """The *sum* of the losses of one micro-batch, from what the last chunk returned."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss_step(carry, batch).")
+
+    def loss_tokens(self, batch: Any) -> Tensor:
+        """How many tokens (or samples) of ``batch`` count in the loss: a 0-dim tensor. Called before any forward."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss_tokens(batch).")
+
+    def plan(self, model: nn.Module) -> Plan:
+        """How the model splits. Default: the plan registered for its type; without one, everything is replicated."""
+        return plan_for(model) or Plan()
+
+    def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
+        """Cut one rank's share of a global batch into micro-batches of ``size`` samples.
+
+        Tensors are cut along dim 0; containers entry by entry; objects through their own ``split(size)``.
+        """
+        return split_batch(batch, size)
+
+    def configure_model(self) -> None:
+        """Build the model, once. Strategies that split it build it on the meta device and fill it themselves."""
+        if self.model is not None:
+            return
+        self.model = self.build_model()
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            initialise(self.model, self.seed, CANONICAL_PREFIX)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean loss of a batch: for strategies that know nothing of micro-batches."""
+        loss = self._loss(batch)
+        tokens = self.loss_tokens(batch).clamp(min=1)
+        mean = loss.sum / tokens + torch.stack([*loss.auxiliary.values(), loss.sum.new_zeros(())]).sum()
+        self.log("train_loss", mean.detach(), batch_size=1)
+        return mean
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Adds a batch to ``val_loss``, the mean over all tokens of the validation set."""
+        self.log_totals("val", self._totals(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Adds a batch to ``test_loss``."""
+        self.log_totals("test", self._totals(batch))
+
+    def log_totals(self, stage: str, totals: Totals) -> None:
+        """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation.
+
+        A strategy that sums the totals over its ranks first has ``reduces_totals`` set; then ranks are not reduced
+        again.
+        """
+        reduced = getattr(self.trainer.strategy, "reduces_totals", False)
+        for name, (total, count) in totals.items():
+            key = f"{stage}_{name}"
+            if key not in self._means:
+                self._means[key] = MeanMetric(sync_on_compute=not reduced).to(self.device)
+            self._means[key].update(total / count.clamp(min=1), count)
+            self.log(key, self._means[key], on_step=False, on_epoch=True, prog_bar=name == "loss", batch_size=1)
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the totals of the previous evaluation."""
+        self._forget("val")
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the totals of the previous evaluation."""
+        self._forget("test")
+
+    def _forget(self, stage: str) -> None:
+        for key, mean in self._means.items():
+            if key.startswith(f"{stage}_"):
+                mean.reset()
+
+    def _loss(self, batch: Any) -> Loss:
+        if self.model is None:
+            raise ConfigurationError("the model is not built; call configure_model() before a step.")
+        return self.loss_step(self.forward_step(self.model, batch), batch)
+
+    def _totals(self, batch: Any) -> Totals:
+        loss = self._loss(batch)
+        return {"loss": (loss.sum.detach(), self.loss_tokens(batch)), **loss.metrics}
+
+
+def split_batch(batch: Any, size: int) -> list[Any]:
+    """Micro-batches of ``size`` samples (the last may be smaller) of nested tensors, or of an object that can split."""
+    if hasattr(batch, "split") and not isinstance(batch, Tensor | str):
+        return list(batch.split(size))
+    if isinstance(batch, Tensor):
+        return list(torch.split(batch, size))
+    if isinstance(batch, Mapping):
+        columns = {key: split_batch(value, size) for key, value in batch.items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if isinstance(batch, tuple | list):
+        rows = zip(*(split_batch(value, size) for value in batch), strict=True)
+        return [type(batch)(row) if type(batch) in (tuple, list) else type(batch)(*row) for row in rows]
+    raise ConfigurationError(
+        f"a batch of type {type(batch).__name__} cannot be cut into micro-batches; "
+        "give it a split(size) method or override split_batch(batch, size)."
+    )

@@ -1,0 +1,104 @@
+"""Precision under MegatronStrategy: what weights are kept in, and how gradients are clipped.
+
+======================  =======================================  =============================
+``Trainer(precision)``  ``MegalightModule``                      a plain LightningModule
+======================  =======================================  =============================
+``32-true``             float32 weights                          the same
+``64-true``             float64 weights                          the same
+``bf16-mixed``          bfloat16 weights, float32 masters        float32 weights, bf16 autocast
+``bf16-true``           bfloat16 weights, float32 masters        the same
+======================  =======================================  =============================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch.optim import Optimizer
+
+from megalight.errors import ConfigurationError
+
+DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.bfloat16,
+}
+
+
+class MegatronPrecision(Precision):
+    """What :class:`~megalight.strategies.MegatronStrategy` makes of Lightning's precision plugin.
+
+    Args:
+        precision: one of the strings in the table above.
+
+    Attributes:
+        dtype: of the weights of a ``MegalightModule``.
+        clip_by_norm: set by the strategy: clips by the true global gradient norm.
+        autocasts: whether steps of the connected module run under autocast (plain modules in ``bf16-mixed``).
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in DTYPES:
+            raise ConfigurationError(
+                f"precision={precision!r} is not supported by MegatronStrategy; choose one of {', '.join(DTYPES)}."
+            )
+        self.precision = precision  # type: ignore[assignment]
+        self.dtype = DTYPES[precision]
+        self.autocasts = False
+        self.device_type = "cpu"
+        self.clip_by_norm: Callable[[float], None] | None = None
+        self.clip_by_value: Callable[[float], None] | None = None
+
+    @classmethod
+    def of(cls, plugin: Precision | None) -> Precision:
+        """Lightning's plugin for a precision string as ours; plugins of our own family pass through."""
+        if plugin is None or type(plugin) is Precision:
+            return cls("32-true")
+        if isinstance(plugin, MegatronPrecision):
+            return plugin
+        if type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision):
+            return cls(str(plugin.precision))
+        raise ConfigurationError(
+            f"the precision plugin {type(plugin).__name__} does not work under MegatronStrategy; "
+            f"use Trainer(precision=...) with one of {', '.join(DTYPES)}."
+        )
+
+    def convert_input(self, data: Any) -> Any:
+        """Batches stay as they are: token ids are integers, loss masks are float32 on purpose."""
+        return data
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Around the user's code in one micro-batch."""
+        if self.autocasts:
+            with torch.autocast(self.device_type, dtype=torch.bfloat16):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Nothing around the whole step: contexts belong around micro-batches."""
+        yield
+
+    val_step_context = test_step_context = predict_step_context = train_step_context
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all ranks, each element counted once."""
+        assert self.clip_by_norm is not None, "the strategy connects clipping in setup"
+        self.clip_by_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip each gradient element."""
+        assert self.clip_by_value is not None, "the strategy connects clipping in setup"
+        self.clip_by_value(float(clip_val))

@@ -1,0 +1,94 @@
+"""Every private attribute of Lightning that Megalight touches, and nothing else. A sentinel test guards each one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+__all__ = [
+    "IS_INTERACTIVE",
+    "USED",
+    "MultiProcessingLauncher",
+    "SigtermAgreement",
+    "SubprocessScriptLauncher",
+    "WorkerOutput",
+    "fire",
+    "skip_backward",
+]
+
+USED = {
+    "trainer.fit_loop._skip_backward": "training_step runs the backward itself",
+    "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor": "a device sync per step, replaced by an agreement now and then",
+    "trainer._signal_connector._sigterm_notifier_fn": "issues a collective inside a signal handler",
+    "trainer.received_sigterm": "read and set at step boundaries",
+    "trainer._signal_connector.received_sigterm": "the field behind trainer.received_sigterm",
+    "lightning.fabric.utilities.imports._IS_INTERACTIVE": "whether this is a notebook",
+    "strategies.launchers._MultiProcessingLauncher": "handing a sharded model back from workers",
+    "strategies.launchers._SubprocessScriptLauncher": "checking the number of processes that a launcher started",
+    "strategies.launchers.multiprocessing._WorkerOutput": "what workers hand back",
+    "call._call_callback_hooks": "fires the hooks around the backward that Lightning skips",
+    "call._call_lightning_module_hook": "the same for the module's own hooks",
+}
+
+
+def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
+    """Call a hook on callbacks, then on the LightningModule, as Lightning's loops do."""
+    call._call_callback_hooks(trainer, hook, *args)
+    call._call_lightning_module_hook(trainer, hook, *args)
+
+
+def skip_backward(trainer: pl.Trainer) -> None:
+    """Make Lightning's automatic optimization run ``training_step`` alone: no ``zero_grad``, no ``backward``."""
+    trainer.fit_loop._skip_backward = True
+
+
+class SigtermAgreement:
+    """SIGTERM without a device sync per step and without collectives in a signal handler.
+
+    The handler raises a flag. Every ``every_n_steps`` steps all ranks agree whether anyone was told to stop; then all
+    of them stop at the same step boundary, through Lightning's own ``SIGTERMException`` path.
+
+    Args:
+        agree: combines a flag over all ranks (True if any is), on the host.
+    """
+
+    def __init__(self, trainer: pl.Trainer, agree: Callable[[bool], bool], every_n_steps: int) -> None:
+        self.trainer = trainer
+        self.agree = agree
+        self.every_n_steps = every_n_steps
+        self.told = False
+        self._calls = 0
+
+    def install(self) -> None:
+        """Replace Lightning's per-step broadcast and its signal handler, on this trainer only."""
+        self.trainer._signal_connector._sigterm_notifier_fn = self._handle  # type: ignore[method-assign,assignment]
+        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._check  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Put Lightning's own back."""
+        for owner in (self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop):
+            for name in ("_sigterm_notifier_fn", "_broadcast_sigterm_tensor"):
+                owner.__dict__.pop(name, None)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        launcher = self.trainer.strategy.launcher
+        if not self.told and launcher is not None:
+            launcher.kill(signal.Signals(signum))
+        self.told = True
+        if self.trainer.world_size == 1:
+            self.trainer._signal_connector.received_sigterm = True
+
+    def _check(self) -> None:
+        self._calls += 1
+        if self._calls % self.every_n_steps == 0 and self.agree(self.told):
+            self.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException

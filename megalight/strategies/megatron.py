@@ -1,0 +1,519 @@
+"""MegatronStrategy: Lightning trains a one-device model over tensor, sequence and data-parallel ranks."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.models.module import MegalightModule
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import Plan
+from megalight.parallel.random import RandomStreams
+from megalight.parallel.shard import ShardSpec
+from megalight.plugins.precision import MegatronPrecision
+from megalight.strategies import _lightning, launchers, persistence, setup
+from megalight.strategies.options import DataParallel
+from megalight.strategies.step import Stepper, StepReport, own_steps
+
+log = logging.getLogger(__name__)
+
+
+class MegatronStrategy(ParallelStrategy):
+    """Tensor, sequence and data parallelism for any LightningModule.
+
+    The model is written for one device. ``setup`` splits it by its plan, so a run on any layout computes the same
+    losses, gradients and weights as one device does.
+
+    Args:
+        tensor_parallel: ranks over which each layer's weights are split.
+        sequence_parallel: also split the activations between those layers, by tokens.
+        pipeline_parallel: ranks over which the layers are divided.
+        virtual_pipeline: chunks of layers per pipeline rank.
+        pipeline_layout: which layers go where, as a string.
+        context_parallel: ranks over which each sequence is divided.
+        expert_parallel: ranks over which experts are divided.
+        expert_tensor_parallel: ranks over which each expert's weights are split.
+        micro_batch_size: samples that go through the model at once; a DataLoader batch is this rank's share of one
+            global batch, cut into micro-batches inside the step. None: the whole share at once.
+        data_parallel: how the remaining ranks, replicas of the model, share gradients and optimizer state.
+        plan: how the model splits; None: the module's own ``plan()``, or the plan registered for the model's type.
+        sigterm_every_n_steps: how often ranks agree whether one of them was told to stop.
+        process_group_backend: ``gloo``, ``nccl``; None: by device.
+        timeout_seconds: of collectives.
+        start_method: how ``devices=N`` starts processes when no launcher (torchrun, SLURM) did: ``popen`` re-runs the
+            script, ``fork`` and ``spawn`` start workers of this process. ``auto``: fork in notebooks, else popen.
+
+    Attributes:
+        mesh: the grid of ranks.
+        specs: what each local parameter holds of the model.
+        engine: the data-parallel engine; None outside ``fit``.
+        report: what the last training step did; None before the first.
+        extra_shard_states: name -> one flat tensor per engine shard: saved and loaded by canonical name, as
+            ``<name>.<canonical>`` (a moving average of the weights, say).
+
+    Raises:
+        LayoutError: degrees that do not fit the number of processes, or the model.
+        ConfigurationError: options that cannot work together.
+    """
+
+    strategy_name = "megatron"
+    is_distributed = True
+    reduces_totals = True
+
+    def __init__(
+        self,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+        pipeline_parallel: int = 1,
+        virtual_pipeline: int = 1,
+        pipeline_layout: str | None = None,
+        context_parallel: int = 1,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 1,
+        micro_batch_size: int | None = None,
+        data_parallel: DataParallel | None = None,
+        plan: Plan | None = None,
+        sigterm_every_n_steps: int = 10,
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800,
+        start_method: Literal["auto", "popen", "fork", "spawn"] = "auto",
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        for name, degree, default in (
+            ("pipeline_parallel", pipeline_parallel, 1),
+            ("virtual_pipeline", virtual_pipeline, 1),
+            ("pipeline_layout", pipeline_layout, None),
+            ("context_parallel", context_parallel, 1),
+            ("expert_parallel", expert_parallel, 1),
+            ("expert_tensor_parallel", expert_tensor_parallel, 1),
+        ):
+            if degree != default:
+                raise LayoutError(f"{name}={degree!r} is not available in this version; leave it at {default!r}.")
+        if tensor_parallel < 1:
+            raise LayoutError(f"tensor_parallel={tensor_parallel}; it must be at least 1.")
+        if sequence_parallel and tensor_parallel == 1:
+            raise LayoutError(
+                "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
+                "layers. Set tensor_parallel, or leave sequence_parallel off."
+            )
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise LayoutError(f"micro_batch_size={micro_batch_size}; it must be at least 1 sample.")
+        if checkpoint_io is not None:
+            raise ConfigurationError(
+                "MegatronStrategy writes sharded checkpoint folders itself; remove the CheckpointIO plugin."
+            )
+        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
+        self.tensor_parallel = tensor_parallel
+        self.sequence_parallel = sequence_parallel
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel = data_parallel or DataParallel()
+        self.plan = plan
+        self.sigterm_every_n_steps = sigterm_every_n_steps
+        self.process_group_backend = process_group_backend
+        self.timeout_seconds = timeout_seconds
+        self.start_method = start_method
+        self.num_nodes = 1
+        self.mesh = ParallelMesh()
+        self.specs: dict[str, ShardSpec] = {}
+        self.engine: DataParallelEngine | None = None
+        self.report: StepReport | None = None
+        self.extra_shard_states: dict[str, list[Tensor]] = {}
+        self.streams: RandomStreams | None = None
+        self.fresh = False
+        self._stepper: Stepper | None = None
+        self._setup_of: pl.LightningModule | None = None
+        self._accumulating = False
+        self._loaded: persistence.Loaded | None = None
+        self._sigterm: _lightning.SigtermAgreement | None = None
+        self._host_group: dist.ProcessGroup | None = None
+
+    # ------------------------------------------------------------------ ranks and launching
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes per node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which share of the data this rank reads: all ranks of one replica read the same."""
+        return {"num_replicas": self.mesh.dp, "rank": self.mesh.rank("dp")}
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's precision plugin, in our form."""
+        return self._precision_plugin if self._precision_plugin is not None else MegatronPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else MegatronPrecision.of(plugin)
+
+    @property
+    def precision(self) -> MegatronPrecision:
+        """The precision plugin, typed."""
+        plugin = self.precision_plugin
+        assert isinstance(plugin, MegatronPrecision)
+        return plugin
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+
+    def _configure_launcher(self) -> None:
+        ParallelMesh(self.num_nodes * self.num_processes, tp=self.tensor_parallel)  # refuse before a process starts
+        if isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue:
+            raise ConfigurationError(
+                "SLURM auto-requeue saves inside a signal handler, which can interrupt a collective. Pass "
+                "plugins=[SLURMEnvironment(auto_requeue=False)] and add megalight.callbacks.Preemption()."
+            )
+        self._launcher = launchers.launcher(self, self.start_method)
+
+    def setup_environment(self) -> None:
+        """Process group, mesh, random streams."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if self.world_size > 1 and not dist.is_initialized():
+            backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+            assert self.cluster_environment is not None
+            dist.init_process_group(
+                backend,
+                init_method="env://",
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=datetime.timedelta(seconds=self.timeout_seconds),
+                device_id=self.root_device if self.root_device.type == "cuda" else None,
+            )
+        if not self.mesh.world_size == self.world_size:
+            self.mesh = ParallelMesh(self.world_size, self.global_rank, tp=self.tensor_parallel)
+        if self.streams is None:
+            self.streams = RandomStreams(self.mesh)
+        log.info("parallel layout: %s", self.mesh.describe())
+
+    # ------------------------------------------------------------------ model and optimizer
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Check what is handed in before anything is built."""
+        if not model.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(model).__name__} uses manual optimization, which MegatronStrategy cannot run: it reduces "
+                "gradients itself. Set automatic_optimization = True."
+            )
+        if model is not self._setup_of:
+            self._setup_of = None
+        super().connect(model)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Megalight's modules build their model on the meta device: it is split first and filled after."""
+        meta = isinstance(self.lightning_module, MegalightModule) and self._setup_of is None
+        with torch.device("meta") if meta else nullcontext():
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Turn the one-device model into this rank's part of a parallel one; see :mod:`megalight.strategies.setup`."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        module = self.lightning_module
+        self.accelerator.setup(trainer)
+        self._refuse_callbacks(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._setup_of is None:
+            self.engine = None
+            self.specs = setup.build(self, module, self._loaded)
+            self._setup_of = module
+        elif self._loaded is not None:
+            self._loaded.read_model(self)
+        if fitting:
+            self._fit_setup(trainer)
+        self._stepper = Stepper(
+            module,
+            self.chunks,
+            self.mesh,
+            self.precision,
+            self.micro_batch_size,
+            self.engine.micro_batch if self.engine is not None else lambda last: nullcontext(),
+        )
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # inference tensors cannot meet views of flat buffers
+
+    def _fit_setup(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        self.setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConfigurationError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; MegatronStrategy steps exactly one. "
+                "Put the parameters into groups of one optimizer."
+            )
+        self.engine = setup.build_engine(self, self.lightning_module, self.optimizers[0])
+        self.precision.clip_by_norm = self._clip_by_norm
+        self.precision.clip_by_value = self._clip_by_value
+        _lightning.skip_backward(trainer)
+        self._sigterm = _lightning.SigtermAgreement(trainer, self._any_rank, self.sigterm_every_n_steps)
+        self._sigterm.install()
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The parts of the model on this rank."""
+        module = self.lightning_module
+        assert module is not None
+        if isinstance(module, MegalightModule):
+            assert module.model is not None
+            return [module.model]
+        return [module]
+
+    def model_to_device(self) -> None:
+        """Nothing: parameters are made on the device in :meth:`setup`."""
+
+    def _refuse_callbacks(self, trainer: pl.Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} averages whole parameters on every rank and toggles Lightning's "
+                    "backward, neither of which works on sharded weights. Use megalight.callbacks.EMA instead."
+                )
+
+    # ------------------------------------------------------------------ the step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Zero buffers, run all micro-batches forward and backward, reduce; returns the global mean loss, detached."""
+        assert self._stepper is not None and self.engine is not None
+        trainer = self._trainer
+        window = int(trainer.accumulate_grad_batches)
+        optimizer = self.optimizers[0]
+        if batch_idx % window == 0:
+            _lightning.fire(trainer, "on_before_zero_grad", optimizer)
+            self.engine.zero_grad()
+        output, self.report = self._stepper.train(batch, batch_idx, 1.0 / window, sync=not self._accumulating)
+        if not self._accumulating:
+            self.engine.finish_grad_sync()
+        _lightning.fire(trainer, "on_after_backward")
+        if not own_steps(self._stepper.module, "training_step"):
+            self._stepper.module.log("train_loss", self.report.loss, batch_size=1)
+            for name, value in self.report.metrics.items():
+                self._stepper.module.log(f"train_{name}", value, batch_size=1)
+        return output
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """The closure (step, hooks, clipping), the update of this rank's shards, the parameters' way back."""
+        assert self.engine is not None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.engine.publish()
+        return output
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Never: :meth:`training_step` runs the backward of every micro-batch itself."""
+        raise ConfigurationError(
+            "something called backward on MegatronStrategy, whose training_step has done it already; a callback that "
+            "toggles Lightning's backward (StochasticWeightAveraging does) cannot be used with it."
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Forward only; logs ``val_loss``, the same on every rank."""
+        return self._evaluation_step("val", "validation_step", batch, batch_idx, dataloader_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Forward only; logs ``test_loss``, the same on every rank."""
+        return self._evaluation_step("test", "test_step", batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own ``predict_step``, on this rank's part of the model."""
+        assert self.lightning_module is not None
+        self.sync_parameters()
+        with self.precision.step_context():
+            return self.lightning_module.predict_step(*args, **kwargs)
+
+    def _evaluation_step(self, stage: str, method: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        assert self._stepper is not None
+        module = self._stepper.module
+        self.sync_parameters()
+        if own_steps(module, method):
+            several = isinstance(getattr(self._trainer, f"{stage}_dataloaders", None), Sequence)
+            more = (dataloader_idx,) if several and dataloader_idx else ()
+            with self.precision.step_context():
+                return getattr(module, method)(batch, batch_idx, *more)
+        assert isinstance(module, MegalightModule)
+        totals = self._stepper.evaluate(batch)
+        module.log_totals(stage, totals)
+        return totals["loss"][0] / totals["loss"][1].clamp(min=1)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning opens this around steps that only accumulate gradients."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def sync_parameters(self) -> None:
+        """Wait until every parameter holds the values of the last optimizer step."""
+        if self.engine is not None:
+            self.engine.sync_parameters()
+
+    def _clip_by_norm(self, max_norm: float) -> None:
+        assert self.engine is not None
+        norm = self.engine.grad_norm()
+        self.engine.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        assert self.lightning_module is not None
+        self.lightning_module.log("grad_norm", norm, batch_size=1)
+
+    def _clip_by_value(self, limit: float) -> None:
+        assert self.engine is not None
+        for shard in self.engine.shards:
+            assert shard.master.grad is not None
+            shard.master.grad.clamp_(-limit, limit)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part, by reference: :meth:`save_checkpoint` writes the canonical views instead."""
+        self.sync_parameters()
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing to collect: the shards are written by canonical name."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a sharded folder, from all ranks, that any layout can load."""
+        if storage_options is not None:
+            raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
+        self.sync_parameters()
+        persistence.save(self, checkpoint, self.broadcast(str(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a folder; weights are read in :meth:`setup`, the optimizer in :meth:`load_optimizer_state_dict`."""
+        self._loaded = persistence.Loaded.open(str(checkpoint_path))
+        return self._loaded.for_lightning()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Remember how strict to be; the tensors are read once, in :meth:`setup`."""
+        assert self._loaded is not None
+        self._loaded.strict = strict
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read masters, moments and random states."""
+        assert self._loaded is not None
+        self._loaded.read_optimizer(self)
+
+    def restore_in_parent(self, trainer: pl.Trainer, path: str) -> None:
+        """Whole weights and step counters into the process that started the workers."""
+        assert self.lightning_module is not None
+        loops = persistence.restore_whole(self.lightning_module, path)
+        trainer.fit_loop.load_state_dict(loops["fit_loop"])
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a folder, atomically."""
+        if self.is_global_zero:
+            persistence.remove(str(filepath))
+
+    # ------------------------------------------------------------------ collectives for Lightning
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that see different data; ranks of one replica hold equal values."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        group = group or self.mesh.group("dp", "cp")
+        if group is None:
+            return tensor
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        mean = name in ("mean", "avg")
+        op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, name.upper())
+        value = tensor.to(self.root_device, copy=True)
+        if mean and not value.is_floating_point():
+            value = value.float()
+        dist.all_reduce(value, op=op, group=group)
+        return value / dist.get_world_size(group) if mean else value
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Whether all (or any) of *all* ranks, replicas or not, decided so."""
+        return not self._any_rank(not decision) if all else self._any_rank(decision)
+
+    def _any_rank(self, flag: bool) -> bool:
+        if self.world_size == 1:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.host_group())
+        return bool(value)
+
+    def host_group(self) -> dist.ProcessGroup | None:
+        """A gloo group over all ranks: for decisions on the host that must not touch the device."""
+        if self._host_group is None:
+            backend = dist.get_backend()
+            self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+        return self._host_group
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.barrier(group=self.host_group())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of rank ``src`` to all ranks."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self.host_group())
+        return box[0]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seed workers by replica, so that all ranks of one replica see the same augmentation."""
+        return setup.seed_workers(dataloader, self.mesh.rank("dp"))
+
+    # ------------------------------------------------------------------ the end
+
+    def on_train_end(self) -> None:
+        """Weights are whole before any hook reads them."""
+        self.sync_parameters()
+
+    def teardown(self) -> None:
+        """Leave the weights where they are: they are views of flat buffers."""
+        if self._sigterm is not None:
+            self._sigterm.uninstall()
+            self._sigterm = None
+        self._loaded = None
+        self.precision_plugin.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+
+    @classmethod
+    def register_strategies(cls, registry: Any) -> None:
+        """Names for ``Trainer(strategy=...)``."""
+        registry.register("megatron", cls, "Megatron parallelism for any LightningModule", override=True)
+        registry.register(
+            "megatron_notebook", cls, "the same, started by fork", override=True, start_method="fork"
+        )

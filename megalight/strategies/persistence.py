@@ -1,0 +1,221 @@
+"""Between Lightning's checkpoint dictionary and sharded folders of canonical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from megalight import __version__, checkpoint
+from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
+from megalight.errors import CheckpointError
+from megalight.imports import version
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.parallel.apply import parallelize
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import Plan
+from megalight.strategies.tree import root_of, tensors_of
+
+if TYPE_CHECKING:
+    from megalight.strategies.megatron import MegatronStrategy
+
+NOT_STORED = ("state_dict", "optimizer_states")
+"""Lightning's entries that canonical tensors take the place of."""
+
+remove = checkpoint.remove
+
+
+def save(strategy: MegatronStrategy, entries: dict[str, Any], path: str) -> None:
+    """Write Lightning's entries and every canonical tensor as one folder, from all ranks."""
+    common = {name: value for name, value in entries.items() if name not in NOT_STORED}
+    common["megalight"] = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+        "layout": strategy.mesh.describe(),
+    }
+    views = model_views(strategy)
+    if "optimizer_states" in entries and strategy.engine is not None:
+        common["optimizer"] = _group_options(strategy)
+        views |= dict(_optimizer_views(strategy))
+    assert strategy.streams is not None
+    checkpoint.save(
+        path,
+        views,
+        common=common,
+        rank_state={"random": strategy.streams.state_dict()},
+        files=_files(strategy),
+    )
+
+
+def model_views(strategy: MegatronStrategy) -> dict[str, View]:
+    """The model's canonical tensors as this rank holds them."""
+    assert strategy.lightning_module is not None
+    tensors = tensors_of(root_of(strategy.lightning_module))
+    return views_of_parameters(tensors.items(), strategy.specs, strategy.mesh)
+
+
+def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
+    """Load a checkpoint into a whole model in this process, building it where needed.
+
+    Returns:
+        the state of Lightning's loops.
+    """
+    module.configure_model()
+    root = root_of(module)
+    prefix = CANONICAL_PREFIX if isinstance(module, MegalightModule) else ""
+    specs = parallelize(root, Plan(), ParallelMesh(), prefix=prefix)
+    saved = checkpoint.open(path)
+    saved.load(views_of_parameters(tensors_of(root).items(), specs, ParallelMesh()))
+    return dict(saved.common["loops"])
+
+
+@dataclass
+class Loaded:
+    """A checkpoint that Lightning is resuming from: opened and verified, its tensors read when there is room for them.
+
+    Attributes:
+        strict: every tensor of the model must be in the checkpoint.
+    """
+
+    saved: checkpoint.Checkpoint
+    path: str
+    strict: bool = True
+
+    @classmethod
+    def open(cls, path: str) -> Loaded:
+        """Open a folder.
+
+        Raises:
+            CheckpointError: not a complete checkpoint; names the last good one beside it.
+        """
+        if Path(path).is_file():
+            raise CheckpointError(
+                f"{path} is a single file, as other Lightning strategies write; MegatronStrategy reads folders that it "
+                "wrote itself. Load such a file into the module before fit instead."
+            )
+        return cls(checkpoint.open(path), path)
+
+    def for_lightning(self) -> dict[str, Any]:
+        """The entries that Lightning restores itself."""
+        common = dict(self.saved.common)
+        options = common.pop("optimizer", None)
+        return {**common, "state_dict": {}, **({} if options is None else {"optimizer_states": [options]})}
+
+    def read_model(self, strategy: MegatronStrategy) -> None:
+        """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
+        views = model_views(strategy)
+        wide = {name: view for name, view in views.items() if view.dtype in (torch.float32, torch.float64)}
+        masters = {MASTER + name: view for name, view in wide.items() if MASTER + name in self.saved.tensors}
+        plain = {name: view for name, view in views.items() if MASTER + name not in masters}
+        self.saved.load({**_renamed(masters), **plain}, strict=self.strict)
+
+    def read_optimizer(self, strategy: MegatronStrategy) -> None:
+        """Masters, optimizer state, group options and random states.
+
+        Raises:
+            CheckpointError: no optimizer state in it, or of another optimizer.
+        """
+        saved = self.saved.common.get("optimizer")
+        optimizer, engine = strategy.optimizers[0], strategy.engine
+        assert engine is not None and strategy.streams is not None
+        if saved is None:
+            raise CheckpointError(f"{self.path} holds weights only; it cannot resume training. Choose a full checkpoint.")
+        groups = saved["groups"]
+        if saved["class"] != type(optimizer).__name__ or len(groups) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"{self.path} was trained with {saved['class']} in {len(groups)} parameter groups; this run uses "
+                f"{type(optimizer).__name__} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load "
+                "the weights alone."
+            )
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options["options"])
+        for shard in engine.shards:
+            states = optimizer.state[shard.master]
+            states.update({name: _scalar(value) for name, value in groups[shard.group]["scalars"].items()})
+            for name, dtype in groups[shard.group]["tensors"].items():
+                states[name] = torch.zeros_like(shard.master, dtype=DTYPES[dtype])
+        self.saved.load(self._found(dict(_optimizer_views(strategy))), strict=True)
+        random = self.saved.rank_state(strategy.global_rank)
+        if random is not None:
+            strategy.streams.load_state_dict(random["random"])
+
+    def _found(self, views: dict[str, View]) -> dict[str, View]:
+        """Masters by the weights' own names where the checkpoint was written by a run that needed no copies."""
+        wanted = {
+            name: name.removeprefix(MASTER) if name.startswith(MASTER) and name not in self.saved.tensors else name
+            for name in views
+        }
+        return {wanted[name]: View(wanted[name], view.shape, view.boxes) for name, view in views.items()}
+
+
+MASTER = "optimizer.master."
+STATE = "optimizer."
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+
+def _group_options(strategy: MegatronStrategy) -> dict[str, Any]:
+    """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states."""
+    assert strategy.engine is not None
+    optimizer = strategy.optimizers[0]
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name != "params"}
+        shards = [shard for shard in strategy.engine.shards if shard.group == index]
+        states = optimizer.state.get(shards[0].master, {}) if shards else {}
+        flat = {name for name, value in states.items() if _is_flat(value, shards[0].master)}
+        groups.append(
+            {
+                "options": options,
+                "scalars": {name: value for name, value in states.items() if name not in flat},
+                "tensors": {name: str(states[name].dtype) for name in sorted(flat)},
+            }
+        )
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def _optimizer_views(strategy: MegatronStrategy) -> Iterator[tuple[str, View]]:
+    """Masters that are copies, element-wise optimizer states, and whatever callbacks keep per shard."""
+    engine, optimizer = strategy.engine, strategy.optimizers[0]
+    assert engine is not None
+    mesh = strategy.mesh
+    replica = (0, 1) if engine.level.state else (mesh.rank("dp"), mesh.size("dp"))
+    shards = engine.shards
+    copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
+    yield from views_of_shards([s.master for s in copies], copies, prefix=MASTER, replica=replica).items()
+    names = sorted({name for s in shards for name, value in optimizer.state[s.master].items() if _is_flat(value, s.master)})
+    for name in names:
+        having = [s for s in shards if name in optimizer.state[s.master]]
+        tensors = [optimizer.state[s.master][name] for s in having]
+        yield from views_of_shards(tensors, having, prefix=f"{STATE}{name}.", replica=replica).items()
+    for name, tensors in strategy.extra_shard_states.items():
+        yield from views_of_shards(tensors, shards, prefix=f"{name}.", replica=replica).items()
+
+
+def _is_flat(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.shape and value.ndim == 1
+
+
+def _scalar(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _renamed(views: dict[str, View]) -> dict[str, View]:
+    """Views under the names they are read by."""
+    return {name: View(name, view.shape, view.boxes) for name, view in views.items()}
+
+
+def _files(strategy: MegatronStrategy) -> dict[str, bytes]:
+    """Files that the module or the data say belong into a checkpoint (a tokenizer, say)."""
+    assert strategy.lightning_module is not None
+    trainer = strategy.lightning_module.trainer
+    files: dict[str, bytes] = {}
+    for owner in (strategy.lightning_module, getattr(trainer, "datamodule", None)):
+        provide = getattr(owner, "checkpoint_files", None)
+        files |= provide() if provide is not None else {}
+    return files

@@ -1,0 +1,186 @@
+"""From a one-device model to this rank's part of a parallel one. The order matters:
+
+1. *Structural transforms* come before everything that looks at modules: a layer added later would not be split.
+2. *Split by the plan* works on meta tensors, so no rank ever holds more than its part.
+3. *Precision* before values: casting afterwards would round initial values twice.
+4. *Values*: draw, or read the checkpoint, straight into the local parameters; tensors are read once.
+5. *Optimizer groups* need the parameters that exist now, and say which belong together.
+6. *Data-parallel buffers* take the parameters' storage over: anything that replaces a parameter later would be lost.
+7. *The optimizer* is pointed at the buffers' shards last; its state must not be made for parameters it will not step.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megalight.errors import ConfigurationError
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.optim import shard_optimizer
+from megalight.parallel.apply import parallelize
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.plan import Plan
+from megalight.parallel.plans import plan_for
+from megalight.parallel.shard import ShardSpec
+from megalight.strategies.persistence import Loaded
+from megalight.strategies.tree import root_of
+
+if TYPE_CHECKING:
+    from megalight.strategies.megatron import MegatronStrategy
+
+log = logging.getLogger(__name__)
+
+
+def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded | None) -> dict[str, ShardSpec]:
+    """Steps 2 to 4; returns what each local parameter and buffer of the root holds of the model."""
+    root = root_of(module)
+    if isinstance(module, MegalightModule):
+        plan = strategy.plan or module.plan(root)
+        module.token_multiple = strategy.tensor_parallel if strategy.sequence_parallel else 1
+    else:
+        plan = strategy.plan or plan_for(root) or Plan()
+        _equalise(strategy, root)
+    if strategy.tensor_parallel > 1 and not plan.rules:
+        raise ConfigurationError(
+            f"tensor_parallel={strategy.tensor_parallel}, but there is no plan for {type(root).__name__}, so nothing "
+            "would be split. Pass MegatronStrategy(plan=...), or define plan(model) on your MegalightModule."
+        )
+    specs = parallelize(
+        root,
+        plan,
+        strategy.mesh,
+        sequence_parallel=strategy.sequence_parallel,
+        prefix=CANONICAL_PREFIX if isinstance(module, MegalightModule) else "",
+    )
+    _apply_precision(strategy, module, root)
+    fresh = any(parameter.is_meta for parameter in root.parameters())
+    materialise(root, strategy.root_device)
+    module.to(strategy.root_device)
+    if loaded is not None:
+        strategy.specs = specs
+        loaded.read_model(strategy)
+    elif fresh:
+        initialise(root, specs, seed_of(module))
+    strategy.fresh = fresh and loaded is None
+    assert strategy.streams is not None
+    strategy.streams.seed(torch.initial_seed())
+    return specs
+
+
+def seed_of(module: pl.LightningModule) -> int:
+    """The seed of the initial weights."""
+    return module.seed if isinstance(module, MegalightModule) else torch.initial_seed() % 2**63
+
+
+def build_engine(strategy: MegatronStrategy, module: pl.LightningModule, optimizer: Optimizer) -> DataParallelEngine:
+    """Steps 6 and 7."""
+    root = root_of(module)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    infos = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigurationError(
+                    f"the optimizer was given a parameter of shape {tuple(parameter.shape)} that is not part of "
+                    f"{type(root).__name__}; return an optimizer over self.parameters()."
+                )
+            name = names[id(parameter)]
+            infos.append(ParamInfo(name, parameter, strategy.specs[name], index))
+    order = {name: index for index, name in enumerate(names.values())}
+    infos.sort(key=lambda info: order[info.name])
+    options = strategy.data_parallel
+    engine = DataParallelEngine(
+        infos,
+        strategy.mesh,
+        level=options.level,
+        grad_dtype=options.dtype(options.gradient_dtype),
+        reduce_dtype=options.dtype(options.reduce_dtype),
+        bucket_size=options.bucket_size,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+    )
+    if strategy.fresh and strategy.precision.dtype == torch.bfloat16 and isinstance(module, MegalightModule):
+        # the parameters hold rounded values; the masters begin from the draws themselves
+        initialise(root, strategy.specs, seed_of(module), on_values=partial(_fill_masters, strategy, engine))
+    shard_optimizer(optimizer, engine)
+    if isinstance(module, MegalightModule) and not reads_weights_between_steps(strategy, module):
+        engine.attach_gather_hooks(root)
+    for kind, size in engine.memory().items():
+        log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
+    return engine
+
+
+def _fill_masters(strategy: MegatronStrategy, engine: DataParallelEngine, name: str, values: Tensor) -> None:
+    """Copy the part of a parameter's float32 values that lies in this rank's shards into the masters."""
+    flat = values.reshape(-1)
+    with torch.no_grad():
+        for shard in engine.shards:
+            for spec, first in shard.slots:
+                low, high = max(shard.start, first), min(shard.stop, first + spec.numel)
+                if spec is strategy.specs[name] and low < high:
+                    shard.master[low - shard.start : high - shard.start].copy_(flat[low - first : high - first])
+
+
+BETWEEN_STEPS = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "on_train_epoch_end")
+"""Hooks in which foreign code may read weights while they are still being gathered."""
+
+
+def reads_weights_between_steps(strategy: MegatronStrategy, module: pl.LightningModule) -> bool:
+    """Whether code that is neither Lightning's nor ours runs between two steps: gathering then ends with the step."""
+    trainer = module.trainer
+    owners: list[tuple[Any, type]] = [(callback, pl.Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    owners.append((module, pl.LightningModule))
+    for owner, base in owners:
+        if type(owner).__module__.partition(".")[0] in ("lightning", "megalight"):
+            continue
+        for hook in BETWEEN_STEPS:
+            if getattr(type(owner), hook) is not getattr(base, hook):
+                log.info("%s defines %s: parameters are gathered before it runs", type(owner).__name__, hook)
+                return True
+    return False
+
+
+def _equalise(strategy: MegatronStrategy, root: nn.Module) -> None:
+    """Give every rank the weights of rank 0: a plain module may have drawn different ones on each."""
+    if strategy.world_size == 1:
+        return
+    tensors = [*root.parameters(), *root.buffers()]
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.is_meta:
+                host = tensor.detach().cpu().contiguous()
+                dist.broadcast(host, 0, group=strategy.host_group())
+                tensor.copy_(host)
+
+
+def _apply_precision(strategy: MegatronStrategy, module: pl.LightningModule, root: nn.Module) -> None:
+    precision = strategy.precision
+    precision.device_type = strategy.root_device.type
+    precision.autocasts = precision.precision == "bf16-mixed" and not isinstance(module, MegalightModule)
+    if not precision.autocasts and precision.dtype != torch.float32:
+        root.to(dtype=precision.dtype)
+    elif isinstance(module, MegalightModule):
+        root.to(dtype=torch.float32)
+
+
+def seed_workers(dataloader: Any, rank: int) -> Any:
+    """Make DataLoader workers draw by data-parallel rank where Lightning would seed them by global rank.
+
+    The loader also gets a generator of its own: it would otherwise draw from the default one when it starts, and a
+    resumed run's dropout would differ.
+    """
+    if hasattr(dataloader, "generator") and dataloader.generator is None:
+        dataloader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+    if getattr(dataloader, "num_workers", 0) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+    return dataloader
+

@@ -1,0 +1,76 @@
+"""Every layout trains the same model as one device: initial weights, losses, gradient norms, final weights."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
+from tests.workers import run
+
+LAYOUTS = [
+    {"tensor_parallel": tp, "sequence_parallel": sp, "data": dp, "level": level}
+    for tp, sp, dp, level in itertools.product((1, 2, 4), (False, True), (1, 2), ("no_shard", "optim"))
+    if not (sp and tp == 1)
+]
+ROWS = [(name, layout) for name in CONFIGS for layout in LAYOUTS]
+COVER = [
+    ("gqa", 2, True, 2, "optim"),
+    ("gqa", 4, False, 1, "no_shard"),
+    ("gqa", 1, False, 2, "optim"),
+    ("mha", 4, True, 1, "optim"),
+    ("mha", 1, False, 1, "optim"),
+    ("mha", 2, False, 2, "no_shard"),
+    ("tied", 2, True, 1, "no_shard"),
+    ("tied", 4, True, 1, "optim"),
+    ("tied", 1, False, 2, "no_shard"),
+    ("gpt2", 2, False, 2, "optim"),
+    ("gpt2", 4, True, 1, "no_shard"),
+    ("gpt2", 1, False, 1, "no_shard"),
+]
+
+
+@functools.cache
+def expected(name: str) -> dict[str, Any]:
+    return by_hand(CONFIGS[name])
+
+
+def ident(row: tuple[Any, ...]) -> str:
+    name, tp, sp, dp, level = row
+    return f"{name}-tp{tp}{'sp' if sp else ''}-dp{dp}-{level}"
+
+
+def check(name: str, tp: int, sp: bool, dp: int, level: str) -> None:
+    found = run(
+        _rank, tp * dp, name, {"tensor_parallel": tp, "sequence_parallel": sp, "micro_batch_size": 1}, {"level": level}
+    )
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"], "ranks report different losses"
+    assert_same_run(found[0], expected(name))
+
+
+def _rank(name: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return fit(CONFIGS[name], options=options, **strategy)
+
+
+@pytest.mark.parametrize("row", COVER, ids=ident)
+def test_layout_trains_the_same_model(row: tuple[Any, ...]) -> None:
+    check(*row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "row",
+    [
+        row
+        for name, layout in ROWS
+        if (row := (name, layout["tensor_parallel"], layout["sequence_parallel"], layout["data"], layout["level"]))
+        not in COVER
+    ],
+    ids=ident,
+)
+def test_every_layout_trains_the_same_model(row: tuple[Any, ...]) -> None:
+    check(*row)

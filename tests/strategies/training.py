@@ -1,0 +1,200 @@
+"""Small training runs under MegatronStrategy in the worker pool, and the same run on one device by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.model import GPT
+from megalight.models.gpt.module import GPTModule
+from megalight.nn.init import initialise
+from megalight.nn.names import parts
+from megalight.optim import AdamConfig
+from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.types import TokenBatch
+from tests.environment import trainer
+from tests.parallel.gathering import gather_canonical
+
+BASE = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=48,
+    vocab_size=101,
+    max_sequence_length=24,
+)
+CONFIGS = {
+    "gqa": BASE,
+    "mha": replace(BASE, num_kv_heads=4),
+    "tied": replace(BASE, tie_embeddings=True, logit_softcap=10.0, attention=AttentionConfig(qk_norm=True)),
+    "gpt2": replace(
+        BASE,
+        num_kv_heads=4,
+        activation="gelu_tanh",
+        mlp_bias=True,
+        tie_embeddings=True,
+        norm=NormConfig(kind="layer"),
+        position=PositionConfig(kind="learned"),
+        attention=AttentionConfig(qkv_bias=True, proj_bias=True),
+    ),
+}
+ADAM = AdamConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+CLIP = 0.5
+SEED = 7
+
+
+def global_batch(step: int, rows: int = 4, length: int = 12) -> TokenBatch:
+    """The global batch of a step: random tokens, and a loss mask that lets rows count differently."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, BASE.vocab_size, (rows, length + 1), generator=generator)
+    mask = (torch.rand(rows, length, generator=generator) < torch.linspace(0.2, 1, rows)[:, None]).float()
+    return TokenBatch(ids[:, :-1], ids[:, 1:], mask)
+
+
+class Shares(torch.utils.data.Dataset[TokenBatch]):
+    """This rank's share of each step's global batch."""
+
+    def __init__(self, steps: int, replicas: int, rank: int) -> None:
+        self.steps, self.replicas, self.rank = steps, replicas, rank
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> TokenBatch:
+        batch = global_batch(step)
+        return batch.split(len(batch) // self.replicas)[self.rank]
+
+
+class Losses(pl.Callback):
+    """Keeps every step's reported loss and gradient norm."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.initial: dict[str, np.ndarray[Any, Any]] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.initial = gathered(trainer.strategy, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.losses.append(float(trainer.strategy.report.loss))
+        self.norms.append(float(trainer.callback_metrics["grad_norm"]))
+
+
+def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The whole model by canonical name."""
+    strategy.sync_parameters()
+    named = {name: p.detach() for name, p in module.model.named_parameters()}
+    return {name: value.numpy().copy() for name, value in gather_canonical(named, strategy.specs, strategy.mesh).items()}
+
+
+def loader(strategy: MegatronStrategy, steps: int) -> DataLoader[Any]:
+    share = strategy.distributed_sampler_kwargs
+    return DataLoader(Shares(steps, share["num_replicas"], share["rank"]), batch_size=None)
+
+
+class WithData(GPTModule):
+    """A GPTModule that brings its own data."""
+
+    steps = 3
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(self.trainer.strategy, self.steps)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.trainer.strategy, 2)
+
+
+def fit(
+    config: GPTConfig,
+    steps: int = 3,
+    options: dict[str, Any] | None = None,
+    trainer_options: dict[str, Any] | None = None,
+    **strategy_options: Any,
+) -> dict[str, Any]:
+    """Train in every rank of the pool; returns losses, norms, initial and final weights, and callback metrics."""
+    strategy = MegatronStrategy(data_parallel=DataParallel(**(options or {})), **strategy_options)
+    losses = Losses()
+    module = WithData(config, optimizer=ADAM, seed=SEED)
+    module.steps = steps
+    runner = trainer(
+        strategy,
+        callbacks=[losses],
+        **{
+            "max_steps": steps,
+            "gradient_clip_val": CLIP,
+            "use_distributed_sampler": False,
+            "limit_val_batches": 0,
+            **(trainer_options or {}),
+        },
+    )
+    runner.fit(module)
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    final = gathered(strategy, module)
+    return {
+        "losses": losses.losses,
+        "norms": losses.norms,
+        "initial": losses.initial,
+        "final": final,
+        "metrics": metrics,
+    }
+
+
+def by_hand(config: GPTConfig, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
+    model = GPT(config).to(dtype)
+    initialise(model, SEED, "model.")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=ADAM.lr,
+        betas=ADAM.betas,
+        eps=ADAM.eps,
+    )
+    initial = whole(model)
+    losses, norms = [], []
+    for step in range(steps):
+        batch = global_batch(step)
+        output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
+        mask = batch.loss_mask.reshape(-1).to(dtype)
+        loss = (output.losses * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(loss))
+    return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model)}
+
+
+def whole(model: torch.nn.Module) -> dict[str, np.ndarray[Any, Any]]:
+    """A one-device model by canonical name."""
+    named = dict(model.named_parameters())
+    return {
+        "model." + part.name: named[part.parameter]
+        .detach()
+        .reshape(-1)[part.start : part.start + int(np.prod(part.shape))]
+        .view(part.shape)
+        .numpy()
+        .copy()
+        for part in parts(model)
+    }
+
+
+def assert_same_run(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9) -> None:
+    """Initial weights bit for bit; losses, norms and final weights to a relative norm."""
+    assert set(found["initial"]) == set(expected["initial"])
+    for name, value in expected["initial"].items():
+        assert np.array_equal(found["initial"][name], value), f"initial {name} differs"
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=tolerance)
+    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=tolerance)
+    for name, value in expected["final"].items():
+        error = np.linalg.norm(found["final"][name] - value) / np.linalg.norm(value)
+        assert error <= tolerance, f"final {name} differs by {error:.2e}"
