@@ -55,16 +55,25 @@ class EMA(pl.Callback):
         self.updates = 0
         self._step = 0
         self._applied = False
+        self._restored = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make room for the average, before the checkpoint's optimizer state is read."""
+        """Make room for the average that the checkpoint holds, before its optimizer state is read."""
         masters = _masters(trainer)
         states = trainer.strategy.extra_shard_states  # type: ignore[attr-defined]
-        states[STATE] = [master.clone() for master in masters]
+        if self._restored:
+            states[STATE] = [torch.empty_like(master) for master in masters]
+        elif [average.shape for average in states.get(STATE, [])] != [master.shape for master in masters]:
+            states.pop(STATE, None)
+            self.updates = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Know which step has been counted."""
+        """Begin with the weights, where no checkpoint held an average."""
+        self._restored = False
         self._step = trainer.global_step
+        states = trainer.strategy.extra_shard_states  # type: ignore[attr-defined]
+        if STATE not in states:
+            states[STATE] = [master.clone() for master in _masters(trainer)]
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -120,6 +129,7 @@ class EMA(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the count up again."""
         self.updates = int(state_dict["updates"])
+        self._restored = True
 
     def _enter(self, trainer: pl.Trainer) -> None:
         if self.evaluate and self.updates and STATE in getattr(trainer.strategy, "extra_shard_states", {}):

@@ -104,7 +104,8 @@ def find_class(name: str) -> type | None:
 
 def subclasses(base: type) -> Iterator[type]:
     """All imported subclasses, at any depth."""
-    for cls in type.__subclasses__(base):
+    below: list[type] = base.__subclasses__()
+    for cls in below:
         yield cls
         yield from subclasses(cls)
 
@@ -171,7 +172,7 @@ def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
         return _unknown_class(full, rule, given)
     value = given.values.get(full)
     shown = f"{full} = {str(value)!r}" if value is not None else full
-    reasons = [re.sub(r"\.? Got value: .*", "", reason) for reason in rules(rule)]
+    reasons = [re.sub(r"\.? Got value: .*", "", reason).rstrip(".") for reason in rules(rule)]
     return f"{shown} does not fit: {'; or '.join(reasons) or 'see --help'}."
 
 
@@ -240,7 +241,7 @@ def _short(key: str) -> str:
 
 def _plain(text: str) -> str:
     """Without Python's repr of classes: ``<class 'int'>`` is ``int``."""
-    return _SUBTYPE.sub(lambda match: match[1].rpartition(".")[2], text).strip().rstrip(".")
+    return _SUBTYPE.sub(lambda match: match[1].rpartition(".")[2], text).strip()
 
 
 def _hints(item: Any) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -21,6 +25,9 @@ from megalight.cli.trainer import MegalightTrainer
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.registry import load_plugins
 
+# Lightning calls jsonargparse in ways that it has deprecated; users can do nothing about that.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
 DEFAULT_SEED = 1234
 IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
@@ -32,30 +39,44 @@ def run(words: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())  # a console script, unlike ``python -m``, cannot import what lies beside it
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
     load_plugins()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_without_tips)
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # Lightning 2.6 under torch 2.13
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError):
         MegalightCLI(args=list(words))
     return 0
 
 
-class ArgumentParser(LightningArgumentParser):
-    """Lightning's parser; its errors fit on one screen and name the nearest valid key."""
+def _without_tips(record: logging.LogRecord) -> bool:
+    """Lightning's log says what is worth saying, except for its advertisements."""
+    return "Tip: For seamless" not in record.getMessage()
 
-    words: Sequence[str] = ()
+
+@dataclass(frozen=True)
+class _Invocation:
+    """What is being parsed: the words after ``megalight``, and every key that the verb's parser knows."""
+
+    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+_invocation: ContextVar[_Invocation] = ContextVar("_invocation", default=_Invocation())  # noqa: B039  it is frozen
+
+
+class ArgumentParser(LightningArgumentParser):
+    """Lightning's parser; its errors fit on one screen and name the nearest valid key.
+
+    jsonargparse makes parsers of this class for nested classes too; they find the whole command in a context variable.
+    """
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one clear message and exit with code 2."""
-        verb = next((word for word in self.words if not word.startswith("-")), "")
-        prog = f"megalight {verb}".strip()
         if debugging():
             raise ConfigurationError(message) from ex
-        options = [action.dest for parser in self._all_parsers(verb) for action in parser._actions]
-        tell(prog, f"{explain(str(message), Given.read(self.words[1:]), options)}\nSee: {prog} --help")
+        invocation = _invocation.get()
+        prog = f"megalight {invocation.words[0]}" if invocation.words else "megalight"
+        text = explain(str(message), Given.read(invocation.words[1:]), invocation.options)
+        tell(prog, f"{text}\nSee: {prog} --help")
         raise SystemExit(2)
-
-    def _all_parsers(self, verb: str) -> list[Any]:
-        subcommands = getattr(self, "_subcommands_action", None)
-        below = subcommands._name_parser_map.get(verb) if subcommands is not None else None
-        return [self, *([below] if below is not None else [])]
 
 
 class MegalightCLI(LightningCLI):
@@ -81,9 +102,12 @@ class MegalightCLI(LightningCLI):
             self.config = parser.parse_object(args)
             return
         words = list(sys.argv[1:] if args is None else args)
-        for each in (parser, *getattr(self, "_subcommand_parsers", {}).values()):
-            each.words = words
-        self.config = parser.parse_args(words)
+        verb = getattr(self, "_subcommand_parsers", {}).get(words[0] if words else "", parser)
+        token = _invocation.set(_Invocation(tuple(words), tuple(action.dest for action in verb._actions)))
+        try:
+            self.config = parser.parse_args(words)
+        finally:
+            _invocation.reset(token)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would unpickle the whole file on every rank to read hyperparameters from it."""

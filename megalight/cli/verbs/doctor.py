@@ -15,6 +15,7 @@ from megalight.registry import load_plugins
 
 CORE = ("torch", "lightning", "jsonargparse", "torchmetrics", "numpy", "safetensors", "tokenizers")
 AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
+"""Data parallelism, then the rest as :class:`ParallelMesh` takes them."""
 MAX_RANKS = 32
 
 
@@ -119,8 +120,8 @@ def _print_layout(degrees: dict[str, int]) -> None:
     from megalight.parallel.mesh import ParallelMesh
 
     world = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
-    axes = [degrees[axis] for axis in ("tp", "cp", "pp", "ep", "etp")]
-    meshes = [ParallelMesh(world, rank, *axes) for rank in range(min(world, MAX_RANKS))]
+    tp, cp, pp, ep, etp = (degrees[axis] for axis in AXES[1:])
+    meshes = [ParallelMesh(world, n, tp, cp, pp, ep, etp) for n in range(min(world, MAX_RANKS))]
     shown = ["pp", "dp", "cp", "tp", *(("edp", "ep", "etp") if degrees["ep"] * degrees["etp"] > 1 else ())]
     rows = [(str(mesh.global_rank), *(str(mesh.rank(axis)) for axis in shown)) for mesh in meshes]
     if world > MAX_RANKS:

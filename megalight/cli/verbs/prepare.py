@@ -1,0 +1,51 @@
+"""``megalight prepare``: text, JSON lines or Parquet into token files."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def describe() -> str:
+    """The verb's line in the overview."""
+    return "turn text, JSON lines or Parquet into token files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("inputs", nargs="+", help="files, folders or globs; a text file is one document")
+    parser.add_argument(
+        "-o", "--output", required=True, help="prefix of the files to write: PREFIX.bin, PREFIX.idx ..."
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", help="a tokenizer.json, or the folder of a tokenizer")
+    which.add_argument("--train-tokenizer", action="store_true", help="train a byte-level BPE on the inputs")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of the trained tokenizer (default: 4096)")
+    parser.add_argument("--text-key", default="text", help="JSON key or Parquet column of the text (default: text)")
+    parser.add_argument("--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="of the inputs")
+    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for each CPU)")
+    parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
+    parser.add_argument("--eod-token", help="the end-of-document token, where the tokenizer does not name it")
+    parser.add_argument("--skip-bad", action="store_true", help="leave unreadable files and lines out and name them")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the files; prints what they hold."""
+    from megalight.data.prepare import prepare
+
+    report = prepare(
+        arguments.inputs,
+        arguments.output,
+        tokenizer=arguments.tokenizer,
+        train_tokenizer=arguments.train_tokenizer,
+        vocab_size=arguments.vocab_size,
+        text_key=arguments.text_key,
+        format=arguments.format,
+        workers=arguments.workers,
+        append_eod=not arguments.no_eod,
+        eod_token=arguments.eod_token,
+        on_bad="skip" if arguments.skip_bad else "raise",
+        progress=not arguments.quiet,
+    )
+    print(report)
+    return 0

@@ -1,0 +1,97 @@
+import pytest
+
+from megalight.cli.explain import Given, explain, members
+from tests.cli.samples import SampleModule, SampleStrategy
+
+OPTIONS = ("trainer", "trainer.max_steps", "trainer.strategy", "model", "data", "ckpt_path")
+UNION = (
+    'Parser key "trainer.strategy":\n  Does not validate against any of the Union subtypes\n'
+    "  Subtypes: [<class 'lightning.pytorch.strategies.strategy.Strategy'>, <class 'str'>]\n  Errors:\n"
+)
+
+
+def given(*words: str) -> Given:
+    return Given.read(["--model=tests.cli.samples.SampleModule", *words])
+
+
+def test_given_reads_words_and_files_alike(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "model:\n  class_path: M\n  init_args:\n    config: {size: 3}\n"
+        "trainer:\n  callbacks:\n    - class_path: EMA\n      init_args: {decay: 0.5}\n"
+    )
+    found = Given.read(["-c", str(file), "--trainer.max_steps=3", "--data", "D", "--flag", "--data.path", "x"])
+    assert found.values == {
+        "model": "M",
+        "model.config.size": 3,
+        "trainer.callbacks.0": "EMA",
+        "trainer.callbacks.0.decay": 0.5,
+        "trainer.max_steps": "3",
+        "data": "D",
+        "flag": "",
+        "data.path": "x",
+    }
+
+
+def test_given_leaves_a_broken_file_to_the_parser(tmp_path):
+    (tmp_path / "torn.yaml").write_text("a: [1,\n b: :")
+    assert Given.read(["-c", str(tmp_path / "torn.yaml"), "-c", str(tmp_path / "absent.yaml")]).values == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "parts"),
+    [
+        (
+            "Option 'tensor_paralel' is not accepted",
+            ["--trainer.strategy=tests.cli.samples.SampleStrategy", "--trainer.strategy.tensor_paralel=2"],
+            ["unknown key 'trainer.strategy.tensor_paralel' (value '2')", "SampleStrategy", "'tensor_parallel'"],
+        ),
+        (
+            "unrecognized arguments: --config.size.hiden_size=3",
+            ["--model.config.size.hiden_size=3"],
+            ["unknown key 'model.config.size.hiden_size' (value '3')", "SampleSize", "'hidden_size'"],
+        ),
+        (
+            "Subcommand 'fit' does not accept option 'trainer.max_stepz'",
+            ["--trainer.max_stepz=3"],
+            ["unknown key 'trainer.max_stepz' (value '3')", "'max_steps'"],
+        ),
+        (
+            "Subcommand 'fit' does not accept option 'modle.init_args.config.activation'",
+            ["--modle.config.activation=x"],
+            ["unknown key 'modle'", "Did you mean 'model'?"],
+        ),
+        ("unrecognized arguments: --max_steps=3", ["--max_steps=3"], ["'max_steps'", "'trainer.max_steps'"]),
+        (
+            "Parser key \"config.size.hidden_size\":\n  Expected a <class 'int'>. Got value: x",
+            ["--model.config.size.hidden_size=x"],
+            ["model.config.size.hidden_size = 'x'", "Expected a int"],
+        ),
+        (
+            UNION + "    - Expected a dot import path string: SampleStrateg\n    - Expected a <class 'str'>",
+            ["--trainer.strategy=SampleStrateg"],
+            ["trainer.strategy = 'SampleStrateg' names no known class", "'SampleStrategy'"],
+        ),
+        (
+            UNION + "    - Problem with given class_path 'm.MSx':\n        module 'm' has no attribute 'MSx'\n",
+            ["--trainer.strategy=m.MSx"],
+            ["trainer.strategy = 'm.MSx'", "has no attribute 'MSx'"],
+        ),
+        ("the following arguments are required: config.size", [], ["missing: model.config.size"]),
+    ],
+)
+def test_messages_name_key_value_rule_and_remedy(message, words, parts):
+    text = explain(message, given(*words), OPTIONS)
+    for part in parts:
+        assert part in text, text
+    assert len(text) < 700
+    assert "<class" not in text
+
+
+def test_members_follow_kwargs_to_base_classes():
+    class Below(SampleModule):
+        def __init__(self, extra: int, **kwargs):
+            super().__init__(**kwargs)
+
+    assert list(members(Below)) == ["extra", "config", "learning_rate"]
+    assert list(members(SampleStrategy)) == ["tensor_parallel", "sequence_parallel"]

@@ -1,0 +1,105 @@
+import csv
+import logging
+
+import pytest
+import yaml
+
+from megalight.cli.main import main
+from megalight.cli.verbs import plot
+
+MODEL = ["--model=tests.cli.samples.SampleModule", "--data=tests.cli.samples.SampleData"]
+QUIET = [
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.enable_checkpointing=false",
+]
+SAMPLE_STRATEGY = "--trainer.strategy=tests.cli.samples.SampleStrategy"
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers:UserWarning",
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore:.*smaller than the logging interval:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_handlers(monkeypatch):
+    """Lightning's log handler may hold an earlier test's captured stream."""
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+
+
+def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model:\n  class_path: tests.cli.samples.SampleModule\n"
+        "  init_args: {config: {size: {hidden_size: 6}}}\n"
+        "data:\n  class_path: tests.cli.samples.SampleData\n  init_args: {features: 6}\n"
+        f"trainer:\n  default_root_dir: {tmp_path}\n  max_epochs: 2\n  log_every_n_steps: 1\n"
+    )
+    assert main(["fit", "-c", str(recipe), SAMPLE_STRATEGY, *QUIET[2:]]) == 0
+    (folder,) = (tmp_path / "lightning_logs").iterdir()
+    names = {path.name.partition(".")[0] for path in folder.iterdir()}
+    assert {"metrics", "config", "run", "events"} <= names
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["seed_everything"] == 1234
+    assert config["model"]["init_args"]["config"]["size"] == {"hidden_size": 6, "num_layers": 2}
+    record = yaml.safe_load((folder / "run.yaml").read_text())
+    assert record["strategy"] == "SampleStrategy"
+    assert {"python", "megalight", "torch", "lightning"} <= set(record["versions"])
+    with (folder / "metrics.csv").open() as lines:
+        columns = set(next(csv.reader(lines)))
+    assert {"train_loss", "val_loss", "step_time_s", "memory_gib"} <= columns
+    image = tmp_path / "curves.png"
+    assert main(["plot", str(tmp_path), "-o", str(image)]) == 0
+    assert image.stat().st_size > 5000
+    assert capsys.readouterr().out.strip().endswith(str(image))
+    steps, _ = plot.read_curves(plot.find_logs(tmp_path))["train_loss"]
+    assert steps == list(range(8))
+    # the saved configuration runs again
+    assert main(["fit", "-c", str(folder / "config.yaml"), "--trainer.max_epochs=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--trainer.max_stepz=3"], ["unknown key 'trainer.max_stepz' (value '3')", "'max_steps'"]),
+        (["--trainer.max_steps=abc"], ["trainer.max_steps = 'abc'", "int"]),
+        (["--model.config.size.hiden_size=8"], ["'model.config.size.hiden_size' (value '8')", "'hidden_size'"]),
+        (["--model.config.size.hidden_size=x"], ["model.config.size.hidden_size = 'x'", "int"]),
+        (["--model.config.size.hidden_size=5"], ["hidden_size is 5; it must be even. Use 6."]),
+        (["--trainer.strategy=tests.cli.samples.SampleStrateg"], ["SampleStrateg", "Did you mean 'SampleStrategy'?"]),
+        (["--trainer.strategy=SampleStrateg"], ["'SampleStrateg'", "Did you mean 'SampleStrategy'?"]),
+        (
+            [SAMPLE_STRATEGY, "--trainer.strategy.tensor_paralel=2"],
+            ["'trainer.strategy.tensor_paralel' (value '2')", "'tensor_parallel'"],
+        ),
+        ([SAMPLE_STRATEGY, "--trainer.strategy.tensor_parallel=2"], ["tensor_parallel is 2; this strategy has 1"]),
+        (["--trainer.callbacks+=EarlyStoping"], ["EarlyStoping", "'EarlyStopping'"]),
+        (["-c", "absent.yaml"], ["absent.yaml"]),
+        (["--ckpt_path=absent.ckpt"], ["absent.ckpt"]),
+        (["--trainer.overfit_batches=2.5"], ["2.5"]),
+    ],
+)
+def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
+    root = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=1"]
+    assert main(["fit", *MODEL, *QUIET, *root, *words]) == 2
+    text = capsys.readouterr().err
+    errors = text[text.index("megalight fit: error: ") :]
+    for part in parts:
+        assert part in errors, errors
+    assert len(errors.splitlines()) <= 20
+    assert "Traceback" not in errors
+
+
+def test_other_ranks_stay_silent(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["fit", *MODEL, "--trainer.max_stepz=3"]) == 2
+    assert "error" not in capsys.readouterr().err
+
+
+def test_debug_lets_the_traceback_through(monkeypatch):
+    monkeypatch.setenv("MEGALIGHT_DEBUG", "1")
+    with pytest.raises(Exception, match="must be even"):
+        main(["fit", *MODEL, *QUIET, "--model.config.size.hidden_size=5"])

@@ -1,0 +1,101 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megalight import __version__
+from megalight.cli.main import main
+from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
+
+LIGHT = [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]
+PROBE = """
+import json, sys, time
+from megalight.cli.main import main
+begin = time.process_time()
+codes = [main(words) for words in json.loads(sys.argv[1])]
+heavy = sorted({"torch", "lightning", "numpy", "rich", "yaml"} & set(sys.modules))
+print(json.dumps([codes, heavy, time.process_time() - begin]))
+"""
+
+
+def test_help_of_light_verbs_loads_nothing_heavy_and_is_instant():
+    begin = time.monotonic()
+    out = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(LIGHT)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    wall = time.monotonic() - begin
+    codes, heavy, seconds = json.loads(out.splitlines()[-1])
+    assert codes == [0] * len(LIGHT)
+    assert heavy == []
+    assert seconds < 1  # all of them together, in processor time: other work on the machine does not count
+    assert wall < 5
+
+
+def test_overview_names_every_verb(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    for verb in (*TRAINER_VERBS, *VERBS):
+        assert f"  {verb} " in text
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megalight {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_describe_themselves_in_one_line(verb):
+    assert len(load(verb).describe().splitlines()[0]) < 90
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["fitt"], ["unknown command 'fitt'", "'fit'"]),
+        (["doctor", "--devise", "cpu"], ["'--devise'", "'--device'", "megalight doctor --help"]),
+        (["doctor", "--device", "cpux"], ["cpux", "'cpu'"]),
+        (["doctor", "--layout", "tq=2"], ["'tq'", "'tp'"]),
+        (["doctor", "--layout", "tp=0"], ["tp='0'", "from 1 up"]),
+        (["doctor", "--layout", "tp=2,ep=3"], ["3"]),
+        (["prepare"], ["--output"]),
+        (["plot", "absent"], ["absent", "metrics.csv"]),
+    ],
+)
+def test_errors_are_short_and_helpful(words, parts, capsys):
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    assert "error:" in text
+    assert len(text.splitlines()) <= 6
+    for part in parts:
+        assert part in text, text
+
+
+def test_doctor_shows_where_ranks_stand(capsys):
+    assert main(["doctor", "--layout", "tp=2, dp=2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["3", "0", "1", "0", "1"] in rows  # rank, pp, dp, cp, tp
+
+
+def test_doctor_lists_backends_with_reasons(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "attention" in text
+    assert "reference" in text
+    assert "needs tensors on cuda" in text
+    assert "plugins" in text
+
+
+def test_prepare_writes_token_files(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("to be or not to be " * 200)
+    words = ["prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "corpus"), "--train-tokenizer"]
+    assert main([*words, "--vocab-size=300", "--workers=1", "-q"]) == 0
+    assert "tokens" in capsys.readouterr().out
+    assert (tmp_path / "corpus.bin").is_file()
+    assert (tmp_path / "corpus.idx").is_file()
+
+
+def test_prepare_names_a_missing_input(tmp_path, capsys):
+    assert main(["prepare", str(tmp_path / "none"), "-o", str(tmp_path / "c"), "--train-tokenizer", "-q"]) == 2
+    assert "none" in capsys.readouterr().err
