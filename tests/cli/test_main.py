@@ -90,7 +90,7 @@ def test_doctor_lists_backends_with_reasons(capsys):
 def test_prepare_writes_token_files(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("to be or not to be " * 200)
     words = ["prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "corpus"), "--train-tokenizer"]
-    assert main([*words, "--vocab-size=300", "--workers=1", "-q"]) == 0
+    assert main([*words, "--vocab-size=262", "--workers=1", "-q"]) == 0
     assert "tokens" in capsys.readouterr().out
     assert (tmp_path / "corpus.bin").is_file()
     assert (tmp_path / "corpus.idx").is_file()

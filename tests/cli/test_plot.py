@@ -24,10 +24,10 @@ def test_curves_of_a_resumed_run_are_joined(tmp_path):
 
 def test_what_is_not_there_is_named(tmp_path):
     log = write(tmp_path / "run", "step,lr\n0,0.1\n")
-    with pytest.raises(DataError, match="no column whose name has 'loss'.*lr"):
+    with pytest.raises(DataError, match=r"no column whose name has 'loss'.*lr"):
         read_curves([log])
     with pytest.raises(DataError, match="no column 'acc'"):
         read_curves([log], ["acc"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no metrics.csv"):
+    with pytest.raises(DataError, match=r"no metrics\.csv"):
         find_logs(tmp_path / "empty")

@@ -1,0 +1,56 @@
+"""``megalight generate CKPT --prompt TEXT``: what a trained model writes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def describe() -> str:
+    """The verb's line in the overview."""
+    return "complete text with a trained model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
+    parser.add_argument(
+        "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
+    )
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=128, help="tokens to write at most (default: 128)")
+    parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--top-k", type=int, help="choose among the k most probable tokens")
+    parser.add_argument("--top-p", type=float, help="choose among the fewest tokens that together are this probable")
+    parser.add_argument("--seed", type=int, help="of the draws (default: another one each time)")
+    parser.add_argument("--tokenizer", type=Path, help="to use instead of the one in the checkpoint")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they were saved)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print each prompt with its completion."""
+    import torch
+
+    from megalight.inference import TextGenerator
+
+    prompts = arguments.prompt or [sys.stdin.read()]
+    writer = TextGenerator.from_checkpoint(
+        arguments.checkpoint,
+        tokenizer=arguments.tokenizer,
+        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+    )
+    completions = writer.complete(
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    for prompt, completion in zip(prompts, completions, strict=True):
+        print(prompt + completion)
+    return 0
