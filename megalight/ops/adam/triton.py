@@ -81,7 +81,7 @@ def adam_step(
 ) -> None:
     """The whole step in one kernel, without waiting for the device."""
     on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
-    scalars = param
+    scalars = None
     rate, step_size, root_correction = 0.0, 0.0, 0.0
     if on_device:
         rates = torch.as_tensor(lr, dtype=torch.float64, device=param.device)
@@ -97,8 +97,8 @@ def adam_step(
         grad,
         exp_avg,
         exp_avg_sq,
-        param if out is None else out,
-        param if grad_scale is None else grad_scale.float(),
+        out,
+        None if grad_scale is None else grad_scale.float(),
         scalars,
         param.numel(),
         rate,

@@ -75,8 +75,7 @@ def _gradient(
     slope = tl.exp(x - tl.load(logsumexp + row)) - tl.where(column == label, 1.0, 0.0)
     if CAPPED:
         slope *= 1.0 - (x / softcap) * (x / softcap)
-    # Padding has no gradient, nor has an ignored row, even where its numbers are infinite.
-    slope = tl.where((column < real) & (factor != 0.0), slope * factor, 0.0)
+    slope = tl.where(column < real, slope * factor, 0.0)
     tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < size)
 
 

@@ -118,20 +118,20 @@ def _tile(size: int) -> dict[str, int]:
 
 def _run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """``y, total, mean, rstd`` of contiguous ``x [n, size]``; ``total`` is ``x`` without a residual."""
     rows, size = x.shape
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(rstd) if center else rstd
+    mean = torch.empty_like(rstd) if center else None
     tile = _tile(size)
     if rows:
         _forward[(triton.cdiv(rows, tile["ROWS"]),)](
             x,
-            x if residual is None else residual,
+            residual,
             weight,
-            weight if bias is None else bias,
+            bias,
             y,
             total,
             mean,
@@ -152,7 +152,7 @@ def _run_backward(
     grad_total: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     center: bool,
     has_bias: bool,
@@ -166,14 +166,14 @@ def _run_backward(
     grad_bias = torch.empty_like(grad_weight) if has_bias else None
     _backward[(programs,)](
         grad_y,
-        grad_y if grad_total is None else grad_total,
+        grad_total,
         x,
         weight,
         mean,
         rstd,
         grad_x,
         grad_weight,
-        grad_weight if grad_bias is None else grad_bias,
+        grad_bias,
         rows,
         size,
         CENTER=center,
@@ -222,7 +222,7 @@ class _AddRMSNorm(torch.autograd.Function):
             return grad_total, grad_total, None, None
         grad = grad_y.reshape(total.shape).contiguous()
         other = None if grad_total is None else grad_total.reshape(total.shape).contiguous()
-        grad_x, grad_weight, _ = _run_backward(grad, other, total, weight, rstd, rstd, False, False)
+        grad_x, grad_weight, _ = _run_backward(grad, other, total, weight, None, rstd, False, False)
         grad_x = grad_x.view(grad_y.shape)
         return grad_x, grad_x, grad_weight.to(weight.dtype), None
 

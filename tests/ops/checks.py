@@ -1,0 +1,200 @@
+"""Checks that a backend equals the float64 reference, forward and backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.activation import reference as activation_reference
+from megalight.ops.adam import reference as adam_reference
+from megalight.ops.cross_entropy import reference as cross_entropy_reference
+from megalight.ops.norm import reference as norm_reference
+from megalight.ops.rotary import reference as rotary_reference
+from megalight.ops.rotary import rotary_table
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Uninitialised memory is full of NaN: an element that a kernel forgets to write is found."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative norm of the difference; NaN and infinity never pass."""
+    difference = (
+        actual.detach().double() - expected.detach().double()
+    ).norm() / expected.detach().double().norm().clamp_min(1e-30)
+    return float(difference) if bool(torch.isfinite(difference)) else float("inf")
+
+
+def as_tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def check(
+    fn: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], unused: Sequence[int] = ()
+) -> None:
+    """Outputs and the gradients of all ``inputs`` equal the reference's in float64; outputs ``unused`` get none."""
+    dtype = inputs[0].dtype
+    own = [t.detach().clone().requires_grad_() for t in inputs]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = as_tuple(reference(*exact))
+    used = [i for i in range(len(expected)) if i not in unused]
+    grads = [torch.randn_like(expected[i]).to(dtype) for i in used]
+    with poisoned():
+        actual = as_tuple(fn(*own))
+        torch.autograd.backward(
+            [actual[i] for i in used], [g.to(actual[i].dtype) for g, i in zip(grads, used, strict=True)]
+        )
+    torch.autograd.backward([expected[i] for i in used], [g.double() for g in grads])
+    for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == e.shape
+        assert error(a, e) <= TOLERANCE[dtype], f"output {index}: {error(a, e)}"
+    for index, (a, e) in enumerate(zip(own, exact, strict=True)):
+        assert a.grad is not None
+        assert a.grad.dtype == a.dtype
+        assert e.grad is not None
+        assert error(a.grad, e.grad) <= TOLERANCE[dtype], f"gradient of input {index}: {error(a.grad, e.grad)}"
+
+
+def check_norms(
+    module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...], weight_dtype: torch.dtype | None = None
+) -> None:
+    x, residual = (torch.randn(shape, device=device).to(dtype) + 0.5 for _ in range(2))
+    weight, bias = (torch.randn(shape[-1], device=device).to(weight_dtype or dtype) for _ in range(2))
+    eps = 1e-5
+    check(lambda x, w: module.rms_norm(x, w, eps), lambda x, w: norm_reference.rms_norm(x, w, eps), (x, weight))
+    check(
+        lambda x, w, b: module.layer_norm(x, w, b, eps),
+        lambda x, w, b: norm_reference.layer_norm(x, w, b, eps),
+        (x, weight, bias),
+    )
+    check(
+        lambda x, w: module.layer_norm(x, w, None, eps),
+        lambda x, w: norm_reference.layer_norm(x, w, None, eps),
+        (x, weight),
+    )
+    for unused in ((), (1,)):
+        check(
+            lambda x, r, w: module.add_rms_norm(x, r, w, eps),
+            lambda x, r, w: norm_reference.add_rms_norm(x, r, w, eps),
+            (x, residual, weight),
+            unused,
+        )
+
+
+def check_rotary(
+    module: Any,
+    device: str,
+    dtype: torch.dtype,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dim: int,
+    interleaved: bool,
+) -> None:
+    cos, sin = rotary_table(torch.randint(0, 5000, (tokens,), device=device), dim, 10000.0)
+    x = torch.randn(tokens, heads, head_dim, device=device).to(dtype)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    check(
+        lambda x: module.apply_rotary(x, cos, sin, interleaved),
+        lambda x: rotary_reference.apply_rotary(x, cos.double(), sin.double(), interleaved),
+        (x,),
+    )
+    check(
+        lambda x: module.rotate_qkv(x, heads, kv_heads, head_dim, cos, sin, interleaved),
+        lambda x: rotary_reference.rotate_qkv(x, heads, kv_heads, head_dim, cos.double(), sin.double(), interleaved),
+        (qkv,),
+    )
+
+
+def check_activations(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> None:
+    x = 2 * torch.randn(*shape, device=device).to(dtype)
+    wide = 2 * torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)
+    check(lambda x: module.activation(x, kind), lambda x: activation_reference.activation(x, kind), (x,))
+    check(lambda x: module.gated(x, kind), lambda x: activation_reference.gated(x, kind), (wide,))
+
+
+def check_cross_entropy(
+    fn: Callable[..., Tensor],
+    device: str,
+    dtype: torch.dtype,
+    tokens: int,
+    size: int,
+    width: int,
+    *,
+    padding: int = 0,
+    bias: bool = False,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> None:
+    """``fn`` has the reference's signature."""
+    hidden = torch.randn(tokens, width, device=device).to(dtype)
+    weight = (torch.randn(size + padding, width, device=device) * width**-0.5 * 2).to(dtype)
+    labels = torch.randint(0, size, (tokens,), device=device)
+    labels[::5] = -100
+    inputs = [hidden, weight]
+    if bias:
+        inputs.append(torch.randn(size + padding, device=device).to(dtype))
+
+    def run(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda h, w, b=None: function(h, w, labels, b, softcap, chunk, 0, size, None)
+
+    check(run(fn), run(cross_entropy_reference.linear_cross_entropy), inputs)
+
+
+def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = False, **options: Any) -> None:
+    grad_dtype = options.pop("grad_dtype", torch.float32)
+    dtype = options.pop("dtype", torch.float32)
+    out_dtype = options.pop("out_dtype", None)
+    param, exp_avg = (torch.randn(n, dtype=dtype, device=device) for _ in range(2))
+    exp_avg_sq = torch.rand(n, dtype=dtype, device=device)
+    grad = torch.randn(n, device=device).to(grad_dtype)
+    before = grad.clone()
+    scale = torch.tensor(0.25, dtype=dtype, device=device)
+    settings: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    settings.update(options)
+    exact = [t.double() for t in (param, grad, exp_avg, exp_avg_sq)]
+    adam_reference.adam_step(*exact, **settings, grad_scale=scale.double())
+    if tensors:
+        for name in ("lr", "step"):
+            settings[name] = torch.tensor(float(settings[name]), device=device)
+    out = None if out_dtype is None else torch.full((n,), torch.nan, dtype=out_dtype, device=device)
+    fn(param, grad, exp_avg, exp_avg_sq, **settings, grad_scale=scale, out=out)
+    for actual, expected in zip((param, exp_avg, exp_avg_sq), (exact[0], exact[2], exact[3]), strict=True):
+        assert error(actual, expected) <= (1e-9 if dtype == torch.float64 else 1e-6)
+    assert torch.equal(grad, before), "the gradient is not ours to write"
+    if out is not None:
+        assert torch.equal(out, param.to(out.dtype))
+
+
+def check_weight_gradient(
+    fn: Callable[[Tensor, Tensor, Tensor], None],
+    device: str,
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    tokens: int,
+    out: int,
+    width: int,
+) -> None:
+    grad_y = torch.randn(tokens, out, device=device).to(dtype)
+    x = torch.randn(tokens, width, device=device).to(dtype)
+    main_grad = torch.randn(out, width, device=device).to(main_dtype) * tokens**0.5
+    expected = main_grad.double() + grad_y.double().T @ x.double()
+    fn(main_grad, grad_y, x)
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
+    assert error(main_grad, expected) <= tolerance, error(main_grad, expected)

@@ -1,0 +1,80 @@
+"""The Triton kernels' logic, run by Triton's interpreter on the CPU, where Triton is installed and no GPU is there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.imports import has
+from tests.ops import checks
+
+pytestmark = pytest.mark.skipif(
+    not has("triton") or torch.cuda.is_available(), reason="needs triton, and no GPU (where the kernels run for real)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def kernels(op: str) -> Any:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+    return importlib.import_module(f"megalight.ops.{op}.triton")
+
+
+@pytest.mark.parametrize("shape", [(5, 63), (3, 2, 64), (4, 2500)])
+def test_norms(shape: tuple[int, ...]) -> None:
+    checks.check_norms(kernels("norm"), "cpu", torch.float32, shape)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dim"), [(4, 2, 8, 8), (3, 1, 10, 6)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(heads: int, kv_heads: int, head_dim: int, dim: int, interleaved: bool) -> None:
+    checks.check_rotary(kernels("rotary"), "cpu", torch.float32, 5, heads, kv_heads, head_dim, dim, interleaved)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "sigmoid"])
+def test_activations(kind: str) -> None:
+    checks.check_activations(kernels("activation"), "cpu", torch.float32, (3, 63), kind)
+
+
+def test_activation_wider_than_a_block() -> None:
+    checks.check_activations(kernels("activation"), "cpu", torch.float32, (2, 2500), "silu")
+
+
+@pytest.mark.parametrize(("softcap", "bias", "padding", "chunk"), [(None, False, 0, None), (2.0, True, 3, 4)])
+def test_cross_entropy(softcap: float | None, bias: bool, padding: int, chunk: int | None) -> None:
+    from megalight.ops.cross_entropy.chunked import Rows, linear_cross_entropy
+
+    module = kernels("cross_entropy")
+    fn = partial(linear_cross_entropy, Rows(module.statistics, module.gradient_, 1 << 20))
+    checks.check_cross_entropy(
+        fn, "cpu", torch.float32, 11, 77, 16, padding=padding, bias=bias, softcap=softcap, chunk=chunk
+    )
+
+
+def test_cross_entropy_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("cross_entropy")
+    monkeypatch.setattr(module, "STATISTICS_BLOCK", 16)
+    monkeypatch.setattr(module, "GRADIENT_BLOCK", 16)
+    test_cross_entropy(None, False, 0, None)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("tensors", [True, False])
+def test_adam(decoupled: bool, tensors: bool) -> None:
+    step = kernels("adam").adam_step
+    checks.check_adam(step, "cpu", 1500, decoupled=decoupled, tensors=tensors, out_dtype=torch.float16)
+
+
+def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("linear")
+    small = {"BLOCK_OUT": 16, "BLOCK_IN": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(module, "TILE", small)
+    checks.check_weight_gradient(module.accumulate, "cpu", torch.float32, torch.float32, 37, 70, 50)
