@@ -91,6 +91,8 @@ def initialise(model: nn.Module, seed: int, prefix: str = "") -> None:
     """Draw every parameter of a whole one-device model that states an initializer.
 
     Args:
+        model: on a real device.
+        seed: the run's.
         prefix: put before each canonical name; the same model inside a larger one then gets that one's values.
     """
     states = {name: (module, local, initializer) for name, module, local, initializer in initializers(model)}

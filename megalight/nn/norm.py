@@ -45,7 +45,8 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.backend = backend
         self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -155,11 +155,13 @@ def test_cut_in_two_is_the_whole():
 
 def test_rows_choose_what_the_head_sees():
     model = build("llama")
-    tokens, _ = batch()
+    tokens, labels = (t.flatten() for t in batch())
     sequences = PackedSequences.of_uniform(3, 11)
     rows = torch.tensor([10, 21, 32])
-    some = model(tokens.flatten(), sequences, rows=rows).logits
-    assert relative_error(some, model(tokens.flatten(), sequences).logits[rows]) < 1e-12
+    some = model(tokens, sequences, rows=rows).logits
+    assert relative_error(some, model(tokens, sequences).logits[rows]) < 1e-12
+    some = model(tokens, sequences, labels, rows=rows).losses
+    assert relative_error(some, model(tokens, sequences, labels).losses[rows]) < 1e-12
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])

@@ -154,7 +154,7 @@ class GPT(nn.Module):
             labels: ``[T]`` ids that follow; given, the head answers with losses.
             hidden: ``[T, h]``, for a model without ``embed``.
             cache: earlier tokens' keys and values per layer.
-            rows: ``[N]`` which tokens the head is asked about; None is all.
+            rows: ``[N]`` indices of the tokens whose losses or logits are wanted; None: of all.
 
         Raises:
             DataError: a sequence longer than ``max_sequence_length``, or the input that this part reads is missing.
@@ -172,7 +172,7 @@ class GPT(nn.Module):
         if self.head is None:
             return Output(hidden=hidden)
         if rows is not None:
-            hidden = hidden[rows]
+            hidden, labels = hidden[rows], None if labels is None else labels[rows]
         answer = self.head(hidden, labels)
         return Output(logits=answer) if labels is None else Output(losses=answer)
 

@@ -1,0 +1,49 @@
+"""Canonical names and views."""
+
+import pytest
+import torch
+from torch import nn
+
+from megalight.errors import CheckpointError
+from megalight.nn import MLP, Linear, Section
+from megalight.nn.canonical import canonical_tensors, load_canonical
+from megalight.nn.names import Part, parts
+
+
+def test_parts_of_a_fused_layer():
+    model = nn.ModuleDict({"a": nn.ModuleDict({"qkv": Linear(3, [Section("q", 4, 2), Section("k", 2, 1)], bias=True)})})
+    assert list(parts(model)) == [
+        Part("a.qkv.weight", "a.q.weight", (4, 3), 0),
+        Part("a.qkv.weight", "a.k.weight", (2, 3), 12),
+        Part("a.qkv.bias", "a.q.bias", (4,), 0),
+        Part("a.qkv.bias", "a.k.bias", (2,), 4),
+    ]
+
+
+def test_tied_parameters_appear_once():
+    model = nn.ModuleDict({"first": Linear(3, 3), "second": Linear(3, 3)})
+    model["second"].weight = model["first"].weight
+    assert [part.name for part in parts(model)] == ["first.weight"]
+
+
+def test_views_write_through():
+    mlp = MLP(4, 6)
+    tensors = canonical_tensors(mlp)
+    assert sorted(tensors) == ["down.weight", "gate.weight", "up.weight"]
+    tensors["up.weight"].fill_(2.0)
+    tensors["gate.weight"].fill_(1.0)
+    assert mlp.gate_up.weight[:6].unique().tolist() == [1.0]
+    assert mlp.gate_up.weight[6:].unique().tolist() == [2.0]
+
+
+def test_loading_casts_and_refuses_what_does_not_fit():
+    mlp = MLP(4, 6).to(torch.bfloat16)
+    values = {name: torch.randn(t.shape, dtype=torch.float64) for name, t in canonical_tensors(mlp).items()}
+    load_canonical(mlp, values)
+    assert all(torch.equal(t, values[name].bfloat16()) for name, t in canonical_tensors(mlp).items())
+    with pytest.raises(CheckpointError, match=r"not in the model \['extra'\]"):
+        load_canonical(mlp, {**values, "extra": torch.zeros(1)})
+    before = mlp.down.weight.clone()
+    with pytest.raises(CheckpointError, match=r"gate.weight is \[4, 6\] and must be \[6, 4\]"):
+        load_canonical(mlp, {**values, "down.weight": torch.zeros(4, 6), "gate.weight": torch.zeros(4, 6)})
+    assert torch.equal(before, mlp.down.weight)

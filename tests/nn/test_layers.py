@@ -1,0 +1,112 @@
+"""Single layers: what the parity tests of whole models do not see."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.nn import (
+    MLP,
+    Activation,
+    Attention,
+    Embedding,
+    InnerAttention,
+    LayerNorm,
+    Linear,
+    LMHead,
+    RMSNorm,
+    Rotary,
+    TokenEmbedding,
+    TransformerLayer,
+)
+from megalight.nn.init import initialise
+from megalight.nn.mlp import ACTIVATIONS
+from megalight.ops.activation import KINDS
+from megalight.types import PackedSequences
+
+
+def filled(module: nn.Module) -> nn.Module:
+    initialise(module.double(), 1)
+    return module
+
+
+def test_every_activation_exists():
+    assert {kind for kind, _ in ACTIVATIONS.values()} <= set(KINDS)
+    for name, (_, gated) in ACTIVATIONS.items():
+        assert Activation(name)(torch.randn(3, 8)).shape == (3, 4 if gated else 8)
+    with pytest.raises(ConfigurationError, match="Did you mean 'geglu'"):
+        MLP(4, 8, "gegelu")
+
+
+def test_split_layers_work_unchanged():
+    """Half of the heads and of the MLP, put in by hand, give one term of the sum."""
+    torch.manual_seed(0)
+    sequences = PackedSequences.of_lengths([3, 5])
+    hidden = torch.randn(8, 12, dtype=torch.float64)
+    table = Rotary(4)(sequences.positions, torch.float64)
+    whole = filled(Attention(12, 4, 2, 4, InnerAttention(), std=0.3, proj_std=0.3))
+    q, k, v = whole.qkv.weight.split([16, 8, 8])
+    total = 0
+    for half in range(2):
+        part = Attention(12, 4, 2, 4, InnerAttention()).double()
+        weight = torch.cat([q[half * 8 :][:8], k[half * 4 :][:4], v[half * 4 :][:4]])
+        part.qkv.weight, part.qkv.section_sizes = nn.Parameter(weight), [8, 4, 4]
+        part.proj.weight = nn.Parameter(whole.proj.weight[:, half * 8 :][:, :8])
+        total = total + part(hidden, sequences, table)
+    torch.testing.assert_close(total, whole(hidden, sequences, table), rtol=1e-12, atol=1e-12)
+
+
+def test_norms_keep_half_precision():
+    x = torch.randn(5, 6, dtype=torch.bfloat16)
+    for norm in (RMSNorm(6), LayerNorm(6), LayerNorm(6, bias=False)):
+        initialise(norm, 0)
+        halved = norm.bfloat16()(x)
+        assert halved.dtype == torch.bfloat16
+        expected = norm.double()(x.double())
+        assert (halved.double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_rotary_tables_are_exact_far_out():
+    positions = torch.tensor([0, 1, 100_003])
+    table = Rotary(8, base=500000.0)(positions, torch.bfloat16)
+    angle = 100_003 * 500000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    assert table.cos.dtype == torch.float32
+    torch.testing.assert_close(table.cos[2], angle.cos().float(), rtol=0, atol=1e-7)
+    assert Rotary(8)(positions, torch.float64).sin.dtype == torch.float64
+
+
+def test_embedding_drops_in_training_only():
+    embed = filled(TokenEmbedding(Embedding(7, 4), Embedding(5, 4), multiplier=3.0, dropout=0.5)).eval()
+    tokens, positions = torch.tensor([6, 0]), torch.tensor([4, 1])
+    expected = 3.0 * embed.word.weight[tokens] + embed.position.weight[positions]
+    torch.testing.assert_close(embed(tokens, positions), expected)
+    dropped = embed.train()(tokens, positions)
+    assert ((dropped == 0) | torch.isclose(dropped, 2 * expected)).all()
+
+
+def test_head_gives_losses_or_logits():
+    head = filled(LMHead(RMSNorm(6), Linear(6, 9, std=1.0), softcap=2.0))
+    hidden = torch.randn(4, 6, dtype=torch.float64)
+    labels = torch.tensor([0, 8, 3, -100])
+    logits = head(hidden)
+    assert logits.abs().max() < 2
+    torch.testing.assert_close(head(hidden, labels), F.cross_entropy(logits, labels, reduction="none"))
+
+
+def test_layer_is_a_residual():
+    layer = TransformerLayer(RMSNorm(8), Attention(8, 2, 2, 4, InnerAttention()), RMSNorm(8), MLP(8, 12), dropout=0.5)
+    filled(layer)
+    with torch.no_grad():
+        layer.attention.proj.weight.zero_()
+        layer.mlp.down.weight.zero_()
+    hidden = torch.randn(5, 8, dtype=torch.float64)
+    assert torch.equal(layer(hidden, PackedSequences.of_lengths([2, 3])), hidden)
+
+
+def test_layers_print_what_they_are():
+    text = repr(TransformerLayer(LayerNorm(8), Attention(8, 2, 1, 4, InnerAttention(window=3)), RMSNorm(8), MLP(8, 12)))
+    for expected in ("8 -> 16 (q|k|v)", "window=3", "8 -> 24 (gate|up)", "silu, gated=True", "8, eps=1e-05"):
+        assert expected in text
+    assert "base=10000" in repr(Rotary(8))
+    assert "7 -> 4" in repr(Embedding(7, 4))
