@@ -23,7 +23,9 @@ from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
 from megalight.errors import ConfigurationError, MegalightError
+from megalight.models.gpt.module import GPTModule
 from megalight.registry import load_plugins
+from megalight.strategies import MegatronStrategy
 
 # Lightning calls jsonargparse in ways that it has deprecated; users can do nothing about that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -31,6 +33,10 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 DEFAULT_SEED = 1234
 IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
+
+
+NAMED = (GPTModule, MegatronStrategy)
+"""Classes that may be called by their bare names: jsonargparse finds what is imported."""
 
 
 def run(words: Sequence[str]) -> int:

@@ -20,7 +20,13 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run", type=Path, help="log folder of a run (or its metrics.csv); or a folder that holds runs")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=Path,
+        help="log folder of a run (or its metrics.csv), or a folder of runs; several are joined by step, the last wins",
+    )
     parser.add_argument("-o", "--output", type=Path, help="the image; default: loss.png in the log folder")
     parser.add_argument(
         "-m", "--metric", action="append", help="column to draw; repeat for more (default: all whose name has 'loss')"
@@ -29,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw; prints the image's path."""
-    files = find_logs(arguments.run)
+    files = [file for run in arguments.runs for file in find_logs(run)]
     output = arguments.output or files[-1].parent / "loss.png"
     plot(read_curves(files, arguments.metric), output)
     print(output)

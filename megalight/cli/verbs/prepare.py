@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import glob
+from pathlib import Path
 
 
 def describe() -> str:
@@ -16,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", required=True, help="prefix of the files to write: PREFIX.bin, PREFIX.idx ..."
     )
+    parser.add_argument("--glob", metavar="PATTERN", help="of files to take from folders: *.py (default: every file)")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="a tokenizer.json, or the folder of a tokenizer")
     which.add_argument("--train-tokenizer", action="store_true", help="train a byte-level BPE on the inputs")
@@ -34,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.data.prepare import prepare
 
     report = prepare(
-        arguments.inputs,
+        [matching(name, arguments.glob) for name in arguments.inputs],
         arguments.output,
         tokenizer=arguments.tokenizer,
         train_tokenizer=arguments.train_tokenizer,
@@ -49,3 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(report)
     return 0
+
+
+def matching(name: str, pattern: str | None) -> str:
+    """An input, narrowed to the files below it that match ``pattern`` where it is a folder."""
+    if pattern is None or not Path(name).is_dir():
+        return name
+    return str(Path(glob.escape(name)) / "**" / pattern)
