@@ -81,10 +81,10 @@ def initialise(
             continue
         whole = _drawn_whole(model, path, module, key(seed, _canonical(path, wanted, specs)))
         for local, name in wanted.items():
-            _slice_into(f"{path}.{local}", module._parameters[local], whole._parameters[local], specs[name], name, give)
+            _slice_into(_join(path, local), module._parameters[local], whole._parameters[local], specs[name], name, give)
         for local, buffer in module._buffers.items():
             if buffer is not None:
-                _copy_known(f"{path}.{local}", buffer, whole._buffers[local])
+                _copy_known(_join(path, local), buffer, whole._buffers[local])
         drawn.update(wanted.values())
 
 
@@ -168,6 +168,10 @@ def _canonical(path: str, wanted: Mapping[str, str], specs: Mapping[str, ShardSp
         for piece in specs[name].pieces:
             return piece.name.rpartition(".")[0]
     return path
+
+
+def _join(path: str, local: str) -> str:
+    return f"{path}.{local}" if path else local
 
 
 def _unknown(tensor: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalight import nn as mnn
-from megalight.errors import LayoutError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import AttentionConfig, NormConfig, PositionConfig
 from megalight.nn.init import initialise as initialise_whole
@@ -232,9 +232,10 @@ def test_refusals_name_the_module_the_value_and_the_remedy() -> None:
     assert "the model (Toy), norm (LayerNorm)" in refusal(
         Plan({"embed": Vocab(), "up": Column(), "down": Row(), "out": VocabHead()}), 2, sequence_parallel=True
     )
-    tied = Toy()
+    with torch.device("meta"):
+        tied = Toy()
     tied.out.weight = tied.embed.weight
-    assert "the same parameter as embed.weight" in refusal(Plan({"embed": Vocab()}), 2, tied.to("meta"))
+    assert "the same parameter as embed.weight" in refusal(Plan({"embed": Vocab()}), 2, tied)
     assert "replaces the model itself" in refusal(Plan({nn.Linear: Column()}), 2, nn.Linear(4, 4))
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 6, "num_kv_heads": 3}))
     assert "layers.0.attention.q.weight consists of 6 units" in refusal(gpt.plan(heads), 4, heads)
@@ -279,10 +280,12 @@ def foreign_values() -> bool:
         with torch.device("meta"):
             model = Toy()
         model.scale = nn.Parameter(torch.full((8,), 3.0))
+        model.steps = torch.ones(2)
         specs = parallelize(model, plan, layout)
         materialise(model, "cpu")
         initialise(model, specs, 5)
         assert torch.equal(model.scale, torch.full((8,), 3.0))
+        assert torch.equal(model.steps, torch.ones(2))
         gathered.append(gather_canonical(dict(model.named_parameters()), specs, layout, sum_partial=False))
     assert gathered[0]["up.weight"].std() > 0.1
     return all(torch.equal(gathered[0][name], gathered[1][name]) for name in gathered[1])
@@ -290,6 +293,18 @@ def foreign_values() -> bool:
 
 def test_modules_that_draw_themselves() -> None:
     assert all(run(foreign_values, 2))
+
+
+@pytest.mark.parametrize("keep", ["scale", "steps"])
+def test_values_that_nobody_can_make(keep: str) -> None:
+    with torch.device("meta"):
+        model = Toy()
+    setattr(model, keep, nn.Parameter(torch.ones(8)) if keep == "scale" else torch.ones(2))
+    specs = parallelize(model, Plan(), ParallelMesh())
+    materialise(model, "cpu")
+    missing = {"scale": "steps", "steps": "scale"}[keep]
+    with pytest.raises(ConfigurationError, match=f"^{missing} has no value.*reset_parameters"):
+        initialise(model, specs, 5)
 
 
 def test_shared_module_is_replaced_everywhere() -> None:
