@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.models.gpt import GPT
+from megalight.parallel.plan import Column, Plan, Replicated, Row, SequenceRegion
+from megalight.parallel.plans import PLANS, gpt, plan_for
+
+
+class Sub(nn.Linear):
+    pass
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    plan = Plan({"a.*": Row(), "a.b": Column(), nn.Linear: Replicated(), "c": (SequenceRegion(), Column())})
+    assert plan.styles_of("a.b", nn.Linear(1, 1)) == (Row(),)
+    assert plan.styles_of("x", nn.Linear(1, 1)) == (Replicated(),)
+    assert plan.styles_of("x", Sub(1, 1)) == ()
+    assert plan.styles_of("c", nn.ReLU()) == (SequenceRegion(), Column())
+
+
+def test_patterns_that_match_nothing() -> None:
+    plan = Plan({"a.*": Row(), "b": Column(), nn.Linear: Replicated()}, sequence_dim=1)
+    assert plan.unmatched(["a.x", "c"]) == ["b"]
+    only = plan.only(name for name in ["a.x", "c"])
+    assert list(only.rules) == ["a.*", nn.Linear]
+    assert only.sequence_dim == 1
+
+
+def test_joined_plans() -> None:
+    joined = Plan({"a": Row(), "b": Row()}) | Plan({"b": Column(), "c": Column()})
+    assert list(joined.rules.items()) == [("b", Column()), ("c", Column()), ("a", Row())]
+    with pytest.raises(LayoutError, match="sequence_dim 0 and 1 cannot be joined"):
+        _ = Plan() | Plan(sequence_dim=1)
+
+
+def test_a_model_finds_the_plan_of_its_type_or_base_type() -> None:
+    class Own(GPT):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    assert plan_for(Own()) == gpt.plan(Own())
+    assert plan_for(nn.Linear(1, 1)) is None
+    assert "megalight.models.gpt.model.GPT" in PLANS
