@@ -7,20 +7,36 @@ wasted at zero. After the last step the factor stays at its final value.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from megalight.errors import ConfigurationError
 
-ScheduleT = TypeVar("ScheduleT", bound="Schedule")
+
+class Schedule(ABC):
+    """A learning-rate schedule. Your own needs :meth:`factor` alone."""
+
+    @abstractmethod
+    def factor(self, step: int) -> float:
+        """What multiplies the learning rate in optimizer step ``step``."""
+
+    def for_run(self, max_steps: int) -> Schedule:
+        """The schedule of a run of ``max_steps`` optimizer steps (-1: unlimited)."""
+        return self
+
+    def build(self, optimizer: Optimizer) -> LambdaLR:
+        """A torch scheduler to be stepped once after every optimizer step."""
+        # a plain function: LambdaLR would put the fields of an object into checkpoints and take them back from there
+        return LambdaLR(optimizer, lambda step: self.factor(step))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Base of all schedules.
+class WarmedUp(Schedule):
+    """Base of the schedules that begin with a linear warm-up.
 
     Attributes:
         warmup: steps of linear warm-up.
@@ -41,9 +57,9 @@ class Schedule:
         """What multiplies the learning rate in optimizer step ``step``."""
         return (step + 1) / self.warmup if step < self.warmup else self.after_warmup(step - self.warmup)
 
+    @abstractmethod
     def after_warmup(self, step: int) -> float:
         """The factor, with steps counted from the end of the warm-up."""
-        raise NotImplementedError
 
     @property
     def remaining(self) -> int:
@@ -58,14 +74,9 @@ class Schedule:
             )
         return self.steps - self.warmup
 
-    def for_run(self: ScheduleT, max_steps: int) -> ScheduleT:
+    def for_run(self, max_steps: int) -> Schedule:
         """The schedule of a run of ``max_steps`` (-1: unlimited), unless it states its own length."""
         return replace(self, steps=max_steps) if self.steps is None and max_steps > 0 else self
-
-    def build(self, optimizer: Optimizer) -> LambdaLR:
-        """A torch scheduler to be stepped once after every optimizer step."""
-        # a plain function: LambdaLR would put the fields of an object into checkpoints and take them back from there
-        return LambdaLR(optimizer, lambda step: self.factor(step))
 
 
 def _check_min_ratio(value: float) -> None:
@@ -74,7 +85,7 @@ def _check_min_ratio(value: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
+class Constant(WarmedUp):
     """Warm-up, then the full learning rate."""
 
     def after_warmup(self, step: int) -> float:
@@ -83,7 +94,7 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Schedule):
+class Cosine(WarmedUp):
     """Half a cosine from 1 down to ``min_ratio`` (Loshchilov and Hutter 2017, without restarts)."""
 
     min_ratio: float = 0.1
@@ -99,7 +110,7 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Schedule):
+class Linear(WarmedUp):
     """A straight line from 1 down to ``min_ratio``."""
 
     min_ratio: float = 0.0
@@ -114,7 +125,7 @@ class Linear(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WSD(Schedule):
+class WSD(WarmedUp):
     """Warm-up, stable, decay (Hu et al. 2024): the full learning rate until a short decay at the end.
 
     Attributes:
@@ -145,7 +156,7 @@ class WSD(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InverseSqrt(Schedule):
+class InverseSqrt(WarmedUp):
     """Falls with one over the root of the step (Vaswani et al. 2017); 1 at the end of the warm-up."""
 
     min_ratio: float = 0.0

@@ -114,7 +114,7 @@ def _kv_replicas() -> None:
     engine.finish_grad_sync()
     expected = (11.0, 1100.0)
     assert torch.equal(parameter.main_grad, torch.full((6,), expected[head]).double())  # type: ignore[attr-defined]
-    assert_close(engine.grad_norm(), torch.tensor([value * 6**0.5 for value in expected]).double().norm())
+    assert_close(engine.grad_norm(), (torch.tensor(expected).double() * 6**0.5).norm())
 
 
 def test_partial_over_a_factored_axis() -> None:

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.optim import Adam, Linear, parameter_groups, shard_optimizer
+from megalight.optim.sharded import ELEMENTWISE
+from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
+from megalight.parallel.mesh import ParallelMesh
+from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
+from tests.workers import run
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "NAdam": {"decoupled_weight_decay": True},
+}
+
+
+def _make(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.named_parameters(), lr=0.01, weight_decay=0.1)
+    if kind is torch.optim.Rprop:
+        for group in groups:
+            del group["weight_decay"]
+    return kind(groups, **OPTIONS.get(kind.__name__, {}))
+
+
+def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> DataParallelEngine:
+    home = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = {name: home.get(id(p), 0) for name, p in model.named_parameters()}
+    grid = mesh() if dist.is_initialized() else ParallelMesh()
+    return DataParallelEngine(infos(model, names.__getitem__), grid, **options)
+
+
+def _every_optimizer(level: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for kind in (*ELEMENTWISE, Adam):
+        model, reference = build(), build()
+        optimizer, expected = _make(kind, model), _make(kind, reference)
+        groups, scheduler = optimizer.param_groups, Linear(warmup=2, steps=9).build(optimizer)
+        expected_scheduler = Linear(warmup=2, steps=9).build(expected)
+        engine = _engine(model, optimizer, level=level, bucket_size=30)
+        assert shard_optimizer(optimizer, engine) is optimizer
+        assert optimizer.param_groups is groups
+        for step in range(4):
+            inputs = batches(step, world, 1)
+            expected.zero_grad()
+            loss(reference, inputs).backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 5.0)
+            expected.step()
+            expected_scheduler.step()
+            accumulate(engine, model, inputs[rank])
+            assert abs(engine.grad_norm() - norm) <= 1e-9 * norm
+            engine.scale_gradients(clip_coefficient(engine.grad_norm(), 5.0))
+            optimizer.step()
+            scheduler.step()
+            engine.publish()
+        engine.sync_parameters()
+        assert_models_close(model, reference)
+
+
+@pytest.mark.parametrize(("level", "world"), [("optim", 1), ("optim", 2), ("no_shard", 2)])
+def test_every_elementwise_optimizer_trains_like_one_process(level: str, world: int) -> None:
+    run(_every_optimizer, world, level)
+
+
+def test_low_precision_parameters_follow_in_adams_own_pass() -> None:
+    model, other = build(torch.bfloat16), build(torch.bfloat16)
+    ours, plain = _make(Adam, model), _make(torch.optim.AdamW, other)
+    engines = _engine(model, ours), _engine(other, plain)
+    for optimizer, engine, net in zip((ours, plain), engines, (model, other), strict=True):
+        shard_optimizer(optimizer, engine)
+        for step in range(3):
+            accumulate(engine, net, batches(step, 1, 2, torch.bfloat16)[0])
+            engine.scale_gradients(clip_coefficient(engine.grad_norm(), 1.0))
+            optimizer.step()
+            if optimizer is ours:
+                for bucket in engine.buckets:
+                    assert torch.equal(bucket.own_params, bucket.shard.master.detach().bfloat16())
+            engine.publish()
+    assert_models_close(model, other, 1e-3)
+    for shard in engines[0].shards:  # what others write to masters is published as well
+        shard.master.data.fill_(3.0)
+    engines[0].publish()
+    assert all(torch.equal(p, torch.full_like(p, 3.0)) for p in model.parameters())
+
+
+def test_bfloat16_gradients_reach_adam_unconverted() -> None:
+    model = build(torch.bfloat16)
+    optimizer = _make(Adam, model)
+    engine = _engine(model, optimizer, grad_dtype=torch.bfloat16)
+    shard_optimizer(optimizer, engine)
+    accumulate(engine, model, batches(0, 1, 1, torch.bfloat16)[0])
+    before = [shard.master.detach().clone() for shard in engine.shards]
+    for bucket in engine.buckets:
+        assert bucket.shard.master.grad is not None
+        assert bucket.shard.master.grad.data_ptr() == bucket.grads.data_ptr()
+    optimizer.step()
+    assert all(not torch.equal(old, shard.master) for old, shard in zip(before, engine.shards, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+def test_optimizers_that_are_not_elementwise_are_refused(kind: type[torch.optim.Optimizer]) -> None:
+    model = build()
+    optimizer = kind(model.parameters())  # type: ignore[call-arg]
+    with pytest.raises(ConfigurationError, match=f"{kind.__name__} is not known.*set elementwise = True"):
+        shard_optimizer(optimizer, _engine(model, optimizer))
+
+
+def test_users_declare_their_own() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    model = build()
+    optimizer = Mine(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="Mine is not known"):
+        shard_optimizer(optimizer, _engine(model, optimizer))
+    Mine.elementwise = True  # type: ignore[attr-defined]
+    shard_optimizer(optimizer, _engine(model, optimizer))
+
+
+def test_groups_must_be_those_of_the_engine() -> None:
+    model = build()
+    partial = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"0\.weight requires gradients, but the optimizer does not hold it"):
+        shard_optimizer(partial, _engine(model, partial))
+    grouped = _make(torch.optim.SGD, model)
+    with pytest.raises(ConfigurationError, match="in group 1 of the optimizer, but in group 0"):
+        shard_optimizer(grouped, DataParallelEngine(infos(model), ParallelMesh()))
+    foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ConfigurationError, match="holds 1 trainable tensors that are not parameters"):
+        shard_optimizer(foreign, _engine(model, foreign))
+
+
+def test_frozen_parameters_and_names_in_groups_are_dropped() -> None:
+    model = build()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    shard_optimizer(optimizer, _engine(model, optimizer))
+    (group,) = optimizer.param_groups
+    assert [p.numel() for p in group["params"]] == [256]
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+
+
+def test_state_that_exists_moves_along() -> None:
+    model, reference = build(), build()
+    optimizer, expected = _make(torch.optim.AdamW, model), _make(torch.optim.AdamW, reference)
+    for net, each in ((model, optimizer), (reference, expected)):
+        loss(net, batches(0, 1, 1)).backward()
+        each.step()
+        each.zero_grad()
+    engine = _engine(model, optimizer, bucket_size=30)
+    shard_optimizer(optimizer, engine)
+    accumulate(engine, model, batches(1, 1, 1)[0])
+    loss(reference, batches(1, 1, 1)).backward()
+    for each in (optimizer, expected):
+        each.step()
+    assert_models_close(model, reference)
