@@ -32,7 +32,7 @@ from megalight.errors import DataError
 
 log = logging.getLogger(__name__)
 
-TRAINING_BYTES = 256 << 20
+TRAINING_BYTES_PER_TOKEN = 2 << 10
 BYTES_PER_WORKER = 8 << 20
 IN_FLIGHT_PER_WORKER = 3
 
@@ -136,7 +136,8 @@ def prepare(
             a JSON line and a Parquet row. ``.gz`` is read through gzip.
         output: the data prefix.
         tokenizer: a ``tokenizer.json`` file or a tokenizer's folder.
-        train_tokenizer: train a byte-level BPE on the inputs (on an even sample of 256 MiB of them) instead.
+        train_tokenizer: train a byte-level BPE on the inputs instead: on an even sample of their documents, 2 KiB
+            for each token of the vocabulary.
         vocab_size: tokens of the vocabulary to train.
         text_key: the JSON key or Parquet column that holds the text.
         format: what the inputs are; ``auto`` goes by the suffix (.jsonl, .ndjson, .parquet; all else is text).
@@ -261,9 +262,9 @@ class _Sink:
 
 
 def _train(sources: Sequence[Source], num_bytes: int, vocab_size: int, text_key: str, on_bad: OnBad) -> Tokenizer:
-    stride = max(1, -(-num_bytes // TRAINING_BYTES))
-    sample = itertools.islice(blocks(sources, on_bad), 0, None, stride)
-    return Tokenizer.train((text.text for block in sample for text in texts_of(block, text_key, on_bad)[0]), vocab_size)
+    stride = max(1, num_bytes // (vocab_size * TRAINING_BYTES_PER_TOKEN))
+    texts = (text.text for block in blocks(sources, on_bad) for text in texts_of(block, text_key, on_bad)[0])
+    return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size)
 
 
 def _encode_all(

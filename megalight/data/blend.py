@@ -1,0 +1,161 @@
+"""Mixing data sets by weight, in whole numbers: the mix is the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.data.cache import build_once
+from megalight.errors import DataError
+
+ItemT = TypeVar("ItemT", covariant=True)
+MAX_DATASETS = np.iinfo(np.int16).max
+
+
+class Samples(Protocol[ItemT]):
+    """A data set whose item None is a sample without loss, and whose ``order`` is a hash of its order."""
+
+    @property
+    def order(self) -> str:
+        """Hash of the order of samples."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int | None) -> ItemT: ...
+
+
+def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
+    """The smallest whole numbers in the ratio of ``weights`` (each taken as the decimal it is written as).
+
+    Raises:
+        DataError: a weight that is not positive and finite, or too many data sets.
+    """
+    if len(weights) > MAX_DATASETS:
+        raise DataError(f"{len(weights)} data sets; a blend takes at most {MAX_DATASETS}.")
+    try:
+        exact = [Fraction(str(weight)) for weight in weights]
+    except (ValueError, OverflowError):
+        exact = []
+    if not exact or min(exact) <= 0:
+        raise DataError(f"blend weights {list(weights)}: each must be a number above 0.")
+    common = int(np.lcm.reduce([part.denominator for part in exact], dtype=object))
+    scaled = [int(part * common) for part in exact]
+    divisor = int(np.gcd.reduce(scaled, dtype=object))
+    return [part // divisor for part in scaled]
+
+
+def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] | None = None) -> NDArray[np.int16]:
+    """``[num_samples]`` the data set of each step: the one that is furthest behind its share.
+
+    At step ``i`` that is the argmax of ``w_d * max(i, 1) - taken_d * sum(w)``, the first one on a tie.
+
+    Args:
+        weights: the shares, whole numbers.
+        num_samples: steps.
+        limits: samples at which a data set is exhausted and takes part no longer.
+    """
+    total = sum(weights)
+    left = list(limits) if limits is not None else [num_samples] * len(weights)
+    index = np.empty(num_samples, np.int16)
+    behind: list[float] = [weight if room else -math.inf for weight, room in zip(weights, left, strict=True)]
+    seen: dict[tuple[float, ...], int] = {}
+    for step in range(num_samples):
+        if limits is None and step % total == 1 % total and step:
+            # whole numbers come round: from a state that was here before, the same steps follow
+            start = seen.setdefault(tuple(behind), step)
+            if start < step:
+                index[step:] = np.resize(index[start:step], num_samples - step)
+                break
+        best = behind.index(max(behind))
+        index[step] = best
+        behind[best] -= total
+        left[best] -= 1
+        if not left[best]:
+            behind[best] = -math.inf
+        if step:
+            behind = [have + weight for have, weight in zip(behind, weights, strict=True)]
+    return index
+
+
+def places(index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
+    """``[n]`` for each step, how many earlier steps took the same data set: the sample to take from it."""
+    found = np.empty(len(index), np.int64)
+    for dataset in range(num_datasets):
+        steps = np.flatnonzero(index == dataset)
+        found[steps] = np.arange(len(steps))
+    return found
+
+
+def requested_sizes(weights: Sequence[int], index: NDArray[np.int16]) -> list[int]:
+    """Samples to ask of each data set for a blend: its share rounded up plus 0.5 %, and never less than it takes."""
+    total, target = sum(weights), len(index)
+    taken = np.bincount(index, minlength=len(weights)).tolist()
+    shares = [-(-target * weight // total) for weight in weights]
+    return [max(count, -(-share * 1005 // 1000)) for count, share in zip(taken, shares, strict=True)]
+
+
+def longest_blend(weights: Sequence[int], sizes: Sequence[int]) -> NDArray[np.int16]:
+    """The blend that goes on until a data set would have to repeat a sample."""
+    total = sum(weights)
+    bound = min(size * total // weight for size, weight in zip(sizes, weights, strict=True)) + len(weights)
+    index = blend_index(weights, bound)
+    over = np.flatnonzero(places(index, len(sizes)) >= np.asarray(sizes)[index])
+    return index[: over[0]] if len(over) else index
+
+
+def cached(folder: str | os.PathLike[str], label: str, weights: Sequence[int], num_samples: int) -> NDArray[np.int16]:
+    """:func:`blend_index`, built once for all processes."""
+    return build_once(
+        folder,
+        f"BlendedDataset-{label}",
+        {"weights": list(weights), "samples": num_samples},
+        lambda: {"dataset_index": blend_index(weights, num_samples)},
+    )["dataset_index"]
+
+
+class BlendedDataset(Generic[ItemT]):
+    """Data sets mixed step by step.
+
+    Args:
+        datasets: what is mixed.
+        index: ``[n]`` which data set each step takes, as :func:`blend_index` makes it; its samples come in order. None:
+            every sample of each once, spread evenly over the whole.
+
+    Raises:
+        DataError: a data set has fewer samples than the blend takes of it.
+    """
+
+    def __init__(self, datasets: Sequence[Samples[ItemT]], index: NDArray[np.int16] | None = None) -> None:
+        sizes = [len(dataset) for dataset in datasets]
+        if index is None:
+            live = [max(size, 1) for size in sizes]
+            index = blend_index(live, sum(sizes), sizes)
+        taken = np.bincount(index, minlength=len(sizes)).tolist()
+        for number, (size, count) in enumerate(zip(sizes, taken, strict=True)):
+            if count > size:
+                raise DataError(
+                    f"the blend takes {count} samples of data set {number}, which has {size}; build it with at least "
+                    "that many, or take fewer samples of the blend."
+                )
+        facts = [dataset.order for dataset in datasets] + [hashlib.sha256(index[:4096].tobytes()).hexdigest()]
+        self.order = hashlib.blake2b("".join(facts).encode(), digest_size=16).hexdigest()
+        self.datasets = datasets
+        self.dataset_index = index
+        self.sample_index = places(index, len(sizes))
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int | None) -> ItemT:
+        if index is None:
+            return self.datasets[0][None]
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}.")
+        return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]

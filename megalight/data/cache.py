@@ -1,0 +1,90 @@
+"""Arrays that are costly to build, built once and mapped by every process that needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from megalight.errors import DataError
+
+Arrays = dict[str, NDArray[Any]]
+DESCRIPTION = "description.txt"
+
+
+def build_once(
+    folder: str | os.PathLike[str], label: str, description: Mapping[str, object], build: Callable[[], Arrays]
+) -> Arrays:
+    """The arrays that ``build`` makes, from the cache where they are there already, as memory maps.
+
+    They live in ``<folder>/<hash of the description>-<label>/``, one ``.npy`` file each beside the description itself.
+    Any number of processes may call this at once: one builds while the others wait for its lock (which the system frees
+    should it die), and a finished entry appears by one rename. An entry that is torn, or whose description is not this
+    one, is built again.
+
+    Args:
+        folder: where caches are kept; made if need be.
+        label: readable part of the entry's name.
+        description: everything the arrays depend on, as JSON values.
+        build: makes the arrays.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    text = json.dumps({"label": label, **description}, sort_keys=True, indent=1)
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    place = Path(folder)
+    entry = place / f"{key}-{label}"
+    arrays = _load(entry, text)
+    if arrays is not None:
+        return arrays
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with FileLock(place / f"{key}.lock"):
+            arrays = _load(entry, text)
+            if arrays is None:
+                _publish(entry, text, build())
+                arrays = _load(entry, text)
+    except OSError as error:
+        raise DataError(
+            f"the index cache {place} cannot be written ({error}); set cache_dir to a folder that can."
+        ) from error
+    if arrays is None:
+        raise DataError(f"the index cache {entry} cannot be read back; remove it, or set cache_dir to another folder.")
+    return arrays
+
+
+def _load(entry: Path, text: str) -> Arrays | None:
+    try:
+        if (entry / DESCRIPTION).read_text(encoding="utf-8") != text:
+            return None
+        # plain arrays over the map: slicing numpy's memmap class is several times slower
+        return {file.stem: np.asarray(np.load(file, mmap_mode="r", allow_pickle=False)) for file in entry.glob("*.npy")}
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _publish(entry: Path, text: str, arrays: Arrays) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+    try:
+        temporary.chmod(0o755)  # mkdtemp's is for its owner alone; caches are shared
+        for name, array in arrays.items():
+            np.save(temporary / f"{name}.npy", array, allow_pickle=False)
+        (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
+        shutil.rmtree(entry, ignore_errors=True)
+        try:
+            os.replace(temporary, entry)
+        except OSError:
+            if _load(entry, text) is None:  # else another machine, which this lock does not reach, was faster
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
