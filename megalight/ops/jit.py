@@ -14,9 +14,12 @@ triton: Any = require("triton", "a Triton kernel")
 tl: Any = require("triton.language", "a Triton kernel")
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
+# Names for annotations inside kernels, where Triton looks every name up and accepts its own only.
 if TYPE_CHECKING:
+    Value: TypeAlias = Any
     constexpr: TypeAlias = Any
 else:
+    Value = tl.tensor
     constexpr = tl.constexpr
 
 

@@ -13,9 +13,13 @@ import torch
 from megalight.imports import has
 from tests.ops import checks
 
-pytestmark = pytest.mark.skipif(
-    not has("triton") or torch.cuda.is_available(), reason="needs triton, and no GPU (where the kernels run for real)"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+    pytest.mark.skipif(
+        not has("triton") or torch.cuda.is_available(),
+        reason="needs triton, and no GPU (where the kernels run for real)",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

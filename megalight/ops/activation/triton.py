@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalight.ops.jit import constexpr, jit, next_power, tl, triton
+from megalight.ops.jit import Value, constexpr, jit, next_power, tl, triton
 
 BLOCK = 2048
 
 
 @jit
-def _value(x: Any, KIND: constexpr) -> Any:
+def _value(x: Value, KIND: constexpr) -> Value:
     """``act(x)`` in float32."""
     if KIND == "silu":
         y = x * tl.sigmoid(x)
@@ -34,7 +34,7 @@ def _value(x: Any, KIND: constexpr) -> Any:
 
 
 @jit
-def _slope(x: Any, KIND: constexpr) -> Any:
+def _slope(x: Value, KIND: constexpr) -> Value:
     """The derivative of ``act`` at ``x`` in float32."""
     if KIND == "silu":
         s = tl.sigmoid(x)
@@ -58,7 +58,7 @@ def _slope(x: Any, KIND: constexpr) -> Any:
 
 
 @jit
-def _forward(x: Any, y: Any, size: Any, KIND: constexpr, GATED: constexpr, BLOCK: constexpr) -> None:
+def _forward(x: Value, y: Value, size: Value, KIND: constexpr, GATED: constexpr, BLOCK: constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -72,7 +72,9 @@ def _forward(x: Any, y: Any, size: Any, KIND: constexpr, GATED: constexpr, BLOCK
 
 
 @jit
-def _backward(x: Any, grad_y: Any, grad_x: Any, size: Any, KIND: constexpr, GATED: constexpr, BLOCK: constexpr) -> None:
+def _backward(
+    x: Value, grad_y: Value, grad_x: Value, size: Value, KIND: constexpr, GATED: constexpr, BLOCK: constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

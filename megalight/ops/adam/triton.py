@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import constexpr, jit, tl, triton
+from megalight.ops.jit import Value, constexpr, jit, tl, triton
 
 BLOCK = 1024
 
 
 @jit
 def _step(
-    param: Any,
-    grad: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    out: Any,
-    grad_scale: Any,
-    scalars: Any,
-    n: Any,
-    lr: Any,
-    step_size: Any,
-    root_correction: Any,
-    beta1: Any,
-    beta2: Any,
-    rest1: Any,
-    rest2: Any,
-    eps: Any,
-    weight_decay: Any,
+    param: Value,
+    grad: Value,
+    exp_avg: Value,
+    exp_avg_sq: Value,
+    out: Value,
+    grad_scale: Value,
+    scalars: Value,
+    n: Value,
+    lr: Value,
+    step_size: Value,
+    root_correction: Value,
+    beta1: Value,
+    beta2: Value,
+    rest1: Value,
+    rest2: Value,
+    eps: Value,
+    weight_decay: Value,
     DECOUPLED: constexpr,
     SCALED: constexpr,
     COPY: constexpr,

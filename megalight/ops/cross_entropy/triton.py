@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import constexpr, jit, next_power, tl, triton
+from megalight.ops.jit import Value, constexpr, jit, next_power, tl, triton
 
 STATISTICS_BLOCK = 8192
 GRADIENT_BLOCK = 4096
 
 
 @jit
-def _cap(x: Any, softcap: Any) -> Any:
+def _cap(x: Value, softcap: Value) -> Value:
     return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
 
 
 @jit
 def _statistics(
-    logits: Any,
-    labels: Any,
-    logsumexp: Any,
-    target: Any,
-    stride: Any,
-    real: Any,
-    softcap: Any,
+    logits: Value,
+    labels: Value,
+    logsumexp: Value,
+    target: Value,
+    stride: Value,
+    real: Value,
+    softcap: Value,
     CAPPED: constexpr,
     BLOCK: constexpr,
 ) -> None:
@@ -53,14 +51,14 @@ def _statistics(
 
 @jit
 def _gradient(
-    logits: Any,
-    labels: Any,
-    logsumexp: Any,
-    grad: Any,
-    stride: Any,
-    size: Any,
-    real: Any,
-    softcap: Any,
+    logits: Value,
+    labels: Value,
+    logsumexp: Value,
+    grad: Value,
+    stride: Value,
+    size: Value,
+    real: Value,
+    softcap: Value,
     CAPPED: constexpr,
     BLOCK: constexpr,
 ) -> None:

@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     A weight or bias with the attribute ``main_grad`` (a tensor of its own shape) receives its gradient there: the
     backward adds to it, calls ``mark_grad_ready()``, and gives autograd nothing. Others get ordinary gradients.
     """
-    if hasattr(weight, "main_grad") or hasattr(bias, "main_grad"):
+    if getattr(weight, "main_grad", None) is not None or getattr(bias, "main_grad", None) is not None:
         out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return out
     return F.linear(x, weight, bias)

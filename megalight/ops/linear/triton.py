@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from megalight.ops.jit import constexpr, jit, tl, triton
+from megalight.ops.jit import Value, constexpr, jit, tl, triton
 
 TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """Shape of an output tile, tokens per step, and rows of tiles that share operands in the L2 cache."""
@@ -14,15 +12,15 @@ TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_
 
 @jit
 def _accumulate(
-    main_grad: Any,
-    grad_y: Any,
-    x: Any,
-    tokens: Any,
-    size_out: Any,
-    size_in: Any,
-    main_stride: Any,
-    grad_stride: Any,
-    x_stride: Any,
+    main_grad: Value,
+    grad_y: Value,
+    x: Value,
+    tokens: Value,
+    size_out: Value,
+    size_in: Value,
+    main_stride: Value,
+    grad_stride: Value,
+    x_stride: Value,
     BLOCK_OUT: constexpr,
     BLOCK_IN: constexpr,
     BLOCK_TOKENS: constexpr,
@@ -41,7 +39,10 @@ def _accumulate(
     # Rows and columns beyond the edge wrap around: they are computed but not stored, and need no masks.
     grad_tile = grad_y + token.to(tl.int64)[:, None] * grad_stride + (row % size_out)[None, :]
     x_tile = x + token.to(tl.int64)[:, None] * x_stride + (column % size_in)[None, :]
-    total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    target = main_grad + row.to(tl.int64)[:, None] * main_stride + column[None, :]
+    stored = (row < size_out)[:, None] & (column < size_in)[None, :]
+    # The sum starts from what is there: loading that at the end would need as many registers again.
+    total = tl.load(target, mask=stored, other=0.0)
     for start in range(0, tokens, BLOCK_TOKENS):
         inside = (start + token < tokens)[:, None]
         a = tl.load(grad_tile, mask=inside, other=0.0)
@@ -49,10 +50,7 @@ def _accumulate(
         total = tl.dot(tl.trans(a), b, total)
         grad_tile += BLOCK_TOKENS * grad_stride
         x_tile += BLOCK_TOKENS * x_stride
-    target = main_grad + row.to(tl.int64)[:, None] * main_stride + column[None, :]
-    inside = (row < size_out)[:, None] & (column < size_in)[None, :]
-    total += tl.load(target, mask=inside, other=0.0)
-    tl.store(target, total, mask=inside)
+    tl.store(target, total, mask=stored)
 
 
 def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:

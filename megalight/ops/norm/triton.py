@@ -8,27 +8,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalight.ops.jit import constexpr, jit, next_power, num_multiprocessors, tl, triton
+from megalight.ops.jit import Value, constexpr, jit, next_power, num_multiprocessors, tl, triton
 
 TILE = 2048
 """Elements that a program handles at once where rows are shorter than this."""
-PROGRAMS_PER_SM = 4
-"""Programs of the backward per multiprocessor; each adds up the weight gradient of its rows."""
+WARPS_PER_SM = 16
+"""Warps of the backward per multiprocessor: as many programs as run at once, as each adds up weight gradients."""
+STAGES = 2
+"""Rows that the backward has in flight or in work."""
 
 
 @jit
 def _forward(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    y: Any,
-    total: Any,
-    mean: Any,
-    rstd: Any,
-    rows: Any,
-    size: Any,
-    eps: Any,
+    x: Value,
+    residual: Value,
+    weight: Value,
+    bias: Value,
+    y: Value,
+    total: Value,
+    mean: Value,
+    rstd: Value,
+    rows: Value,
+    size: Value,
+    eps: Value,
     CENTER: constexpr,
     ADD: constexpr,
     BIAS: constexpr,
@@ -60,29 +62,30 @@ def _forward(
 
 @jit
 def _backward(
-    grad_y: Any,
-    grad_total: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    grad_x: Any,
-    grad_weight: Any,
-    grad_bias: Any,
-    rows: Any,
-    size: Any,
+    grad_y: Value,
+    grad_total: Value,
+    x: Value,
+    weight: Value,
+    mean: Value,
+    rstd: Value,
+    grad_x: Value,
+    grad_weight: Value,
+    grad_bias: Value,
+    rows: Value,
+    size: Value,
     CENTER: constexpr,
     ADD: constexpr,
     BIAS: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
+    STAGES: constexpr,
 ) -> None:
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < size)[None, :]
         offsets = row.to(tl.int64)[:, None] * size + column[None, :]
@@ -160,7 +163,8 @@ def _run_backward(
     """``grad_x [n, size], grad_weight, grad_bias``, the last two in float32."""
     rows, size = x.shape
     tile = _tile(size)
-    programs = max(1, min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS_PER_SM * num_multiprocessors(x.device)))
+    at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
+    programs = max(1, min(triton.cdiv(rows, tile["ROWS"]), at_once))
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     grad_bias = torch.empty_like(grad_weight) if has_bias else None
@@ -179,6 +183,7 @@ def _run_backward(
         CENTER=center,
         ADD=grad_total is not None,
         BIAS=has_bias,
+        STAGES=STAGES,
         **tile,
     )
     return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0)

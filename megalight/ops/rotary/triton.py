@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalight.ops.jit import constexpr, jit, next_power, tl
+from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 
 
 @jit
 def _turn(
-    source: Any,
-    target: Any,
-    source_head: Any,
-    target_head: Any,
-    cos: Any,
-    sin: Any,
+    source: Value,
+    target: Value,
+    source_head: Value,
+    target_head: Value,
+    cos: Value,
+    sin: Value,
     HEADS: constexpr,
     HEAD_BLOCK: constexpr,
     HALF: constexpr,
@@ -56,14 +56,14 @@ def _turn(
 
 @jit
 def _apply(
-    source: Any,
-    target: Any,
-    cos: Any,
-    sin: Any,
-    source_token: Any,
-    source_head: Any,
-    target_token: Any,
-    target_head: Any,
+    source: Value,
+    target: Value,
+    cos: Value,
+    sin: Value,
+    source_token: Value,
+    source_head: Value,
+    target_token: Value,
+    target_head: Value,
     HEADS: constexpr,
     HEAD_BLOCK: constexpr,
     HALF: constexpr,
@@ -99,19 +99,19 @@ def _apply(
 
 @jit
 def _qkv(
-    packed: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    cos: Any,
-    sin: Any,
-    packed_token: Any,
-    q_token: Any,
-    q_head: Any,
-    k_token: Any,
-    k_head: Any,
-    v_token: Any,
-    v_head: Any,
+    packed: Value,
+    q: Value,
+    k: Value,
+    v: Value,
+    cos: Value,
+    sin: Value,
+    packed_token: Value,
+    q_token: Value,
+    q_head: Value,
+    k_token: Value,
+    k_head: Value,
+    v_token: Value,
+    v_head: Value,
     HEADS: constexpr,
     HEAD_BLOCK: constexpr,
     KV_HEADS: constexpr,
