@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalight.errors import LayoutError
+from megalight.parallel import collectives
+from megalight.parallel.mesh import ParallelMesh
+from tests.workers import run
+
+REGIONS = ("copy", "all_reduce", "split", "join", "all_gather", "reduce_scatter")
+
+
+def world() -> list[torch.Tensor]:
+    """Every rank's input, known to all."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (4, 8, 4)
+    return list(torch.randn(dist.get_world_size(), *shape, generator=generator, dtype=torch.float64))
+
+
+def regions(dim: int) -> bool:
+    """Forward and backward of each region against what they are said to be, from all ranks' tensors."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = ParallelMesh(size, rank, tp=size).group("tp")
+    inputs = world()
+    for name in REGIONS:
+        whole_dims = name in ("copy", "all_reduce")
+        x = inputs[rank].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()  # strides out of order
+        y = getattr(collectives, name)(x, *((group,) if whole_dims else (group, dim)))
+        everyone = torch.cat(inputs, dim)
+        total = torch.stack(inputs).sum(0)
+        wanted = {
+            "copy": inputs[rank],
+            "all_reduce": total,
+            "split": inputs[rank].chunk(size, dim)[rank],
+            "join": everyone,
+            "all_gather": everyone,
+            "reduce_scatter": total.chunk(size, dim)[rank],
+        }[name]
+        torch.testing.assert_close(y, wanted)
+        generator = torch.Generator().manual_seed(3)
+        grads = list(torch.randn(size, *y.shape, generator=generator, dtype=torch.float64))
+        y.backward(grads[rank])
+        total = torch.stack(grads).sum(0)
+        wanted = {
+            "copy": lambda: total,
+            "all_reduce": lambda: grads[rank],
+            "split": lambda: torch.cat(grads, dim),
+            "join": lambda: grads[rank].chunk(size, dim)[rank],
+            "all_gather": lambda: total.chunk(size, dim)[rank],
+            "reduce_scatter": lambda: torch.cat(grads, dim),
+        }[name]()
+        torch.testing.assert_close(x.grad, wanted)
+        torch.testing.assert_close(x.detach(), inputs[rank])  # no input is written
+    return True
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_regions(size: int, dim: int) -> None:
+    assert all(run(regions, size, dim))
+
+
+def test_one_rank_is_the_identity() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert collectives.copy(x, None) is x
+    assert collectives.all_reduce(x, None) is x
+    for name in ("split", "join", "all_gather", "reduce_scatter"):
+        assert getattr(collectives, name)(x, None, 0) is x
+    for name in ("start_all_reduce", "start_all_gather", "start_reduce_scatter"):
+        assert getattr(collectives, name)(x, None).wait() is x
+    assert collectives.own_slice(x, None) is x
+
+
+def indivisible() -> list[str]:
+    group = dist.group.WORLD
+    texts = []
+    for call in (collectives.split, collectives.reduce_scatter, collectives.own_slice):
+        with pytest.raises(LayoutError) as error:
+            call(torch.zeros(3, 2), group, 0)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_token_counts_that_do_not_divide() -> None:
+    for texts in run(indivisible, 2):
+        for text in texts:
+            assert "(3, 2) must divide by the 2 ranks" in text
+            assert "PackedSequences.pad_to(2)" in text
