@@ -22,6 +22,7 @@ from megalight.callbacks import RunRecord, StepProgress, Throughput
 from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
+from megalight.data.module import GPTDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt.module import GPTModule
 from megalight.registry import load_plugins
@@ -35,7 +36,7 @@ IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
 
 
-NAMED = (GPTModule, MegatronStrategy)
+NAMED = (GPTModule, GPTDataModule, MegatronStrategy)
 """Classes that may be called by their bare names: jsonargparse finds what is imported."""
 
 

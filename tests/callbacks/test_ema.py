@@ -1,0 +1,131 @@
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+
+from megalight.callbacks import EMA
+from megalight.errors import ConfigurationError
+from megalight.strategies import DataParallel, MegatronStrategy
+from tests.callbacks.tiny import Tiny, tiny_trainer
+from tests.environment import trainer
+from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
+from tests.workers import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+DECAY = 0.8
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+class Watch(pl.Callback):
+    """Keeps the weights after every step, those that validation saw, and those after it."""
+
+    def __init__(self) -> None:
+        self.steps: list[Weights] = []
+        self.validated: Weights = {}
+        self.after: Weights = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.steps.append(gathered(trainer.strategy, pl_module))
+
+    def on_validation_batch_start(self, trainer, pl_module, *args):
+        self.validated = gathered(trainer.strategy, pl_module)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.after = gathered(trainer.strategy, pl_module)
+
+
+def fit(steps: int, tp: int = 1, level: str = "optim", load=None, save=None, **ema_options: Any) -> Watch:
+    module = WithData(BASE, optimizer=ADAM, seed=SEED)
+    module.steps = 100
+    strategy = MegatronStrategy(tensor_parallel=tp, data_parallel=DataParallel(level=level))
+    watch = Watch()
+    runner = trainer(
+        strategy,
+        callbacks=[EMA(DECAY, **ema_options), watch],
+        max_steps=steps,
+        val_check_interval=steps,
+        limit_val_batches=1,
+        use_distributed_sampler=False,
+    )
+    runner.fit(module, ckpt_path=load)
+    if save is not None:
+        runner.save_checkpoint(save)
+    return watch
+
+
+def by_hand(weights: list[Weights], start: int = 0, every: int = 1) -> Weights:
+    """The average after the last step; step ``i`` (from 1) has ``weights[i - 1]``."""
+    average: Weights = {}
+    for step, values in enumerate(weights, start=1):
+        if step < start or (average and (step - start) % every):
+            continue
+        average = {
+            name: value if not average else DECAY * average[name] + (1 - DECAY) * value
+            for name, value in values.items()
+        }
+    return average
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "level", "options"),
+    [
+        (1, 1, "optim", {"start_step": 2}),
+        (2, 1, "optim", {}),
+        (2, 1, "no_shard", {"every_n_steps": 2}),
+        (2, 2, "optim", {"start_step": 2, "every_n_steps": 2}),
+    ],
+)
+def test_validation_sees_the_average_and_training_goes_on_with_the_weights(world, tp, level, options):
+    for watch in run(_fit, world, 5, tp, level, options):
+        expected = by_hand(watch.steps, options.get("start_step", 0), options.get("every_n_steps", 1))
+        assert_equal(watch.validated, expected)
+        assert_equal(watch.after, watch.steps[-1])
+
+
+def _fit(steps, tp, level, options):
+    return fit(steps, tp, level, **options)
+
+
+def test_the_average_survives_a_resume_under_another_layout(tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    whole = run(_fit, 1, 4, 1, "optim", {})[0]
+    run(_fit, 2, 2, 2, "optim", {"save": path})
+    resumed = run(_fit, 2, 4, 1, "optim", {"load": path})[0]
+    assert_close(resumed.validated, whole.validated)
+    # a checkpoint without an average: it begins where the run resumes
+    begun = run(_fit_without, 1, path)[0]
+    assert_equal(begun.validated, begun.steps[-1])
+
+
+def _fit_without(path):
+    strategy = MegatronStrategy()
+    module = WithData(BASE, optimizer=ADAM, seed=SEED)
+    module.steps = 100
+    runner = trainer(strategy, max_steps=2, limit_val_batches=0, use_distributed_sampler=False)
+    runner.fit(module)
+    runner.save_checkpoint(path + ".plain")
+    return fit(3, load=path + ".plain")
+
+
+def assert_close(found: Weights, expected: Weights) -> None:
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-7, atol=1e-10, err_msg=name)
+
+
+def test_other_strategies_are_told_what_to_use():
+    with pytest.raises(ConfigurationError, match="SingleDeviceStrategy does not keep"):
+        tiny_trainer(callbacks=[EMA()]).fit(Tiny())
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"start_step": -1}, {"every_n_steps": 0}])
+def test_impossible_settings_are_refused(options):
+    with pytest.raises(ConfigurationError, match="must be at least"):
+        EMA(**options)

@@ -1,0 +1,65 @@
+import re
+
+import pytest
+import torch
+
+from megalight.callbacks import StepProgress
+from megalight.errors import ConfigurationError
+from tests.callbacks.tiny import Tiny, tiny_trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers:UserWarning"
+)
+
+
+def fit(**options):
+    tiny_trainer(**{"enable_progress_bar": True, **options}).fit(Tiny())
+
+
+def test_plain_lines_show_loss_speed_memory_and_time(capsys):
+    fit(callbacks=[StepProgress(plain=True)], limit_val_batches=2)
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if "tok/s" in line]
+    assert [line.split()[1] for line in steps] == ["4", "8", "12"]
+    for part in ("loss ", "tok/s ", "TFLOP/s/dev ", "s/step ", "GiB "):
+        assert part in steps[0]
+    assert re.search(r"step 12  val_loss \d\.\d{4}", "\n".join(lines))
+
+
+def test_a_line_has_its_own_steps_loss(capsys):
+    torch.manual_seed(1)
+    fit(callbacks=[StepProgress(plain=True)], log_every_n_steps=1)
+    shown = [float(loss) for loss in re.findall(r"  loss (\d\.\d+)", capsys.readouterr().out)]
+    torch.manual_seed(1)
+    module = Tiny()
+    optimizer = module.configure_optimizers()
+    expected = []
+    for batch in module.train_dataloader():
+        loss = module.training_step(batch, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert shown == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_bar_shows_the_same(capsys):
+    fit(callbacks=[StepProgress(interval_s=0, plain=False)], limit_val_batches=2, max_epochs=2)
+    text = "".join(capsys.readouterr())
+    assert "12/12" in text
+    for part in ("loss=", "tok/s=", "s/step=", "val_loss="):
+        assert part in text
+
+
+def test_a_disabled_bar_says_nothing(capsys):
+    fit(callbacks=[StepProgress(plain=True)], enable_progress_bar=True, max_steps=0)
+    capsys.readouterr()
+    bar = StepProgress(plain=True)
+    bar.disable()
+    fit(callbacks=[bar])
+    assert "tok/s" not in capsys.readouterr().out
+
+
+def test_a_negative_interval_is_refused():
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        StepProgress(interval_s=-1)
