@@ -39,7 +39,7 @@ class Block:
 
     @property
     def command(self) -> list[str]:
-        programs = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-W", "error", "-c"]}
+        programs = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
         return [*programs[self.language], self.text]
 
 
@@ -61,7 +61,7 @@ def execute(page: Path, found: list[Block], directory: Path) -> None:
         if (ROOT / name).exists():
             (directory / name).symlink_to(ROOT / name)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "MPLBACKEND": "agg", "COLUMNS": "120"}
+    environment = {**os.environ, "PATH": path, "MPLBACKEND": "agg", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     for block in found:
         answer = subprocess.run(
             block.command, cwd=directory, env=environment, timeout=SECONDS,
