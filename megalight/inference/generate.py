@@ -108,13 +108,14 @@ def _last_logits(
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """No dropout inside; every module's mode is as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
