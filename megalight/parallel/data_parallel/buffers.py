@@ -53,6 +53,13 @@ class FlatShard:
         """Elements, padding included."""
         return self.stop - self.start
 
+    def fill(self, offset: int, values: Tensor) -> None:
+        """Copy what of ``values``, which start at element ``offset`` of the bucket, lies in this shard."""
+        low, high = max(self.start, offset), min(self.stop, offset + values.numel())
+        if low < high:
+            part = values.reshape(-1)[low - offset : high - offset]
+            self.master[low - self.start : high - self.start] = part
+
     def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
         """The parts of canonical pieces that lie in this shard.
 

@@ -276,6 +276,17 @@ class DataParallelEngine:
         self.sync_parameters()
         parameters_to_masters(self.buckets)
 
+    @torch.no_grad()
+    def fill_masters(self, name: str, values: Tensor) -> None:
+        """Set the masters of one parameter from values of its shape, wider than the parameter can hold.
+
+        Made for the float32 draws of ``parallel.initialise``; names the engine does not know are passed over.
+        """
+        for bucket in self.buckets:
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                if info.name == name:
+                    bucket.shard.fill(slot.start, values)
+
     def attach_gather_hooks(self, module: nn.Module) -> None:
         """Let each submodule wait for its own parameters just before its forward, so that the gathering overlaps.
 

@@ -119,6 +119,21 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert model[0].weight.grad is None
 
 
+def _masters_keep_more_than_parameters() -> None:
+    model, values = build(torch.bfloat16), dict(build(torch.float32).named_parameters())
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=30)
+    for name, value in values.items():
+        engine.fill_masters(name, value)
+    engine.fill_masters("someone else's", torch.zeros(3))
+    for shard in engine.shards:
+        for piece, first, last, start in shard.intervals():
+            assert torch.equal(shard.master[start : start + last - first], values[piece.name].flatten()[first:last])
+
+
+def test_masters_keep_more_than_parameters() -> None:
+    run(_masters_keep_more_than_parameters, 4)
+
+
 class Tied(nn.Module):
     """One weight used by an autograd op and by an op that adds to ``main_grad`` itself."""
 
