@@ -44,9 +44,8 @@ def ident(row: tuple[Any, ...]) -> str:
 
 
 def check(name: str, tp: int, sp: bool, dp: int, level: str) -> None:
-    found = run(
-        _rank, tp * dp, name, {"tensor_parallel": tp, "sequence_parallel": sp, "micro_batch_size": 1}, {"level": level}
-    )
+    layout = {"tensor_parallel": tp, "sequence_parallel": sp, "micro_batch_size": 1}
+    found = run(_rank, tp * dp, name, layout, {"level": level}, timeout=240)
     for rank in found:
         assert rank["losses"] == found[0]["losses"], "ranks report different losses"
     assert_same_run(found[0], expected(name))

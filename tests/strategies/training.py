@@ -92,7 +92,8 @@ def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The whole model by canonical name."""
     strategy.sync_parameters()
     named = {name: p.detach() for name, p in module.model.named_parameters()}
-    return {name: value.numpy().copy() for name, value in gather_canonical(named, strategy.specs, strategy.mesh).items()}
+    whole = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
+    return {name: value.numpy().copy() for name, value in whole.items()}
 
 
 def loader(strategy: MegatronStrategy, steps: int) -> DataLoader[Any]:
@@ -170,7 +171,7 @@ def by_hand(config: GPTConfig, steps: int = 3, dtype: torch.dtype = torch.float6
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model)}
 
 
@@ -196,5 +197,6 @@ def assert_same_run(found: dict[str, Any], expected: dict[str, Any], tolerance: 
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=tolerance)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=tolerance)
     for name, value in expected["final"].items():
-        error = np.linalg.norm(found["final"][name] - value) / np.linalg.norm(value)
+        # a key bias cancels in the softmax: all it ever holds is rounding
+        error = np.linalg.norm(found["final"][name] - value) / max(float(np.linalg.norm(value)), 1e-3)
         assert error <= tolerance, f"final {name} differs by {error:.2e}"
