@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megalight.data.indexed import IndexedDataset
-from megalight.data.meta import CorpusMeta, tokenizer_folder
+from megalight.data.meta import CorpusMeta, tokenizer_path
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
@@ -43,10 +43,10 @@ class Corpus:
         return cls(data, meta)
 
     @property
-    def tokenizer_folder(self) -> str | None:
+    def tokenizer_path(self) -> str | None:
         """The tokenizer that came with the corpus, or None."""
-        folder = tokenizer_folder(self.data.prefix)
-        return os.fspath(folder) if folder.is_dir() else None
+        path = tokenizer_path(self.data.prefix)
+        return os.fspath(path) if path.is_file() else None
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Compare with the tokenizer the corpus was made with, where that is known.
@@ -57,7 +57,7 @@ class Corpus:
         if self.meta is not None and self.meta.tokenizer_identity != tokenizer.identity:
             raise DataError(
                 f"{self.data.prefix} was made with the tokenizer {self.meta.tokenizer_identity}, but this one is "
-                f"{tokenizer.identity}: the same ids mean other text. Use {tokenizer_folder(self.data.prefix)}, or "
+                f"{tokenizer.identity}: the same ids mean other text. Use {tokenizer_path(self.data.prefix)}, or "
                 "prepare the data again."
             )
 
@@ -75,7 +75,7 @@ class Corpus:
             return  # each sample is checked when it is read
         if highest >= vocab_size:
             raise DataError(
-                f"{self.data.prefix} holds the token id {highest}, but the vocabulary of {owner} has {vocab_size} "
+                f"{self.data.prefix} holds the token id {highest}, but {owner} allows {vocab_size} "
                 "tokens; ids must be below that. Use the tokenizer the data was made with, and a model of its size."
             )
 

@@ -273,10 +273,13 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is not None:
+            return self.discard()
+        try:
             self.close()
-        else:
+        except BaseException:
             self.discard()
+            raise
 
 
 def merge(prefixes: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str]) -> IndexedDataset:

@@ -44,7 +44,7 @@ class CorpusMeta:
     @staticmethod
     def path(prefix: str | os.PathLike[str]) -> Path:
         """Where the facts about a data prefix are kept."""
-        return paths(prefix)[0].with_suffix(".meta.json")
+        return paths(prefix)[0].with_suffix(".json")
 
     @classmethod
     def load(cls, prefix: str | os.PathLike[str]) -> CorpusMeta | None:
@@ -73,6 +73,6 @@ class CorpusMeta:
         os.replace(temporary, path)
 
 
-def tokenizer_folder(prefix: str | os.PathLike[str]) -> Path:
+def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
     """Where ``prepare`` keeps the tokenizer of a data prefix."""
-    return paths(prefix)[0].with_suffix(".tokenizer")
+    return paths(prefix)[0].with_suffix(".tokenizer.json")

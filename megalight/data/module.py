@@ -45,8 +45,8 @@ class GPTDataModule(pl.LightningDataModule):
         val_data: corpora for validation alone.
         test_data: corpora for testing alone.
         tokenizer: a ``tokenizer.json`` file or folder. By default the one that came with the data.
-        vocab_size: the model's vocabulary, to check ids against; by default the model's ``config.vocab_size`` where it
-            has one.
+        vocab_size: tokens of the vocabulary, to check ids against; by default the tokenizer's. A model that has a
+            ``config.vocab_size`` is checked too.
         document_mask: whether attention stays within documents, and positions restart with each.
         eod_mask_loss: whether positions whose input ends a document carry no loss.
         seed: of the order of samples.
@@ -89,6 +89,7 @@ class GPTDataModule(pl.LightningDataModule):
             if value < 1:
                 raise DataError(f"{name} is {value}; it must be at least 1.")
         self.global_batch_size = global_batch_size
+        self.sequence_length = sequence_length
         self.seed = seed
         self.num_workers = num_workers
         self.cache_dir = cache_dir
@@ -96,7 +97,7 @@ class GPTDataModule(pl.LightningDataModule):
         self._corpora: dict[str, Corpus] = {}
         self._parts = self._open(data, split, {"train": train_data, "validation": val_data, "test": test_data})
         self._tokenizer_path = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.options = self._check(sequence_length, document_mask, eod_mask_loss)
         self._datasets: dict[str, Samples[Sample] | None] = {}
 
@@ -125,27 +126,28 @@ class GPTDataModule(pl.LightningDataModule):
     def _check(self, sequence_length: int, document_mask: bool, eod_mask_loss: bool) -> SampleOptions:
         meta = same_tokenizer(self._corpora.values())
         eod_id, pad_id = (meta.eod_id, meta.pad_id) if meta is not None else (None, -1)
-        vocab_size = self._vocab_size
         if self._tokenizer_path is not None:
             for corpus in self._corpora.values():
                 corpus.check_tokenizer(self.tokenizer)
-                corpus.check_vocabulary(self.tokenizer.vocab_size, "the tokenizer")
             eod_id, pad_id = self.tokenizer.eod_id, self.tokenizer.safe_pad_id
-            vocab_size = vocab_size or self.tokenizer.vocab_size
-        if self._vocab_size is not None:
-            self._check_vocabulary(self._vocab_size)
+        if self.vocab_size is None and self._tokenizer_path is not None:
+            self.vocab_size = self.tokenizer.vocab_size
+        elif self.vocab_size is None and meta is not None:
+            self.vocab_size = meta.vocab_size
+        if self.vocab_size is not None:
+            self._check_vocabulary(self.vocab_size, "vocab_size" if self._tokenizer_path is None else "the tokenizer")
         return SampleOptions(
             sequence_length=sequence_length,
             document_mask=document_mask,
             eod_id=eod_id,
             eod_mask_loss=eod_mask_loss,
             pad_id=pad_id,
-            vocab_size=vocab_size,
+            vocab_size=self.vocab_size,
         )
 
-    def _check_vocabulary(self, vocab_size: int) -> None:
+    def _check_vocabulary(self, vocab_size: int, owner: str) -> None:
         for corpus in self._corpora.values():
-            corpus.check_vocabulary(vocab_size, "the model")
+            corpus.check_vocabulary(vocab_size, owner)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -154,18 +156,24 @@ class GPTDataModule(pl.LightningDataModule):
         Raises:
             DataError: none was named, and none came with the data.
         """
-        folders = [self._tokenizer_path, *(corpus.tokenizer_folder for corpus in self._corpora.values())]
-        for folder in folders:
-            if folder is not None:
-                return Tokenizer.load(folder)
+        if (path := self._find_tokenizer()) is not None:
+            return Tokenizer.load(path)
         raise DataError("no tokenizer came with the data; name one with tokenizer=PATH.")
+
+    def _find_tokenizer(self) -> str | None:
+        paths = [self._tokenizer_path, *(corpus.tokenizer_path for corpus in self._corpora.values())]
+        return next((path for path in paths if path is not None), None)
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Files that belong into every checkpoint: the tokenizer, where there is one."""
+        return {} if self._find_tokenizer() is None else self.tokenizer.files()
 
     def setup(self, stage: str) -> None:
         """Build or map the sample indices of the splits that ``stage`` needs."""
         model_config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
         vocab_size = getattr(model_config, "vocab_size", None)
-        if self._vocab_size is None and isinstance(vocab_size, int):
-            self._check_vocabulary(vocab_size)
+        if isinstance(vocab_size, int):
+            self._check_vocabulary(vocab_size, "the model")
         wanted = {"fit": ("train", "validation"), "validate": ("validation",)}.get(stage, ("test",))
         for name in wanted:
             self._datasets[name] = self._build(name)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -24,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
-from megalight.data.meta import CorpusMeta, tokenizer_folder
+from megalight.data.meta import CorpusMeta, tokenizer_path
 from megalight.data.sources import Block, Format, OnBad, Source, blocks, find, texts_of
 from megalight.data.statistics import add_counts, entropy
 from megalight.data.tokenizer import Tokenizer
@@ -42,9 +40,9 @@ class PrepareReport:
     """What was written.
 
     Attributes:
-        prefix: data prefix to give to the data module; ``.bin``, ``.idx`` and ``.meta.json`` are appended.
-        tokenizer: folder of the tokenizer.
-        meta: counts and identities, as in ``.meta.json``.
+        prefix: data prefix to give to the data module; ``.bin``, ``.idx`` and ``.json`` are appended.
+        tokenizer: the tokenizer's file.
+        meta: counts and identities, as in ``<prefix>.json``.
         num_files: input files.
         skipped: one message for each file or line that was left out (with ``on_bad="skip"``).
         empty: documents without text, which are left out.
@@ -102,9 +100,9 @@ class _Encoder:
 _worker: list[_Encoder] = []
 
 
-def _start_worker(folder: str, text_key: str, on_bad: OnBad, dtype: str) -> None:
+def _start_worker(tokenizer: str, text_key: str, on_bad: OnBad, dtype: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker[:] = [_Encoder(Tokenizer.load(folder), text_key, on_bad, np.dtype(dtype))]
+    _worker[:] = [_Encoder(Tokenizer.from_json(tokenizer), text_key, on_bad, np.dtype(dtype))]
 
 
 def _work(block: Block) -> _Encoded:
@@ -128,8 +126,9 @@ def prepare(
 ) -> PrepareReport:
     """Turn text, JSON lines or Parquet into Megatron's token files.
 
-    Writes ``<output>.bin``, ``<output>.idx``, ``<output>.meta.json`` and the folder ``<output>.tokenizer``, all under
-    temporary names until everything is there. The result does not depend on the number of workers.
+    Writes ``<output>.bin``, ``<output>.idx``, ``<output>.json`` (counts and identities) and
+    ``<output>.tokenizer.json``, all under temporary names until everything is there. The result does not depend on the
+    number of workers.
 
     Args:
         inputs: files, directories or globs; see :func:`megalight.data.sources.find`. A text file is one document, as is
@@ -159,11 +158,10 @@ def prepare(
         )
     if workers is not None and workers < 1:
         raise DataError(f"workers is {workers}; at least 1 process must tokenise.")
-    sources = find(inputs, format)
+    prefix = os.fspath(paths(output)[0])[:-4]
+    sources = _apart(find(inputs, format), inputs, prefix)
     num_bytes = sum(source.size for source in sources)
     skipped: list[str] = []
-    prefix = os.fspath(paths(output)[0])[:-4]
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         bar = stack.enter_context(_progress(progress))
         if train_tokenizer:
@@ -176,33 +174,32 @@ def prepare(
             raise DataError(
                 "the tokenizer has no known end-of-document token; name one with eod_token, or set append_eod=False."
             )
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{Path(prefix).name}.", dir=Path(prefix).parent))
-        )
-        chosen.save(folder / "tokenizer")
-        dtype = token_dtype(chosen.vocab_size)
-        encoder = _Encoder(chosen, text_key, on_bad, dtype)
+        encoder = _Encoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size))
         count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
         task = bar.add_task("tokenising", total=num_bytes)
-        encoded = _encode_all(blocks(sources, on_bad, skipped), encoder, count, folder / "tokenizer", stack)
-        writer = IndexedWriter(prefix, dtype)
-        stack.push(_discard_on_error(writer))
+        writer = stack.enter_context(IndexedWriter(prefix, encoder.dtype))
         sink = _Sink(writer, chosen.eod_id if append_eod else None)
-        for item in encoded:
+        for item in _encode_all(blocks(sources, on_bad, skipped), encoder, count, stack):
             skipped.extend(item.skipped)
             sink.add(item)
             bar.update(task, advance=item.size)
         meta = sink.meta(chosen, append_eod, num_bytes)
-        _publish(prefix, writer, meta, folder / "tokenizer")
-    return PrepareReport(
-        prefix,
-        os.fspath(tokenizer_folder(prefix)),
-        meta,
-        len(sources),
-        tuple(skipped),
-        sink.empty,
-        time.monotonic() - begin,
-    )
+        # the writer publishes last, when the stack closes it: until there is an index, there is no data set
+        paths(prefix)[1].unlink(missing_ok=True)
+        chosen.save(tokenizer_path(prefix))
+        meta.save(prefix)
+    seconds = time.monotonic() - begin
+    tokenizer_file = os.fspath(tokenizer_path(prefix))
+    return PrepareReport(prefix, tokenizer_file, meta, len(sources), tuple(skipped), sink.empty, seconds)
+
+
+def _apart(sources: list[Source], inputs: Sequence[str], prefix: str) -> list[Source]:
+    """The inputs without what an earlier call wrote beside them; naming a file that would be overwritten raises."""
+    written = {path.resolve() for path in (*paths(prefix), CorpusMeta.path(prefix), tokenizer_path(prefix))}
+    for name in inputs:
+        if Path(name).resolve() in written:
+            raise DataError(f"input {name!r} is a file that this output would overwrite; choose another output.")
+    return [source for source in sources if source.path.resolve() not in written]
 
 
 class _Sink:
@@ -267,20 +264,14 @@ def _train(sources: Sequence[Source], num_bytes: int, vocab_size: int, text_key:
     return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size)
 
 
-def _encode_all(
-    work: Iterator[Block], encoder: _Encoder, workers: int, folder: Path, stack: ExitStack
-) -> Iterator[_Encoded]:
+def _encode_all(work: Iterator[Block], encoder: _Encoder, workers: int, stack: ExitStack) -> Iterator[_Encoded]:
     """Blocks as tokens, in order. One worker is this process (the tokenizer's own threads serve); several are
     processes, with a bounded number of blocks on the way.
     """
     if workers == 1:
         return map(encoder, work)
-    pool = ProcessPoolExecutor(
-        workers,
-        get_context("spawn"),
-        _start_worker,
-        (str(folder), encoder.text_key, encoder.on_bad, encoder.dtype.str),
-    )
+    facts = (encoder.tokenizer.to_json(), encoder.text_key, encoder.on_bad, encoder.dtype.str)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, facts)
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
     return _in_order(pool, work, workers * IN_FLIGHT_PER_WORKER)
 
@@ -299,24 +290,6 @@ def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> I
             "a process that tokenises died (out of memory?); nothing was written. Try fewer workers. In a script, call "
             "prepare under: if __name__ == '__main__':"
         ) from error
-
-
-def _publish(prefix: str, writer: IndexedWriter, meta: CorpusMeta, tokenizer: Path) -> None:
-    """Put everything in its place. The index comes last: until it is there, there is no data set."""
-    paths(prefix)[1].unlink(missing_ok=True)
-    target = tokenizer_folder(prefix)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(tokenizer, target)
-    meta.save(prefix)
-    writer.close()
-
-
-def _discard_on_error(writer: IndexedWriter) -> Callable[..., None]:
-    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None:
-            writer.discard()
-
-    return leave
 
 
 def _cpus() -> int:

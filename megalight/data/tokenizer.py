@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -19,63 +19,12 @@ from megalight.imports import require
 
 log = logging.getLogger(__name__)
 
+FILE = "tokenizer.json"
 EOD_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
 KNOWN_EOD_TOKENS = (EOD_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<eod>", "<|im_end|>", "[SEP]")
+OTHER_SPECIALS = ("bos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 PROBE = "Hello, world!\n\tdef f(x): return x**2  # 12345 naïve 東京 🙂\n\n"
-
-
-class _Backend(Protocol):
-    """What a tokenizer library must do for us."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str: ...
-
-    def vocabulary(self) -> dict[str, int]: ...
-
-    def save(self, folder: Path) -> None: ...
-
-
-class _TokenizersBackend:
-    """The ``tokenizers`` package (Rust)."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self.tokenizer = tokenizer
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
-
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self.tokenizer.get_vocab(with_added_tokens=True))
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-
-
-class _TransformersBackend:
-    """A tokenizer of ``transformers`` that has no ``tokenizer.json``."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
-
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self.tokenizer.get_vocab())
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(str(folder))
 
 
 class Tokenizer:
@@ -86,9 +35,13 @@ class Tokenizer:
         pad_id: the padding token, or None. It may be one that also means something else: see :attr:`safe_pad_id`.
     """
 
-    def __init__(self, backend: _Backend, eod_token: str | None = None, pad_token: str | None = None) -> None:
-        self._backend = backend
-        self._vocabulary = backend.vocabulary()
+    def __init__(
+        self, model: Any, eod_token: str | None = None, pad_token: str | None = None, others: Iterable[str] = ()
+    ) -> None:
+        model.no_truncation()
+        model.no_padding()
+        self._model = model
+        self._vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         for name, token in (("eod_token", eod_token), ("pad_token", pad_token)):
             if token is not None and token not in self._vocabulary:
                 raise DataError(f"{name} {token!r} is not in the tokenizer's vocabulary; name one of its tokens.")
@@ -96,40 +49,37 @@ class Tokenizer:
             eod_token = next((token for token in KNOWN_EOD_TOKENS if token in self._vocabulary), None)
         self.eod_token = eod_token
         self.pad_token = pad_token
-        self.eod_id = None if eod_token is None else self._vocabulary[eod_token]
-        self.pad_id = None if pad_token is None else self._vocabulary[pad_token]
+        self._others = {token for token in (eod_token, *others) if token is not None}
+        self.eod_id: int | None = None if eod_token is None else self._vocabulary[eod_token]
+        self.pad_id: int | None = None if pad_token is None else self._vocabulary[pad_token]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
         """Read a ``tokenizer.json`` file, or a folder that holds one or any tokenizer ``transformers`` can read.
 
-        Special tokens come from ``tokenizer_config.json`` beside it where there is one; ``eod_token`` overrides the
-        end-of-document token, which otherwise is the configured ``eos_token`` or the first well-known name.
+        Special tokens come from ``tokenizer_config.json`` beside it where there is one (``x_config.json`` beside
+        ``x.json``); ``eod_token`` overrides the end-of-document token, which otherwise is the configured ``eos_token``
+        or the first well-known name.
 
         Raises:
             DataError: nothing there, not readable, or ``eod_token`` is not in the vocabulary.
             MissingPackageError: the folder needs ``transformers``.
         """
         place = Path(path)
-        folder = place if place.is_dir() else place.parent
-        file = place / "tokenizer.json" if place.is_dir() else place
         if not place.exists():
             raise DataError(
                 f"tokenizer {os.fspath(path)!r} does not exist; give a tokenizer.json file or a folder that holds one."
             )
-        config = _read_config(folder / "tokenizer_config.json")
-        eod = eod_token or config.get("eos_token")
-        backend: _Backend
-        if file.is_file():
-            backend = _TokenizersBackend(_read_tokenizer(file))
-        else:
-            transformers = require("transformers", f"the tokenizer in {folder}, which has no tokenizer.json,")
-            try:
-                loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            except (OSError, ValueError) as error:
-                raise DataError(f"{folder} holds no tokenizer that could be read: {error}") from error
-            backend = _TransformersBackend(loaded)
-        return cls(backend, eod, config.get("pad_token"))
+        file = place / FILE if place.is_dir() else place
+        config = _read_config(_config_path(file))
+        others = [config[key] for key in OTHER_SPECIALS if isinstance(config.get(key), str)]
+        model = _read_model(file) if file.is_file() else _read_folder(place)
+        return cls(model, eod_token or config.get("eos_token"), config.get("pad_token"), others)
+
+    @classmethod
+    def from_json(cls, text: str) -> Tokenizer:
+        """The tokenizer that the content of a ``tokenizer.json`` describes."""
+        return cls(Model.from_str(text))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, length: int | None = None) -> Tokenizer:
@@ -166,12 +116,12 @@ class Tokenizer:
                 f"the texts give a vocabulary of {model.get_vocab_size()} tokens, {vocab_size} were asked for. Use a "
                 "smaller vocab_size or more text."
             )
-        return cls(_TokenizersBackend(model), EOD_TOKEN, PAD_TOKEN)
+        return cls(model, EOD_TOKEN, PAD_TOKEN)
 
     @property
     def vocab_size(self) -> int:
         """The smallest size of an embedding that has a row for every token: the highest id plus one."""
-        return max(self._vocabulary.values()) + 1
+        return int(max(self._vocabulary.values())) + 1
 
     @cached_property
     def identity(self) -> str:
@@ -190,8 +140,8 @@ class Tokenizer:
         """
         if self.pad_id is None:
             return -1
-        if self.pad_id == self.eod_id:
-            log.warning("pad token %r also ends documents; labels are not masked by its value", self.pad_token)
+        if self.pad_token in self._others:
+            log.info("pad token %r has another meaning too; labels are not masked by its value", self.pad_token)
             return -1
         return self.pad_id
 
@@ -201,36 +151,69 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens added."""
-        return self._backend.encode([text])[0]
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens added; in parallel where the library can."""
-        return self._backend.encode(texts)
+        """Ids of each text, without special tokens added; on all cores."""
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Text of ids, with or without the special tokens."""
-        return self._backend.decode(ids, skip_special)
+        return str(self._model.decode(list(ids), skip_special_tokens=skip_special))
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``; :meth:`load` and ``transformers`` read
-        it.
+    def to_json(self) -> str:
+        """The content of ``tokenizer.json``."""
+        return str(self._model.to_str(pretty=True))
+
+    def files(self, name: str = FILE) -> dict[str, bytes]:
+        """The tokenizer as files by name: ``tokenizer.json``, and ``tokenizer_config.json`` with its special tokens.
+        ``transformers`` reads them too.
         """
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        self._backend.save(place)
-        config = _read_config(place / "tokenizer_config.json")
-        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        config.update({"eos_token": self.eod_token, "pad_token": self.pad_token})
-        text = json.dumps({key: value for key, value in config.items() if value is not None}, indent=2)
-        (place / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        specials = {"eos_token": self.eod_token, "pad_token": self.pad_token}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in specials.items() if v is not None}
+        return {
+            name: self.to_json().encode(),
+            _config_path(Path(name)).name: (json.dumps(config, indent=2) + "\n").encode(),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write :meth:`files` to a folder, or under the name of a ``.json`` file; returns what :meth:`load` takes."""
+        place = Path(path)
+        folder, name = (place.parent, place.name) if place.suffix == ".json" else (place, FILE)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in self.files(name).items():
+            temporary = folder / f"{file}.{os.getpid()}.tmp"
+            temporary.write_bytes(content)
+            os.replace(temporary, folder / file)
         return place
 
 
-def _read_tokenizer(file: Path) -> Any:
+def _config_path(file: Path) -> Path:
+    return file.with_name(f"{file.stem}_config.json")
+
+
+def _read_model(file: Path) -> Any:
     try:
         return Model.from_file(str(file))
     except Exception as error:  # the package raises a bare Exception
         raise DataError(f"{file} is not a tokenizer that the package tokenizers can read: {error}") from error
+
+
+def _read_folder(folder: Path) -> Any:
+    """A tokenizer that ``transformers`` can convert to the form of the package ``tokenizers``."""
+    transformers = require("transformers", f"the tokenizer in {folder}, which has no {FILE},")
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"{folder} holds no tokenizer that could be read: {error}") from error
+    model = getattr(loaded, "backend_tokenizer", None)
+    if model is None:
+        raise DataError(
+            f"the tokenizer in {folder} is a {type(loaded).__name__}, which exists in Python alone; convert it to a "
+            f"{FILE} first."
+        )
+    return model
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -243,7 +226,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{file} holds a {type(config).__name__}; a JSON object is expected.")
-    for key in ("eos_token", "pad_token"):
+    for key in ("eos_token", "pad_token", *OTHER_SPECIALS):
         if isinstance(config.get(key), dict):
             config[key] = config[key].get("content")
     return config
