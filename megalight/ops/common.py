@@ -30,11 +30,11 @@ def cuda_why_not(device: str) -> str | None:
 @lru_cache
 def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
     """Why Triton kernels cannot serve tensors on ``device`` (a device type) with ``dtypes``, or None."""
-    if not has("triton"):
-        return "needs the package triton"
     strange = [str(dtype) for dtype in dtypes if dtype not in (*HALF, torch.float32)]
     if strange:
         return f"serves bfloat16, float16 and float32, not {', '.join(strange)}"
+    if not has("triton"):
+        return "needs the package triton"
     return cuda_why_not(device)
 
 

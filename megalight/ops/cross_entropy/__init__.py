@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import lazy, triton_why_not
-from megalight.ops.cross_entropy import native, reference
+from megalight.ops.cross_entropy import chunked, native, reference
 from megalight.ops.cross_entropy.chunked import Combine, Rows
-from megalight.ops.cross_entropy.chunked import linear_cross_entropy as chunked
 from megalight.registry import Backend, BackendRegistry
 
 
@@ -43,8 +42,8 @@ def _serve_all(spec: Spec) -> str | None:
 _KERNELS = "megalight.ops.cross_entropy.triton"
 _TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"), 1 << 29)
 _TORCH = Rows(native.statistics, native.gradient_, 1 << 25)
-CROSS_ENTROPY.register(Backend("triton", partial(chunked, _TRITON), 20, _triton_why_not))
-CROSS_ENTROPY.register(Backend("torch", partial(chunked, _TORCH), 10, _serve_all))
+CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
+CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, _serve_all))
 CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, _serve_all))
 
 

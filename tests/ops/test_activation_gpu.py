@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalight.ops.activation import KINDS
+from tests.ops.checks import check_activations
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(63, 64), (500, 1000), (10, 7, 333), (1000, 14336)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_equals_the_reference(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from megalight.ops.activation import triton
+
+    check_activations(triton, "cuda", dtype, shape, kind)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.checks import check_adam
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("backend", ["triton", "native"])
+@pytest.mark.parametrize("n", [1, 63, 1000, 1_000_003])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+def test_step_equals_the_reference(
+    backend: str, n: int, decoupled: bool, tensors: bool, out_dtype: torch.dtype | None
+) -> None:
+    import importlib
+
+    step = importlib.import_module(f"megalight.ops.adam.{backend}").adam_step
+    check_adam(step, "cuda", n, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
+
+
+def test_triton_takes_half_gradients() -> None:
+    from megalight.ops.adam import triton
+
+    check_adam(triton.adam_step, "cuda", 1003, grad_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+
+
+def test_step_can_be_captured() -> None:
+    from megalight.ops.adam import adam_step
+
+    tensors = [torch.rand(1003, device="cuda") for _ in range(4)]
+    exact = [t.double() for t in tensors]
+    lr, step = torch.tensor(0.1, device="cuda"), torch.tensor(1.0, device="cuda")
+    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+    adam_step(*(t.clone() for t in tensors), lr=lr, step=step, **options)  # compiles before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        adam_step(*tensors, lr=lr, step=step, **options)
+    for count in (1, 2):
+        step.fill_(count)
+        lr.fill_(0.1 / count)
+        graph.replay()
+        adam_step(*exact, lr=0.1 / count, step=count, **options, backend="reference")
+    torch.testing.assert_close(tensors[0].double(), exact[0], rtol=1e-5, atol=1e-6)

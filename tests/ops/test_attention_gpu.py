@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalight.errors import BackendError
+from megalight.ops.attention import attention, reference
+from megalight.types import PackedSequences
+from tests.ops.checks import check
+
+pytestmark = pytest.mark.gpu
+
+
+def uniform(batch: int, length: int) -> PackedSequences:
+    return PackedSequences.of_uniform(batch, length, "cuda")
+
+
+def ragged(*lengths: int) -> PackedSequences:
+    return PackedSequences.of_lengths(lengths, "cuda")
+
+
+def check_attention(
+    backend: str,
+    sequences: PackedSequences,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    keys = sequences.keys or sequences
+    shapes = ((sequences.num_tokens, heads), (keys.num_tokens, kv_heads), (keys.num_tokens, kv_heads))
+    check(
+        lambda q, k, v: attention(q, k, v, sequences, causal=causal, window=window, backend=backend),
+        lambda q, k, v: reference.attention(q, k, v, sequences, causal, None, window, None, 0.0),
+        [torch.randn(*shape, dim, device="cuda").to(dtype) for shape in shapes],
+    )
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "varlen", "sdpa", "auto"])
+@pytest.mark.parametrize(("batch", "length"), [(2, 63), (1, 500), (2, 1000), (3, 1), (2, 1024)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 2, 128), (4, 1, 80)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_uniform(backend: str, batch: int, length: int, heads: int, kv_heads: int, dim: int, causal: bool) -> None:
+    check_attention(backend, uniform(batch, length), heads, kv_heads, dim, causal=causal)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+@pytest.mark.parametrize("window", [None, 0, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged(backend: str, window: int | None, causal: bool) -> None:
+    check_attention(backend, ragged(63, 1, 500, 129), 8, 2, 128, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_keys_longer_than_queries(backend: str, window: int | None) -> None:
+    for sequences in (
+        replace(uniform(3, 1), keys=ragged(63, 500, 1)),
+        replace(ragged(7, 100), keys=ragged(63, 1000)),
+        replace(uniform(2, 17), keys=uniform(2, 300)),
+    ):
+        check_attention(backend, sequences, 8, 2, 64, window=window)
+
+
+def test_float32() -> None:
+    check_attention("auto", uniform(2, 63), 4, 2, 64, dtype=torch.float32)
+    check_attention("auto", ragged(63, 100), 4, 2, 64, dtype=torch.float32)
+
+
+def test_views_of_a_packed_projection() -> None:
+    sequences = uniform(2, 128)
+    packed = torch.randn(256, 12, 64, device="cuda").bfloat16()
+    q, k, v = packed.split((8, 2, 2), 1)
+    expected = reference.attention(q.double(), k.double(), v.double(), sequences, True, None, None, None, 0.0)
+    for backend in ("cudnn", "varlen", "sdpa"):
+        out = attention(q, k, v, sequences, backend=backend)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "varlen"])
+def test_dropout_keeps_the_mean(backend: str) -> None:
+    q = k = torch.zeros(256, 8, 64, device="cuda").bfloat16().requires_grad_()
+    v = torch.ones(256, 8, 64, device="cuda").bfloat16().requires_grad_()
+    out = attention(q, k, v, uniform(1, 256), causal=False, dropout=0.25, backend=backend)
+    out.float().sum().backward()
+    assert out.float().std() > 0.005
+    assert out.float().mean().item() == pytest.approx(1, abs=0.02)
+    assert v.grad is not None
+    assert v.grad.float().sum().item() == pytest.approx(out.float().sum().item(), rel=2e-2)
+
+
+def test_named_backend_refuses() -> None:
+    q = torch.randn(64, 4, 64, device="cuda").bfloat16()
+    with pytest.raises(BackendError, match="needs equally long sequences"):
+        attention(q, q, q, ragged(30, 34), backend="cudnn")

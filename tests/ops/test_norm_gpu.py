@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalight.ops import norm
+from tests.ops.checks import check_norms
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", [(63, 64), (500, 3, 128), (1000, 1000), (500, 4096), (63, 14336), (9000, 63)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from megalight.ops.norm import triton
+
+    check_norms(triton, "cuda", dtype, shape)
+
+
+def test_mixed_types() -> None:
+    from megalight.ops.norm import triton
+
+    check_norms(triton, "cuda", torch.bfloat16, (500, 4096), weight_dtype=torch.float32)
+
+
+def test_triton_is_chosen() -> None:
+    x, weight = torch.randn(4, 64, device="cuda").bfloat16(), torch.ones(64, device="cuda").bfloat16()
+    spec = norm.Spec("cuda", x.dtype, weight.dtype, 64)
+    for registry in norm.REGISTRIES:
+        assert registry.select(spec).name == "triton"
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5, backend="reference"))
+
+
+def test_no_rows() -> None:
+    x = torch.ones(0, 64, device="cuda", requires_grad=True)
+    weight = torch.ones(64, device="cuda", requires_grad=True)
+    norm.rms_norm(x, weight, 1e-5, backend="triton").sum().backward()
+    assert weight.grad is not None
+    assert bool((weight.grad == 0).all())

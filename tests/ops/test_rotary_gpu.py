@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.checks import check_rotary
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tokens", [63, 500, 1000])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dim"),
+    [(32, 8, 128, 128), (4, 2, 64, 64), (5, 1, 80, 32), (3, 3, 66, 50), (96, 8, 128, 128)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_triton_equals_the_reference(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dim: int, dtype: torch.dtype, interleaved: bool
+) -> None:
+    from megalight.ops.rotary import triton
+
+    check_rotary(triton, "cuda", dtype, tokens, heads, kv_heads, head_dim, dim, interleaved)
+
+
+def test_strided_heads() -> None:
+    """Heads that are views of a packed projection need no copy."""
+    from megalight.ops.rotary import reference, rotary_table, triton
+
+    cos, sin = rotary_table(torch.arange(63, device="cuda"), 64, 1e4)
+    packed = torch.randn(63, 6, 64, device="cuda")
+    out = triton.apply_rotary(packed[:, 2:5], cos, sin)
+    torch.testing.assert_close(out, reference.apply_rotary(packed[:, 2:5], cos, sin))
