@@ -107,11 +107,20 @@ class ParallelMesh:
         return tuple(reduce(np.add.outer, terms).flatten().tolist())
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """The process group along one axis, or along several taken together; None where it has one member."""
+        """The process group along one axis, or along several taken together; None where it has one member.
+
+        Raises:
+            LayoutError: there are several members, but torch.distributed is not initialised.
+        """
         ranks = self.ranks(*axes)
         if len(ranks) == 1:
             return None
         if ranks not in self._groups:
+            if not dist.is_initialized():
+                raise LayoutError(
+                    f"the group along {' x '.join(axes)} has {len(ranks)} ranks, but torch.distributed is not "
+                    "initialised; call torch.distributed.init_process_group first."
+                )
             if len(ranks) == self.world_size:
                 self._groups[ranks] = dist.group.WORLD  # type: ignore[assignment]
             else:

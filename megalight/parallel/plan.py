@@ -170,6 +170,11 @@ class Plan:
         absent = set(self.unmatched(names))
         return replace(self, rules={target: style for target, style in self.rules.items() if target not in absent})
 
+    def under(self, name: str) -> Plan:
+        """The same plan for a model that is the submodule ``name`` of another."""
+        rules = {f"{name}.{target}" if isinstance(target, str) else target: s for target, s in self.rules.items()}
+        return replace(self, rules=rules)
+
     def __or__(self, other: Plan) -> Plan:
         """Both plans' rules, ``other``'s first.
 

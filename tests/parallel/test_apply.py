@@ -209,7 +209,6 @@ class Toy(nn.Module):
 
 def refusal(plan: Plan, tp: int, model: nn.Module | None = None, **options: bool) -> str:
     mesh = ParallelMesh(tp, 0, tp=tp)
-    mesh._groups[tuple(range(tp))] = object()
     with torch.device("meta"):
         model = model or Toy()
     with pytest.raises(LayoutError) as error:
@@ -316,7 +315,6 @@ def test_shared_module_is_replaced_everywhere() -> None:
 
     model = Twice().to("meta")
     mesh = ParallelMesh(2, 0, tp=2)
-    mesh._groups[(0, 1)] = object()
     parallelize(model, Plan({"first": Column(), nn.LayerNorm: SequenceRegion()}), mesh)
     assert model.first is model.second
     assert model.first.weight.shape == (2, 4)

@@ -90,6 +90,12 @@ def test_impossible_axes(axes: tuple[str, ...], message: str) -> None:
         ParallelMesh(8, tp=4, ep=2).ranks(*axes)
 
 
+def test_a_group_needs_initialised_processes() -> None:
+    assert ParallelMesh().group("tp") is None
+    with pytest.raises(LayoutError, match=r"along tp has 2 ranks.*init_process_group"):
+        ParallelMesh(2, tp=2).group("tp")
+
+
 def test_description() -> None:
     assert ParallelMesh().describe() == "1 rank: one device"
     assert ParallelMesh(8, tp=2, pp=2, ep=2).describe() == "8 ranks: pp2 x dp2 x tp2 x ep2"

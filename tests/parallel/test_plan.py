@@ -29,6 +29,11 @@ def test_patterns_that_match_nothing() -> None:
     assert only.sequence_dim == 1
 
 
+def test_a_plan_for_a_submodule() -> None:
+    plan = Plan({"a.*": Row(), nn.Linear: Replicated()}).under("model")
+    assert list(plan.rules.items()) == [("model.a.*", Row()), (nn.Linear, Replicated())]
+
+
 def test_joined_plans() -> None:
     joined = Plan({"a": Row(), "b": Row()}) | Plan({"b": Column(), "c": Column()})
     assert list(joined.rules.items()) == [("b", Column()), ("c", Column()), ("a", Row())]

@@ -152,7 +152,6 @@ def test_dropout_is_the_same_when_activations_are_recomputed(sequence_parallel: 
 
 def test_no_dropout_needs_no_stream() -> None:
     grid = ParallelMesh(2, 0, tp=2)
-    grid._groups[(0, 1)] = object()
     model = GPT(GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, max_sequence_length=16))
     parallelize(model, gpt.plan(model), grid)
     assert isinstance(model.layers["0"].attention.inner, InnerAttention)

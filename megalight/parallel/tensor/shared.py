@@ -21,19 +21,24 @@ class Shared:
         sequence_parallel: hidden states between split layers hold this rank's share of the tokens. Read at every
             forward, so that it can be off for a while (decoding).
         sequence_dim: the dim of hidden states that counts tokens.
-        group: the ``tp`` group; None for one rank.
         streams: random streams for dropout.
     """
 
     mesh: ParallelMesh
     sequence_parallel: bool = False
     sequence_dim: int = 0
-    group: ProcessGroup | None = field(init=False)
     streams: RandomStreams = field(init=False)
 
     def __post_init__(self) -> None:
-        self.group = self.mesh.group("tp")
         self.streams = RandomStreams(self.mesh)
+        self._group: ProcessGroup | None = None
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ``tp`` group, None for one rank. Made on first use: a model can be split, and looked at, without it."""
+        if self._group is None and self.mesh.tp > 1:
+            self._group = self.mesh.group("tp")
+        return self._group
 
     def tokens(self, planned: Tokens) -> Tokens:
         """Which tokens a layer is fed now, where the plan says ``planned`` under sequence parallelism."""
