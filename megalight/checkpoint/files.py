@@ -214,14 +214,26 @@ def parse_header(data: bytes | memoryview, size: int, what: str) -> list[Entry]:
     return entries
 
 
+def checked_count(value: Any, what: str) -> int:
+    """A non-negative 63-bit integer from an untrusted file.
+
+    Raises:
+        CheckpointError: it is anything else.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise CheckpointError(f"{what} holds {str(value)[:80]!r} where a count or size belongs.")
+    return value
+
+
 def checked_shape(value: Any, what: str) -> tuple[int, ...]:
     """A list of non-negative integers from an untrusted file, as a tuple.
 
     Raises:
-        CheckpointError: it is anything else, or describes more than 2^62 elements.
+        CheckpointError: it is anything else, or describes more than 2^55 elements.
     """
-    if not isinstance(value, (list, tuple)) or len(value) > 32 or not all(type(n) is int and n >= 0 for n in value):
+    if not isinstance(value, (list, tuple)) or len(value) > 32:
         raise CheckpointError(f"{what} holds {str(value)[:80]!r} where a list of sizes belongs.")
-    if prod(max(n, 1) for n in value) > 1 << 62:
-        raise CheckpointError(f"{what} describes a tensor of impossible size {str(value)[:80]}.")
-    return tuple(value)
+    shape = tuple(checked_count(n, what) for n in value)
+    if prod(max(n, 1) for n in shape) > 1 << 55:
+        raise CheckpointError(f"{what} describes a tensor of impossible size {list(shape)}.")
+    return shape

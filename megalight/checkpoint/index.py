@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from megalight.checkpoint.checksum import BLOCK
-from megalight.checkpoint.files import CODES, checked_name, checked_shape
+from megalight.checkpoint.files import CODES, checked_count, checked_name, checked_shape
 from megalight.errors import CheckpointError
 
 
@@ -89,7 +89,7 @@ def from_json(value: Any, what: str) -> dict[str, TensorInfo]:
 
 def _chunk(value: Any, what: str) -> Chunk:
     offset, size = checked_shape(value["offset"], what), checked_shape(value["size"], what)
-    (start,) = checked_shape([value["start"]], what)
+    start = checked_count(value["start"], what)
     sums = tuple(value["sums"])
     if not isinstance(value["key"], str) or not all(isinstance(digest, str) for digest in sums):
         raise CheckpointError(f"{what} is malformed: keys and checksums are strings.")

@@ -14,8 +14,8 @@ from typing import Any
 from megalight.checkpoint.checksum import checksum
 from megalight.checkpoint.files import (
     FileRecord,
+    checked_count,
     checked_name,
-    checked_shape,
     dump_json,
     located,
     parse_json,
@@ -83,10 +83,10 @@ def _parse(value: Any, what: str) -> Manifest:
             )
         files = {}
         for name, (size, digest) in value["files"].items():
-            checked_shape([size], what)
-            files[checked_name(name)] = FileRecord(size, str(digest))
-        saved_at, world_size = checked_shape([value["saved_at"], value["world_size"]], what)
-        return Manifest(files, saved_at, world_size, {str(k): str(v) for k, v in value["versions"].items()})
+            files[checked_name(name)] = FileRecord(checked_count(size, what), str(digest))
+        versions = {str(key): str(version) for key, version in value["versions"].items()}
+        saved_at, world_size = (checked_count(value[key], what) for key in ("saved_at", "world_size"))
+        return Manifest(files, saved_at, world_size, versions)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
 

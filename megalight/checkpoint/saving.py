@@ -92,9 +92,11 @@ def save(
 
         records = ranks.together(f"saving {path}", write_small)
         ranks.first(f"publishing {path}", lambda: _finish(started[0], records, files or {}))
-    except BaseException:
+    except BaseException as error:
         for partial in started:
             partial.discard()
+        if isinstance(error, RuntimeError):
+            raise CheckpointError(f"saving {path} failed, perhaps because another rank died: {error}") from error
         raise
 
 

@@ -32,13 +32,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megalight.checkpoint.checksum import BLOCK, blocks, checksum
+from megalight.checkpoint.datafile import DataFile
 from megalight.checkpoint.files import (
     CODES,
-    MAX_HEADER,
     Entry,
     FileRecord,
     dump_json,
-    located,
     pack_header,
     sync_directory,
     write_all,
@@ -273,7 +272,7 @@ class Reader(StorageReader):
                 for item in items:
                     info, chunk = self.chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()
-                    file.fill(target, info, chunk, tuple(item.storage_offsets))
+                    _fill(file, target, info, chunk, tuple(item.storage_offsets))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -296,77 +295,23 @@ def _hull(size: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) ->
     return first, first + 1 + sum((n - 1) * s for n, s in zip(lengths, strides, strict=True))
 
 
-class DataFile:
-    """An open data file of a checkpoint. Reads by ``pread``, so that a bad disk is an error and not a signal."""
-
-    def __init__(self, directory: Path, name: str, records: dict[str, FileRecord]) -> None:
-        if name not in records:
-            raise CheckpointError(f"checkpoint {directory} is torn: its manifest does not list {name}.")
-        self.what = f"{name} in checkpoint {directory}"
-        self.record = records[name]
-        self.path = located(directory, name)
-        self.buffer = torch.empty(BLOCK, dtype=torch.uint8)
-
-    def __enter__(self) -> DataFile:
-        self.descriptor = os.open(self.path, os.O_RDONLY)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
-
-    def verify(self, places: Sequence[tuple[int, int, str]]) -> None:
-        """Check size, header and the given ``(start, stop, checksum)`` blocks.
-
-        Raises:
-            CheckpointError: anything differs, or cannot be read.
-        """
-        size = os.fstat(self.descriptor).st_size
-        if size != self.record.size:
-            raise CheckpointError(f"{self.what} is torn: {size} bytes, {self.record.size} were saved.")
-        header = bytearray(8)
-        self._read(0, memoryview(header))
-        length = min(int.from_bytes(header, "little"), MAX_HEADER, size - 8)
-        header = bytearray(8 + length)
-        self._read(0, memoryview(header))
-        if checksum(memoryview(header)) != self.record.checksum:
-            raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
-        buffer = self.buffer.numpy().data
-        for start, stop, digest in places:
-            if stop > size:
-                raise CheckpointError(f"{self.what} ends before the tensors that the index places in it.")
-            block = buffer[: stop - start]
-            self._read(start, block)
-            if checksum(block) != digest:
-                raise CheckpointError(f"{self.what} is torn: bytes {start} to {stop} differ from what was saved.")
-
-    def fill(self, target: Tensor, info: TensorInfo, chunk: Chunk, offset: tuple[int, ...]) -> None:
-        """Read the box at ``offset`` of a chunk, of the target's shape, into ``target``."""
-        dtype: torch.dtype = getattr(torch, info.dtype)
-        first, last = _hull(chunk.size, offset, target.shape)
-        nbytes = (last - first) * dtype.itemsize
-        start = chunk.start + first * dtype.itemsize
-        straight = last - first == target.numel() and target.is_contiguous() and target.dtype == dtype
-        if straight and target.device.type == "cpu":
-            self._read(start, as_bytes(target).numpy().data)
-        elif nbytes <= BLOCK:
-            self._read(start, self.buffer[:nbytes].numpy().data)
-            source = self.buffer[:nbytes].view(dtype).as_strided(target.shape, _strides(chunk.size))
-            target.copy_(source)
-        else:
-            dim = next(dim for dim, length in enumerate(target.shape) if length > 1)
-            row = _strides(chunk.size)[dim] * dtype.itemsize
-            step = max(1, min(BLOCK // row, target.shape[dim] // 2))
-            for low in range(0, target.shape[dim], step):
-                part = target.narrow(dim, low, min(step, target.shape[dim] - low))
-                self.fill(part, info, chunk, (*offset[:dim], offset[dim] + low, *offset[dim + 1 :]))
-
-    def _read(self, start: int, into: memoryview) -> None:
-        position = 0
-        while position < len(into):
-            try:
-                count = os.preadv(self.descriptor, [into[position:]], start + position)
-            except OSError as error:
-                raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
-            if not count:
-                raise CheckpointError(f"{self.what} ends at byte {start + position}, in the middle of a tensor.")
-            position += count
+def _fill(file: DataFile, target: Tensor, info: TensorInfo, chunk: Chunk, offset: tuple[int, ...]) -> None:
+    """Read the box at ``offset`` of a chunk, of the target's shape, into ``target``."""
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    first, last = _hull(chunk.size, offset, target.shape)
+    nbytes = (last - first) * dtype.itemsize
+    start = chunk.start + first * dtype.itemsize
+    straight = last - first == target.numel() and target.is_contiguous() and target.dtype == dtype
+    if straight and target.device.type == "cpu":
+        file.read(start, as_bytes(target).numpy().data)
+    elif nbytes <= BLOCK:
+        file.read(start, file.buffer.data[:nbytes])
+        source = torch.from_numpy(file.buffer[:nbytes]).view(dtype)
+        target.copy_(source.as_strided(target.shape, _strides(chunk.size)))
+    else:
+        dim = next(dim for dim, length in enumerate(target.shape) if length > 1)
+        row = _strides(chunk.size)[dim] * dtype.itemsize
+        step = max(1, min(BLOCK // row, target.shape[dim] // 2))
+        for low in range(0, target.shape[dim], step):
+            part = target.narrow(dim, low, min(step, target.shape[dim] - low))
+            _fill(file, part, info, chunk, (*offset[:dim], offset[dim] + low, *offset[dim + 1 :]))

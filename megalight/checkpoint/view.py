@@ -181,8 +181,8 @@ def views_of_shards(
         tensors: one flat tensor per shard, laid out as the shard is.
         shards: what lies where.
         prefix: what to call this state, e.g. ``"optimizer.exp_avg."``.
-        replicated: the mesh, where all data-parallel ranks hold the *same* shards (level ``no_shard``); each then writes
-            an equal part. None where each holds a shard of its own.
+        replicated: the mesh, where all data-parallel ranks hold the *same* shards (level ``no_shard``); each then
+            writes an equal part. None where each holds a shard of its own.
     """
     held = []
     for tensor, shard in zip(tensors, shards, strict=True):

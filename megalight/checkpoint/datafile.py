@@ -1,0 +1,84 @@
+"""A tensor data file of a checkpoint, read and verified. No torch in here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megalight.checkpoint.checksum import BLOCK, checksum
+from megalight.checkpoint.files import MAX_HEADER, FileRecord, located
+from megalight.errors import CheckpointError
+
+
+class DataFile:
+    """An open data file. Reads by ``pread``, so that a bad disk is an error and not a signal.
+
+    Attributes:
+        buffer: scratch memory of one block.
+    """
+
+    def __init__(self, directory: Path, name: str, records: dict[str, FileRecord]) -> None:
+        if name not in records:
+            raise CheckpointError(f"checkpoint {directory} is torn: its manifest does not list {name}.")
+        self.what = f"{name} in checkpoint {directory}"
+        self.record = records[name]
+        self.path = located(directory, name)
+        self.buffer = np.empty(BLOCK, np.uint8)
+
+    def __enter__(self) -> DataFile:
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def verify(self, places: Sequence[tuple[int, int, str]]) -> None:
+        """Check size, header and the given ``(start, stop, checksum)`` blocks.
+
+        Raises:
+            CheckpointError: anything differs, or cannot be read.
+        """
+        size = os.fstat(self.descriptor).st_size
+        if size != self.record.size:
+            raise CheckpointError(f"{self.what} is torn: {size} bytes, {self.record.size} were saved.")
+        length = int.from_bytes(self._bytes(8), "little") if size >= 8 else MAX_HEADER + 1
+        if length > min(MAX_HEADER, size - 8) or checksum(self._bytes(8 + length)) != self.record.checksum:
+            raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
+        for place in places:
+            self.block(*place)
+
+    def block(self, start: int, stop: int, digest: str) -> memoryview:
+        """Bytes ``[start, stop)`` of the file, verified; good until the next read.
+
+        Raises:
+            CheckpointError: they differ from what was saved, or cannot be read.
+        """
+        data = self.buffer.data[: stop - start]
+        self.read(start, data)
+        if checksum(data) != digest:
+            raise CheckpointError(f"{self.what} is torn: bytes {start} to {stop} differ from what was saved.")
+        return data
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``start`` on.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        position = 0
+        while position < len(into):
+            try:
+                count = os.preadv(self.descriptor, [into[position:]], start + position)
+            except OSError as error:
+                raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
+            if not count:
+                raise CheckpointError(f"{self.what} is torn: it ends at byte {start + position}, inside a tensor.")
+            position += count
+
+    def _bytes(self, length: int) -> bytes:
+        data = bytearray(length)
+        self.read(0, memoryview(data))
+        return bytes(data)

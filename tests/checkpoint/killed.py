@@ -1,0 +1,26 @@
+"""Saves for ever, until killed: ``python -m tests.checkpoint.killed DIRECTORY``. Prints each step once it is safe."""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from megalight import checkpoint
+from tests.checkpoint import simple
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    newest = checkpoint.latest(directory)
+    for step in count(simple.step_of(newest) + 1 if newest else 1):
+        simple.save(directory / f"step={step}.ckpt", step)
+        simple.save(directory / "last.ckpt", step)
+        checkpoint.remove(directory / f"step={step - 2}.ckpt")
+        print(step, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
