@@ -204,3 +204,12 @@ def test_tied_weights_are_one_parameter():
     model = build("gpt2")
     assert model.head.output_layer.weight is model.embed.word.weight
     assert "head.output_layer.weight" not in canonical_params(model)
+
+
+def test_the_lightning_module_comes_on_first_use():
+    import megalight.models.gpt as package
+    from megalight.models.gpt.module import GPTModule
+
+    assert package.GPTModule is GPTModule
+    with pytest.raises(AttributeError, match="has no attribute 'GPTModul'"):
+        _ = package.GPTModul
