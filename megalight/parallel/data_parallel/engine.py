@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -197,23 +198,27 @@ class DataParallelEngine:
                 land_gradients(info.parameter, self._on_arrival(index, slot.index, info.name), reaches_buffer)
 
     def _on_arrival(self, index: int, number: int, name: str) -> Callable[[], None]:
-        bucket = self.buckets[index]
+        engine = weakref.ref(self)  # parameters hold this function where the garbage collector cannot see it
 
         def arrived() -> None:
-            if bucket.sent:
-                raise MegalightError(
-                    f"a gradient of {name} arrived after its bucket was reduced. Either this micro-batch uses the "
-                    "parameter more often than those before it: switch overlap_grad_reduce off; or a new step began "
-                    "without zero_grad()."
-                )
-            self._counts[number] += 1
-            if self._stream is not None and (current := torch.cuda.current_stream(self.device)) != self._main_stream:
-                self._stream.wait_stream(current)
-            if self._in_last and self._counts[number] == self._expected[number]:
-                bucket.arrived += 1
-                self._send_complete()
+            if (alive := engine()) is not None:
+                alive._count(alive.buckets[index], number, name)
 
         return arrived
+
+    def _count(self, bucket: Bucket, number: int, name: str) -> None:
+        if bucket.sent:
+            raise MegalightError(
+                f"a gradient of {name} arrived after its bucket was reduced. Either this micro-batch uses it "
+                "more often than those before it did: switch overlap_grad_reduce off; or a new step began without "
+                "zero_grad()."
+            )
+        self._counts[number] += 1
+        if self._stream is not None and (current := torch.cuda.current_stream(self.device)) != self._main_stream:
+            self._stream.wait_stream(current)
+        if self._in_last and self._counts[number] == self._expected[number]:
+            bucket.arrived += 1
+            self._send_complete()
 
     def _send_complete(self) -> None:
         """Send the buckets that are complete, strictly in order: all ranks must start the same collectives alike."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from itertools import product
 
 import pytest
@@ -245,6 +247,17 @@ def test_gradients_of_gradients_are_refused() -> None:
     DataParallelEngine(infos(model), ParallelMesh())
     with pytest.raises(MegalightError, match=r"create_graph.*torch\.autograd\.grad"):
         loss(model, batches(0, 1, 1)[0]).backward(create_graph=True)
+
+
+def test_memory_is_given_back() -> None:
+    model = build()
+    engine = DataParallelEngine(infos(model), ParallelMesh())
+    engine.attach_gather_hooks(model)
+    accumulate(engine, model, batches(0, 1, 1)[0])
+    left = weakref.ref(engine), weakref.ref(engine.buckets[0].grads)
+    del model, engine
+    gc.collect()
+    assert [each() for each in left] == [None, None]
 
 
 def test_norm_before_reduction_is_an_error() -> None:
