@@ -1,6 +1,6 @@
 """A Llama of the transformers package, its code untouched, split over two ranks by its plan.
 
-    python examples/transformers_llama.py --devices 2 --tensor-parallel 2 --sequence-parallel
+python examples/transformers_llama.py --devices 2 --tensor-parallel 2 --sequence-parallel
 """
 
 from __future__ import annotations

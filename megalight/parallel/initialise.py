@@ -81,7 +81,7 @@ def initialise(
             continue
         whole = _drawn_whole(model, path, module, key(seed, _canonical(path, wanted, specs)))
         for local, name in wanted.items():
-            _slice_into(_join(path, local), module._parameters[local], whole._parameters[local], specs[name], name, give)
+            _take_drawn(name, module._parameters[local], whole._parameters[local], specs[name], give)
         for local, buffer in module._buffers.items():
             if buffer is not None:
                 _copy_known(_join(path, local), buffer, whole._buffers[local])
@@ -125,12 +125,11 @@ def _ways(model: nn.Module, path: str, shell: nn.Module) -> list[Callable[[], ob
     return ways
 
 
-def _slice_into(
+def _take_drawn(
     name: str,
     parameter: nn.Parameter | None,
     whole: nn.Parameter | None,
     spec: ShardSpec,
-    first_name: str,
     give: Callable[[str, Tensor], None],
 ) -> None:
     """Keep the own part of a whole drawn parameter; one that was not drawn keeps its value."""
@@ -138,16 +137,16 @@ def _slice_into(
     assert whole is not None
     if _unknown(whole):
         _copy_known(name, parameter, whole)
-        give(first_name, parameter.detach().float())
+        give(name, parameter.detach().float())
         return
     parts, start = [], 0
     for piece in spec.pieces:
-        parts.append(Part(first_name, piece.name, piece.shape, start))
+        parts.append(Part(name, piece.name, piece.shape, start))
         start += prod(piece.shape)
     values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     take(whole.detach(), parts, spec, values)
     parameter.copy_(values)
-    give(first_name, values)
+    give(name, values)
 
 
 def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:

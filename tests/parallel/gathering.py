@@ -59,6 +59,6 @@ def gather_canonical(
 
 
 def relative_error(a: Tensor, b: Tensor, floor: float = 1e-6) -> float:
-    """``|a - b| / max(|b|, floor)`` in float64. The floor is for what is zero but for rounding (a key bias's gradient)."""
+    """``|a - b| / max(|b|, floor)`` in float64; the floor is for zeros with rounding noise (a key bias's gradient)."""
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / max(float(b.norm()), floor))

@@ -206,7 +206,6 @@ class Toy(nn.Module):
         return self.out(hidden + self.down(self.norm(self.up(hidden))))
 
 
-
 def refusal(plan: Plan, tp: int, model: nn.Module | None = None, **options: bool) -> str:
     mesh = ParallelMesh(tp, 0, tp=tp)
     with torch.device("meta"):

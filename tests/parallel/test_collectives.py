@@ -9,8 +9,6 @@ from megalight.parallel import collectives
 from megalight.parallel.mesh import ParallelMesh
 from tests.workers import run
 
-REGIONS = ("copy", "all_reduce", "split", "join", "all_gather", "reduce_scatter")
-
 
 def world() -> list[torch.Tensor]:
     """Every rank's input, known to all."""
@@ -19,39 +17,45 @@ def world() -> list[torch.Tensor]:
     return list(torch.randn(dist.get_world_size(), *shape, generator=generator, dtype=torch.float64))
 
 
+def forwards(name: str, inputs: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """What the region answers on this rank, from what goes in on every rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = torch.stack(inputs).sum(0)
+    match name:
+        case "copy":
+            return inputs[rank]
+        case "all_reduce":
+            return total
+        case "split":
+            return inputs[rank].chunk(size, dim)[rank]
+        case "join" | "all_gather":
+            return torch.cat(inputs, dim)
+    return total.chunk(size, dim)[rank]
+
+
+BACKWARD_OF = {
+    "copy": "all_reduce",
+    "all_reduce": "copy",
+    "split": "all_gather",
+    "join": "split",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+}
+
+
 def regions(dim: int) -> bool:
     """Forward and backward of each region against what they are said to be, from all ranks' tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = ParallelMesh(size, rank, tp=size).group("tp")
     inputs = world()
-    for name in REGIONS:
-        whole_dims = name in ("copy", "all_reduce")
+    for name, backward in BACKWARD_OF.items():
         x = inputs[rank].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()  # strides out of order
-        y = getattr(collectives, name)(x, *((group,) if whole_dims else (group, dim)))
-        everyone = torch.cat(inputs, dim)
-        total = torch.stack(inputs).sum(0)
-        wanted = {
-            "copy": inputs[rank],
-            "all_reduce": total,
-            "split": inputs[rank].chunk(size, dim)[rank],
-            "join": everyone,
-            "all_gather": everyone,
-            "reduce_scatter": total.chunk(size, dim)[rank],
-        }[name]
-        torch.testing.assert_close(y, wanted)
+        y = getattr(collectives, name)(x, *((group,) if name in ("copy", "all_reduce") else (group, dim)))
+        torch.testing.assert_close(y, forwards(name, inputs, dim))
         generator = torch.Generator().manual_seed(3)
         grads = list(torch.randn(size, *y.shape, generator=generator, dtype=torch.float64))
         y.backward(grads[rank])
-        total = torch.stack(grads).sum(0)
-        wanted = {
-            "copy": lambda: total,
-            "all_reduce": lambda: grads[rank],
-            "split": lambda: torch.cat(grads, dim),
-            "join": lambda: grads[rank].chunk(size, dim)[rank],
-            "all_gather": lambda: total.chunk(size, dim)[rank],
-            "reduce_scatter": lambda: torch.cat(grads, dim),
-        }[name]()
-        torch.testing.assert_close(x.grad, wanted)
+        torch.testing.assert_close(x.grad, forwards(backward, grads, dim))
         torch.testing.assert_close(x.detach(), inputs[rank])  # no input is written
     return True
 
