@@ -75,8 +75,6 @@ def test_a_second_backward_is_the_same() -> None:
 
 
 def test_logits_that_are_too_large_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, chunk=10)
 
