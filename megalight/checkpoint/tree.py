@@ -135,7 +135,7 @@ def dumps(value: Any, what: str) -> tuple[bytes, bytes | None]:
 
 
 def loads(text: bytes, data: bytes | None, what: str) -> Any:
-    """The tree again.
+    """The tree again. ``what``: path of the files without their suffixes, for messages.
 
     Raises:
         CheckpointError: the bytes are no tree.
@@ -149,7 +149,7 @@ def loads(text: bytes, data: bytes | None, what: str) -> Any:
             as_bytes(tensor).numpy()[:] = memory[entry.start : entry.start + entry.nbytes]
     try:
         ordered = [tensors[str(number)] for number in range(len(tensors))]
-        return decode(parse_json(text, what), ordered, what)
+        return decode(parse_json(text, f"{what}.json"), ordered, what)
     except (KeyError, RecursionError) as error:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__} {error}.") from error
 
@@ -168,4 +168,4 @@ def read(root: Path, name: str, records: dict[str, FileRecord]) -> Any:
     text = read_file(root, f"{name}.json", records[f"{name}.json"])
     beside = f"{name}.safetensors"
     data = read_file(root, beside, records[beside]) if beside in records else None
-    return loads(text, data, f"{name} in checkpoint {root}")
+    return loads(text, data, f"{root}/{name}")
