@@ -25,7 +25,7 @@ from megalight.data.indexed import IndexedWriter, paths, token_dtype
 from megalight.data.meta import CorpusMeta, tokenizer_path
 from megalight.data.sources import Block, Format, OnBad, Source, blocks, find, texts_of
 from megalight.data.statistics import add_counts, entropy
-from megalight.data.tokenizer import Tokenizer
+from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,9 @@ def prepare(
 
 def _apart(sources: list[Source], inputs: Sequence[str], prefix: str) -> list[Source]:
     """The inputs without what an earlier call wrote beside them; naming a file that would be overwritten raises."""
-    written = {path.resolve() for path in (*paths(prefix), CorpusMeta.path(prefix), tokenizer_path(prefix))}
+    tokenizer = tokenizer_path(prefix)
+    outputs = (*paths(prefix), CorpusMeta.path(prefix), tokenizer, config_path(tokenizer))
+    written = {path.resolve() for path in outputs}
     for name in inputs:
         if Path(name).resolve() in written:
             raise DataError(f"input {name!r} is a file that this output would overwrite; choose another output.")

@@ -71,9 +71,13 @@ class Tokenizer:
                 f"tokenizer {os.fspath(path)!r} does not exist; give a tokenizer.json file or a folder that holds one."
             )
         file = place / FILE if place.is_dir() else place
-        config = _read_config(_config_path(file))
+        config = _read_config(config_path(file))
+        if file.is_file():
+            model = _read_model(file)
+        else:
+            model, known = _read_folder(place)
+            config = {**known, **config}
         others = [config[key] for key in OTHER_SPECIALS if isinstance(config.get(key), str)]
-        model = _read_model(file) if file.is_file() else _read_folder(place)
         return cls(model, eod_token or config.get("eos_token"), config.get("pad_token"), others)
 
     @classmethod
@@ -174,7 +178,7 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in specials.items() if v is not None}
         return {
             name: self.to_json().encode(),
-            _config_path(Path(name)).name: (json.dumps(config, indent=2) + "\n").encode(),
+            config_path(Path(name)).name: (json.dumps(config, indent=2) + "\n").encode(),
         }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -189,7 +193,8 @@ class Tokenizer:
         return place
 
 
-def _config_path(file: Path) -> Path:
+def config_path(file: Path) -> Path:
+    """Where the special tokens of a tokenizer file are kept: ``x_config.json`` beside ``x.json``."""
     return file.with_name(f"{file.stem}_config.json")
 
 
@@ -200,8 +205,8 @@ def _read_model(file: Path) -> Any:
         raise DataError(f"{file} is not a tokenizer that the package tokenizers can read: {error}") from error
 
 
-def _read_folder(folder: Path) -> Any:
-    """A tokenizer that ``transformers`` can convert to the form of the package ``tokenizers``."""
+def _read_folder(folder: Path) -> tuple[Any, dict[str, str]]:
+    """A tokenizer that ``transformers`` can convert to the form of the package ``tokenizers``; its special tokens."""
     transformers = require("transformers", f"the tokenizer in {folder}, which has no {FILE},")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -213,7 +218,7 @@ def _read_folder(folder: Path) -> Any:
             f"the tokenizer in {folder} is a {type(loaded).__name__}, which exists in Python alone; convert it to a "
             f"{FILE} first."
         )
-    return model
+    return model, {key: token for key, token in loaded.special_tokens_map.items() if isinstance(token, str)}
 
 
 def _read_config(file: Path) -> dict[str, Any]:
