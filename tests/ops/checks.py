@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,16 +45,23 @@ def as_tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def check(
-    fn: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], unused: Sequence[int] = ()
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    unused: Sequence[int] = (),
+    poison: bool = True,
 ) -> None:
-    """Outputs and the gradients of all ``inputs`` equal the reference's in float64; outputs ``unused`` get none."""
+    """Outputs and the gradients of all ``inputs`` equal the reference's in float64; outputs ``unused`` get none.
+
+    ``poison`` is for kernels of our own: it changes which algorithms torch's choose.
+    """
     dtype = inputs[0].dtype
     own = [t.detach().clone().requires_grad_() for t in inputs]
     exact = [t.detach().double().requires_grad_() for t in inputs]
     expected = as_tuple(reference(*exact))
     used = [i for i in range(len(expected)) if i not in unused]
     grads = [torch.randn_like(expected[i]).to(dtype) for i in used]
-    with poisoned():
+    with poisoned() if poison else nullcontext():
         actual = as_tuple(fn(*own))
         torch.autograd.backward(
             [actual[i] for i in used], [g.to(actual[i].dtype) for g, i in zip(grads, used, strict=True)]
@@ -176,7 +183,7 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
     out = None if out_dtype is None else torch.full((n,), torch.nan, dtype=out_dtype, device=device)
     fn(param, grad, exp_avg, exp_avg_sq, **settings, grad_scale=scale, out=out)
     for actual, expected in zip((param, exp_avg, exp_avg_sq), (exact[0], exact[2], exact[3]), strict=True):
-        assert error(actual, expected) <= (1e-9 if dtype == torch.float64 else 1e-6)
+        assert error(actual, expected) <= (1e-9 if dtype == torch.float64 else 3e-6)
     assert torch.equal(grad, before), "the gradient is not ours to write"
     if out is not None:
         assert torch.equal(out, param.to(out.dtype))

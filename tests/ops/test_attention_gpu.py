@@ -38,6 +38,7 @@ def check_attention(
         lambda q, k, v: attention(q, k, v, sequences, causal=causal, window=window, backend=backend),
         lambda q, k, v: reference.attention(q, k, v, sequences, causal, None, window, None, 0.0),
         [torch.randn(*shape, dim, device="cuda").to(dtype) for shape in shapes],
+        poison=False,
     )
 
 

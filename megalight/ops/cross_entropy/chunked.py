@@ -106,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logsumexp, target = combine(logsumexp, target)
         # The parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
         ctx.weight, ctx.bias, ctx.plan, ctx.kept = weight, bias, plan, kept
-        ctx.save_for_backward(hidden, labels, ignored, logsumexp)
+        ctx.save_for_backward(hidden, labels, ignored, logsumexp.contiguous())
         return (logsumexp - target).masked_fill_(ignored, 0.0)
 
     @staticmethod
@@ -116,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight, bias, plan = ctx.weight, ctx.bias, ctx.plan
         kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward makes them anew
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad = grad.masked_fill(ignored, 0.0)
+        grad = grad.masked_fill(ignored, 0.0).contiguous()  # the gradient of a sum is one number, expanded
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight, main = _gradient_buffer(weight, need_weight)
         grad_bias, main_bias = _gradient_buffer(bias, need_bias)
