@@ -181,8 +181,10 @@ def _unknown_class(key: str, rule: str, given: Given) -> str:
     name = next(group for group in match.groups() if group) if match else str(given.values.get(key))
     reason = next((line for line in rules(rule) if "no attribute" in line or "No module" in line), "")
     bases = [base for path in _SUBTYPE.findall(rule) if "." in path and (base := find_class(path))]
-    choices = {cls.__name__ for base in bases for cls in subclasses(base)}
-    hint = nearest(name.rpartition(".")[2], choices)
+    known = {cls.__name__: f"{cls.__module__}.{cls.__name__}" for base in bases for cls in subclasses(base)}
+    hint = nearest(name.rpartition(".")[2], known)
+    if "." in name:  # an import path is answered with one
+        hint = re.sub("'(.*)'", lambda match: repr(known[match[1]]), hint)
     return (
         f"{key} = {name!r} names no known class{f' ({reason})' if reason else ''}.{hint} "
         "Give the name of an imported class, or its import path (package.module.Class)."

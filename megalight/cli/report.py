@@ -7,6 +7,7 @@ import difflib
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -16,6 +17,10 @@ from megalight.errors import BackendError, ConfigurationError, LayoutError, Mega
 MAX_LINES = 18
 ALIKE = (ConfigurationError, LayoutError, BackendError)
 """Errors that every rank of a launch raises alike; one rank telling them is enough."""
+
+
+PATIENCE_SECONDS = 4.0
+_PARENT = os.getppid()
 
 
 def debugging() -> bool:
@@ -32,9 +37,9 @@ def launch_rank() -> int:
 
 
 def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
-    """Print an error to stderr: on rank 0 only, or on every rank under its number."""
+    """Print an error to stderr: on rank 0; with ``every_rank`` also on others, unless rank 0 fails itself."""
     rank = launch_rank()
-    if rank and not every_rank:
+    if rank and (not every_rank or _rank_zero_has_failed()):
         return
     lines = [piece for line in message.strip().splitlines() for piece in textwrap.wrap(line, 118) or [""]]
     if len(lines) > MAX_LINES:
@@ -42,6 +47,18 @@ def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
     where = f"{prog} [rank {rank}]" if rank else prog
     sys.stderr.write(f"{where}: error: " + "\n  ".join(lines) + "\n")
     sys.stderr.flush()
+
+
+def _rank_zero_has_failed() -> bool:
+    """Whether rank 0 ends within seconds, having told its own error. Seen only by the processes that it launched."""
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        return False
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while os.getppid() == _PARENT:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @contextmanager

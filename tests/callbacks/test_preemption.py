@@ -16,8 +16,6 @@ from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.workers import run
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec:FutureWarning",
-    "ignore:.*does not have many workers:UserWarning",
     "ignore:.*not resumable:UserWarning",
 )
 

@@ -7,10 +7,6 @@ from megalight.callbacks import StepProgress
 from megalight.errors import ConfigurationError
 from tests.callbacks.tiny import Tiny, tiny_trainer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers:UserWarning"
-)
-
 
 def fit(**options):
     tiny_trainer(**{"enable_progress_bar": True, **options}).fit(Tiny())

@@ -1,4 +1,3 @@
-import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger
 
@@ -9,10 +8,6 @@ from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny, tiny_trainer
 from tests.environment import trainer
 from tests.workers import run
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers:UserWarning"
-)
 
 
 def test_the_record_lies_beside_the_logs(tmp_path):

@@ -11,9 +11,6 @@ from megalight.errors import ConfigurationError
 from megalight.types import TokenBatch
 from tests.callbacks.tiny import BATCHES, LENGTH, ROWS, Tiny, tiny_trainer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers:UserWarning"
-)
 TRAINER = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), world_size=4)
 
 

@@ -18,8 +18,6 @@ QUIET = [
 SAMPLE_STRATEGY = "--trainer.strategy=tests.cli.samples.SampleStrategy"
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",
-    "ignore:.*LeafSpec:FutureWarning",
     "ignore:.*smaller than the logging interval:UserWarning",
 )
 
