@@ -84,6 +84,7 @@ def test_an_optimizer_without_an_engine() -> None:
 
 def test_forgotten_with_its_optimizer() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    gc.collect()
     before = len(_homes)
     offload_to_cpu(optimizer)
     assert len(_homes) == before + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, l
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.mesh import ParallelMesh
+
+log = logging.getLogger(__name__)
 
 DATA_AXES = ("dp", "cp")
 """Mesh axes whose ranks hold the same parameters and see different tokens."""
@@ -150,7 +153,10 @@ class DataParallelEngine:
             yield
         finally:
             self._in_last = False
+        first = not any(self._expected)
         self._expected = [max(pair) for pair in zip(self._expected, self._counts, strict=True)]
+        if first and self.overlap_grad_reduce:
+            self._tell_unused()
 
     def finish_grad_sync(self) -> None:
         """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere.
@@ -219,6 +225,16 @@ class DataParallelEngine:
         if self._in_last and self._counts[number] == self._expected[number]:
             bucket.arrived += 1
             self._send_complete()
+
+    def _tell_unused(self) -> None:
+        unused = [info.name for info, count in zip(self.infos, self._expected, strict=True) if not count]
+        if unused and len(unused) < len(self.infos):
+            log.info(
+                "%d parameters got no gradient in the first micro-batch (%s ...): their buckets and all later ones are "
+                "reduced after the backward pass only; freeze what is never used",
+                len(unused),
+                unused[0],
+            )
 
     def _send_complete(self) -> None:
         """Send the buckets that are complete, strictly in order: all ranks must start the same collectives alike."""
@@ -293,9 +309,10 @@ class DataParallelEngine:
                     bucket.shard.fill(slot.start, values)
 
     def attach_gather_hooks(self, module: nn.Module) -> None:
-        """Let each submodule wait for its own parameters just before its forward, so that the gathering overlaps.
+        """Let each submodule wait for its parameters just before its forward, so that the gathering overlaps.
 
-        Only for models in which every parameter is read inside the forward of a module that owns it.
+        Only for models in which every parameter is read inside the forward of the module that owns it, or, where that
+        one has no children, of its parent.
         """
         self._gatherer.attach(module)
         self._gather_hooks = True

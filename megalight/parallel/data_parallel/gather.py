@@ -43,12 +43,16 @@ class Gatherer:
                     self._waits.pop(index)()
 
     def attach(self, module: nn.Module) -> None:
-        """Make every submodule wait, before it runs, for the buckets of the parameters that it owns itself."""
+        """Make every submodule wait, before it runs, for its own parameters and for those of its childless children.
+
+        The latter because a parent may read a child's weight without calling the child, as a fused loss does.
+        """
         home = {id(info.parameter): index for index, bucket in enumerate(self.buckets) for info in bucket.infos}
         for part in module.modules():
-            own = sorted({home[id(p)] for p in part.parameters(recurse=False) if id(p) in home})
-            if own:
-                part.register_forward_pre_hook(self._hook(own))
+            near = [part, *(child for child in part.children() if next(child.children(), None) is None)]
+            needed = sorted({home[id(p)] for each in near for p in each.parameters(recurse=False) if id(p) in home})
+            if needed:
+                part.register_forward_pre_hook(self._hook(needed))
 
     def _hook(self, indices: list[int]) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def wait(module: nn.Module, inputs: tuple[object, ...]) -> None:

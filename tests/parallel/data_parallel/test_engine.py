@@ -217,10 +217,13 @@ def test_late_gradient_is_an_error_with_the_remedy() -> None:
         loss(model, batches(1, 1, 1)[0]).backward()
 
 
-def test_a_parameter_never_used_before_is_waited_for() -> None:
+def test_a_parameter_never_used_before_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     model = Tied().double()
     engine = DataParallelEngine(infos(model), ParallelMesh(), bucket_size=1)
-    accumulate(engine, model, batches(0, 1, 2)[0])
+    with caplog.at_level("INFO"):
+        accumulate(engine, model, batches(0, 1, 2)[0])
+    (message,) = caplog.messages
+    assert "1 parameters got no gradient in the first micro-batch (skip" in message
     model.use_skip = True
     accumulate(engine, model, batches(1, 1, 1)[0])
     model.use_skip = False

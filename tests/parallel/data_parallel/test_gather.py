@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megalight.parallel.data_parallel import DataParallelEngine
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, batches, build, infos, loss, mesh
@@ -32,6 +33,34 @@ def _hooks_wait_for_their_own_parameters() -> None:
 
 def test_hooks_wait_for_their_own_parameters() -> None:
     run(_hooks_wait_for_their_own_parameters, 2)
+
+
+class ReadsItsChild(nn.Module):
+    """Uses a child's weight without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.output = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) @ self.output.weight.T
+
+
+def _parents_wait_for_childless_children() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 5)), ReadsItsChild()).double()
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine.attach_gather_hooks(model)
+    engine.publish()
+    waiting = engine._gatherer._waits
+    hidden = model[0](torch.ones(2, 5).double())
+    assert len(waiting) == 4
+    model[1](hidden)
+    assert not waiting
+
+
+def test_parents_wait_for_childless_children() -> None:
+    run(_parents_wait_for_childless_children, 2)
 
 
 def _without_hooks(overlap: bool) -> None:
