@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalight.checkpoint.checksum import BLOCK, checksum
 from megalight.checkpoint.files import MAX_HEADER, FileRecord, located
@@ -17,16 +18,22 @@ class DataFile:
     """An open data file. Reads by ``pread``, so that a bad disk is an error and not a signal.
 
     Attributes:
-        buffer: scratch memory of one block.
+        buffer: scratch memory of one block; given, or its own.
     """
 
-    def __init__(self, directory: Path, name: str, records: dict[str, FileRecord]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        records: Mapping[str, FileRecord],
+        buffer: NDArray[np.uint8] | None = None,
+    ) -> None:
         if name not in records:
             raise CheckpointError(f"checkpoint {directory} is torn: its manifest does not list {name}.")
         self.what = f"{name} in checkpoint {directory}"
         self.record = records[name]
         self.path = located(directory, name)
-        self.buffer = np.empty(BLOCK, np.uint8)
+        self.buffer = np.empty(BLOCK, np.uint8) if buffer is None else buffer
 
     def __enter__(self) -> DataFile:
         self.descriptor = os.open(self.path, os.O_RDONLY)

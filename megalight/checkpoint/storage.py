@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future as Pending
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -184,13 +185,15 @@ def write_tensors(
     path.parent.mkdir(parents=True, exist_ok=True)
     header, placed = pack_header(entries, {"format": "pt"})
     sums: list[tuple[str, ...]] = []
+    on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+    staging = cycle([host_buffer(), host_buffer()] if on_device else [])  # one is written while the other is filled
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with ThreadPoolExecutor(1) as thread:
             pending: Pending[None] = thread.submit(write_all, descriptor, header)
             for tensor in tensors:
                 digests = []
-                for block in _host_blocks(as_bytes(tensor)):
+                for block in _host_blocks(as_bytes(tensor), staging):
                     digests.append(checksum(block))
                     pending.result()
                     pending = thread.submit(write_all, descriptor, block)
@@ -203,10 +206,16 @@ def write_tensors(
     return FileRecord(size, checksum(header)), placed, sums
 
 
-def _host_blocks(data: Tensor) -> Iterator[memoryview]:
+def host_buffer() -> Tensor:
+    """Host memory for one block; page-locked where there is a GPU, for fast copies."""
+    return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _host_blocks(data: Tensor, staging: Iterator[Tensor]) -> Iterator[memoryview]:
     """The blocks of flat bytes in host memory: the memory itself where it is the host's already."""
     for start, stop in blocks(data.numel()):
-        yield data[start:stop].cpu().numpy().data
+        block = data[start:stop]
+        yield (block if data.device.type == "cpu" else next(staging)[: stop - start].copy_(block)).numpy().data
 
 
 class Reader(StorageReader):
@@ -219,6 +228,7 @@ class Reader(StorageReader):
         self.directory = directory
         self.records = records
         self.tensors = tensors
+        self.buffer = host_buffer()
         self.chunks = {
             MetadataIndex(info.name, chunk.offset): (info, chunk) for info in tensors.values() for chunk in info.chunks
         }
@@ -254,7 +264,7 @@ class Reader(StorageReader):
                     place = (chunk.start + start, chunk.start + stop, chunk.sums[number])
                     wanted.setdefault(chunk.file, set()).add(place)
         for name, places in sorted(wanted.items()):
-            with DataFile(self.directory, name, self.records) as file:
+            with DataFile(self.directory, name, self.records, self.buffer.numpy()) as file:
                 file.verify(sorted(places))
         return plan
 
@@ -268,7 +278,7 @@ class Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self.chunks[item.storage_index][1].file, []).append(item)
         for name, items in sorted(by_file.items()):
-            with DataFile(self.directory, name, self.records) as file:
+            with DataFile(self.directory, name, self.records, self.buffer.numpy()) as file:
                 for item in items:
                     info, chunk = self.chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()

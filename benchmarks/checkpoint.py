@@ -1,0 +1,193 @@
+"""Saves and loads one rank's weights and Adam state four ways, checks what came back, and times it.
+
+    python benchmarks/checkpoint.py RESULTS.json [--gib 1] [--directory DIR] [--repeats 3] [--device cpu]
+
+Every way brings its files to the disk (fsync) within the time. `no checksums` is ours with the summing taken out: the
+difference is what detection costs. Loads come from the page cache (the files were just written) into existing tensors,
+and ours verifies first. `disk` writes the same bytes by plain `write` and `fsync`: what the disk allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megalight import checkpoint
+from megalight.checkpoint import datafile, storage
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+
+WIDTH = 1024
+
+
+@dataclass
+class Row:
+    way: str
+    save_gb_per_s: float
+    load_gb_per_s: float | None
+    save_seconds: list[float]
+    load_seconds: list[float]
+
+
+@dataclass
+class Way:
+    """One way to save all tensors under a path, and to load into tensors of the same names."""
+
+    name: str
+    save: Callable[[dict[str, Tensor], Path], None]
+    load: Callable[[dict[str, Tensor], Path], None] | None
+
+
+def state(gib: float, device: str) -> dict[str, Tensor]:
+    """bf16 weights, fp32 masters and two fp32 moments of layers of `WIDTH` x 4 `WIDTH` and a small norm each."""
+    generator = torch.Generator(device).manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    while sum(tensor.nbytes for tensor in tensors.values()) < gib * 2**30:
+        layer = len(tensors) // 8
+        for name, shape in (("up.weight", (4 * WIDTH, WIDTH)), ("norm.weight", (WIDTH,))):
+            for part in ("model", "master", "exp_avg", "exp_avg_sq"):
+                dtype = torch.bfloat16 if part == "model" else torch.float32
+                tensor = torch.randn(shape, generator=generator, device=device)
+                tensors[f"{part}.layers.{layer}.{name}"] = tensor.to(dtype)
+    return tensors
+
+
+def views(tensors: dict[str, Tensor]) -> dict[str, checkpoint.View]:
+    specs = {name: ShardSpec.replicated(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return checkpoint.views_of_parameters(tensors.items(), specs, ParallelMesh())
+
+
+def load_ours(tensors: dict[str, Tensor], path: Path) -> None:
+    checkpoint.open(path).load(views(tensors))
+
+
+def save_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
+    with patch.object(storage, "checksum", lambda _: "0" * 16):
+        checkpoint.save(path, views(tensors))
+
+
+def load_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
+    with patch.object(datafile.DataFile, "verify", lambda *_: None):
+        checkpoint.open(path).load(views(tensors))
+
+
+def synced(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_torch(tensors: dict[str, Tensor], path: Path) -> None:
+    torch.save(tensors, path)
+    synced(path)
+
+
+def load_torch(tensors: dict[str, Tensor], path: Path) -> None:
+    for name, tensor in torch.load(path, weights_only=True).items():
+        tensors[name].copy_(tensor)
+
+
+def save_dcp(tensors: dict[str, Tensor], path: Path) -> None:
+    dcp.save(tensors, checkpoint_id=path)
+
+
+def write_plainly(tensors: dict[str, Tensor], path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        for tensor in tensors.values():
+            file.write(storage.as_bytes(tensor).cpu().numpy().data)
+        os.fsync(file.fileno())
+
+
+WAYS = [
+    Way("megalight", lambda t, path: checkpoint.save(path, views(t)), load_ours),
+    Way("megalight, no checksums", save_unsummed, load_unsummed),
+    Way("torch.save", save_torch, load_torch),
+    Way("torch DCP", save_dcp, lambda tensors, path: dcp.load(tensors, checkpoint_id=path)),
+    Way("disk", write_plainly, None),
+]
+
+
+def timed(action: Callable[[], None]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(tensors: dict[str, Tensor], directory: Path, repeats: int) -> list[Row]:
+    """Ways take turns, so that a neighbour's load falls on all of them."""
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    saves: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    loads: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    for _ in range(repeats):
+        for way in WAYS:
+            path = directory / "checkpoint"
+            saves[way.name].append(timed(lambda way=way, path=path: way.save(tensors, path)))
+            if way.load is not None:
+                for tensor in loaded.values():
+                    tensor.zero_()
+                loads[way.name].append(timed(lambda way=way, path=path: way.load(loaded, path)))
+                wrong = [name for name, tensor in tensors.items() if not torch.equal(tensor, loaded[name])]
+                assert not wrong, f"{way.name} brought back other values of {wrong[0]}"
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    rate = lambda seconds: nbytes / statistics.median(seconds) / 1e9 if seconds else None  # noqa: E731
+    return [Row(w.name, rate(saves[w.name]), rate(loads[w.name]), saves[w.name], loads[w.name]) for w in WAYS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--gib", type=float, default=1)
+    parser.add_argument("--directory", type=Path, help="where to write; default: the system's temporary directory")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    tensors = state(options.gib, options.device)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        rows = measure(tensors, Path(name), options.repeats)
+    print(
+        f"{nbytes / 1e9:.2f} GB in {len(tensors)} tensors on {options.device}, one process, median of {options.repeats}"
+    )
+    for row in rows:
+        load = f"{row.load_gb_per_s:6.2f}" if row.load_gb_per_s else "     -"
+        print(f"{row.way:<26} save {row.save_gb_per_s:6.2f} GB/s   load {load} GB/s")
+    device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "device": device,
+        "cores": os.cpu_count(),
+        "bytes": nbytes,
+        "rows": [asdict(row) for row in rows],
+    }
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
