@@ -37,10 +37,13 @@ def parallelize(
         parameter appears once, under its first name.
 
     Raises:
-        LayoutError: something does not divide; a pattern matches nothing; a style does not fit its module; under
-            sequence parallelism, a module with parameters has no rule.
+        LayoutError: the model is parallel already; something does not divide; a pattern matches nothing; a style does
+            not fit its module; under sequence parallelism, a module with parameters has no rule.
     """
     modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(getattr(module, "shared", None), Shared):
+            raise LayoutError(f"{name} ({type(module).__name__}) is parallel already; parallelize a model once.")
     for pattern in plan.unmatched(modules):
         raise LayoutError(
             f"pattern {pattern!r} of the plan matches no module of {type(model).__name__}; correct or remove it."

@@ -82,14 +82,16 @@ def batch(vocab: int, lengths: list[int], multiple: int):
     return tokens, labels, weights, sequences
 
 
-def parity(options: dict, sequence_parallel: bool) -> dict[str, float]:
+def parity(options: dict, sequence_parallel: bool, dtype: torch.dtype = torch.float64) -> dict[str, float]:
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
     config = GPTConfig(**{**BASE, **options})
     whole = twin(config)
     jitter(whole)
+    whole.to(dtype)
     model = copy.deepcopy(whole)
     specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+    model = copy.deepcopy(model)  # a parallel model can be copied
     assert {name for name, _ in model.named_parameters()} == set(specs)
     tokens, labels, weights, sequences = batch(config.vocab_size, [7, 1, 5, 8], tp)
     errors: dict[str, float] = {}
@@ -122,6 +124,13 @@ def parity(options: dict, sequence_parallel: bool) -> dict[str, float]:
 def test_losses_and_gradients_equal_one_device(variant: str, tp: int, sequence_parallel: bool) -> None:
     for errors in run(parity, tp, VARIANTS[variant], sequence_parallel):
         wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+def test_float32(sequence_parallel: bool) -> None:
+    for errors in run(parity, 2, VARIANTS["gqa_two_kv_heads"], sequence_parallel, torch.float32):
+        wrong = {name: error for name, error in errors.items() if not error <= 1e-5}
         assert not wrong, wrong
 
 

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from megalight import nn as mnn
+from megalight.errors import LayoutError
+from megalight.parallel.apply import parallelize
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import (
+    Attributes,
+    Column,
+    Dropout,
+    HeadRegion,
+    Plan,
+    Replicated,
+    Row,
+    SequenceRegion,
+    Style,
+    Vocab,
+)
+from megalight.parallel.tensor.dropout import ParallelDropout
+
+MESH = ParallelMesh(4, 2, tp=4)
+
+
+class Heads(nn.Module):
+    """A foreign module that counts heads."""
+
+    def __init__(self, **counts: int) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        for name, count in counts.items():
+            setattr(self.inner, name, count)
+
+
+def test_attributes_become_one_ranks() -> None:
+    model = Heads(num_heads=8, groups=4)
+    parallelize(model, Plan({"inner": Attributes(divide=("num_heads",), per_unit={"groups": 2})}), MESH)
+    assert (model.inner.num_heads, model.inner.groups) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (Attributes(divide=("num_heads",)), r"inner\.num_heads is 6; it must be an integer that 4 divides"),
+        (Attributes(divide=("num_hats",)), r"inner\.num_hats is None"),
+        (Attributes(per_unit={"num_heads": 3}), r"inner\.num_heads consists of 3 units .*tp=4"),
+    ],
+)
+def test_attributes_that_do_not_divide(attributes: Attributes, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parallelize(Heads(num_heads=6), Plan({"inner": attributes}), MESH)
+
+
+def holder(module: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"it": module})
+
+
+@pytest.mark.parametrize(
+    ("module", "style", "message"),
+    [
+        (nn.Linear(4, 4), Dropout(), "Dropout meets it, a Linear with parameters"),
+        (mnn.Linear(4, [mnn.Section("a", 4, 4)]), Row(), "it has sections of output features"),
+        (mnn.Linear(4, [mnn.Section("a", 4, 4)]), Column(units=4), "leave units=4 out of its rule"),
+        (nn.Linear(4, 4), (Column(), Replicated()), "the style Column replaces the module, so it must stand alone"),
+        (nn.Linear(4, 2), Column(gather_output=True, units=2), r"needs units \(\[2\]\) that tp=4 divides"),
+        (nn.Embedding(8, 2, max_norm=1.0), Vocab(), "an embedding with max_norm cannot be split"),
+        (nn.Conv1d(4, 4, 1), Row(), r"Row meets it, a Conv1d; it serves torch\.nn\.modules\.linear\.Linear"),
+    ],
+)
+def test_styles_that_do_not_fit(module: nn.Module, style: Style | tuple[Style, ...], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parallelize(holder(module), Plan({"it": style}), MESH)
+
+
+def test_a_model_is_split_once() -> None:
+    model = holder(nn.Linear(4, 4))
+    parallelize(model, Plan({"it": Column()}), MESH)
+    with pytest.raises(LayoutError, match=r"it \(ColumnLinear\) is parallel already"):
+        parallelize(model, Plan({"it": Column()}), MESH)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_where_gradients_are_partial(sequence_parallel: bool) -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(2), "head": nn.LayerNorm(2), "row": nn.Linear(4, 2)})
+    model["plain"] = nn.Linear(2, 2)
+    model["drop"] = nn.Dropout(0.1)
+    plan = Plan(
+        {"norm": SequenceRegion(), "head": HeadRegion(), "row": Row(), "plain": Replicated(), "drop": Dropout()}
+    )
+    specs = parallelize(model.eval(), plan, MESH, sequence_parallel=sequence_parallel)
+    partial = {name: spec.pieces[0].partial for name, spec in specs.items()}
+    region = ("tp",) if sequence_parallel else ()
+    assert partial == {
+        "norm.weight": region,
+        "norm.bias": region,
+        "head.weight": ("tp",),
+        "head.bias": ("tp",),
+        "row.weight": (),
+        "row.bias": region,
+        "plain.weight": (),
+        "plain.bias": (),
+    }
+    assert {name for name, spec in specs.items() if spec.pieces[0].owner} == {"row.weight"}  # rank 2 of 4
+    assert isinstance(model["drop"], ParallelDropout)
+    assert not model["drop"].training
+    assert repr(model["row"]) == "RowLinear(1 x 4 -> 2, bias=True)"
