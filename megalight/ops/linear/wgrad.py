@@ -46,38 +46,43 @@ def _addmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     torch.addmm(main_grad, grad_y.T, x, out_dtype=torch.float32, out=main_grad)
 
 
-def _addmm_fp32_why_not(spec: Spec) -> str | None:
+def _baddbmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    batch = main_grad.unsqueeze(0)
+    torch.baddbmm(batch, grad_y.T.unsqueeze(0), x.unsqueeze(0), out_dtype=torch.float32, out=batch)
+
+
+def _half_to_fp32_why_not(spec: Spec) -> str | None:
     if spec.dtype not in HALF or spec.main_dtype != torch.float32:
         return "needs half operands and a float32 main gradient"
-    return cuda_why_not(spec.device) or _probe_addmm_fp32(spec.dtype)
+    return cuda_why_not(spec.device)
+
+
+def _addmm_fp32_why_not(spec: Spec) -> str | None:
+    return _half_to_fp32_why_not(spec) or _probe(_addmm_fp32, spec.dtype)
+
+
+def _baddbmm_fp32_why_not(spec: Spec) -> str | None:
+    return _half_to_fp32_why_not(spec) or _probe(_baddbmm_fp32, spec.dtype)
 
 
 @lru_cache
-def _probe_addmm_fp32(dtype: torch.dtype) -> str | None:
-    """Whether this torch's ``addmm`` adds a half product to a float32 matrix in place: not all releases do."""
+def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
+    """Whether this torch adds a half product to a float32 matrix in place: not all releases do."""
     ones = torch.ones(16, 16, dtype=dtype, device="cuda")
     main_grad = torch.ones(16, 16, dtype=torch.float32, device="cuda")
     try:
-        _addmm_fp32(main_grad, ones, ones)
+        accumulate(main_grad, ones, ones)
     except (RuntimeError, TypeError) as error:
-        return f"addmm of this torch refuses a float32 addend: {str(error).splitlines()[0]}"
-    return None if bool((main_grad == 17).all()) else "addmm of this torch gives a wrong sum"
+        return f"this torch refuses a float32 addend: {str(error).splitlines()[0]}"
+    return None if bool((main_grad == 17).all()) else "this torch gives a wrong sum"
 
 
 def _triton_why_not(spec: Spec) -> str | None:
-    if spec.dtype not in HALF or spec.main_dtype != torch.float32:
-        return "needs half operands and a float32 main gradient"
-    return triton_why_not(spec.device, spec.dtype)
+    return _half_to_fp32_why_not(spec) or triton_why_not(spec.device, spec.dtype)
 
 
 def _mm_fp32_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     main_grad.add_(torch.mm(grad_y.T, x, out_dtype=torch.float32))
-
-
-def _mm_fp32_add_why_not(spec: Spec) -> str | None:
-    if spec.dtype not in HALF or spec.main_dtype != torch.float32:
-        return "needs half operands and a float32 main gradient"
-    return cuda_why_not(spec.device)
 
 
 def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
@@ -90,8 +95,9 @@ def _serve_all(spec: Spec) -> str | None:
 
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
+WGRAD.register(Backend("baddbmm_fp32", _baddbmm_fp32, 15, _baddbmm_fp32_why_not))
 WGRAD.register(Backend("triton", lazy("megalight.ops.linear.triton", "accumulate"), 10, _triton_why_not))
-WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _mm_fp32_add_why_not))
+WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _half_to_fp32_why_not))
 WGRAD.register(Backend("reference", _reference, 1, _serve_all))
 WGRAD.register(Backend("matmul_add", _matmul_add, 0, _serve_all))
 

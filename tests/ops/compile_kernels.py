@@ -1,0 +1,117 @@
+"""Compiles every Triton kernel for an H200 without one: prints registers, stack and shared memory of each.
+
+Run as ``python -m tests.ops.compile_kernels`` where Triton is installed. Kernels are compiled, not launched.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = torch.bfloat16
+SHARED_MEMORY = 232448
+"""Bytes that a program may use on sm_90."""
+
+
+class Driver:
+    """Stands in for the CUDA driver while kernels are compiled."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a compiled kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+    """What stands in for a launch."""
+
+    def launch(*args: Any, **options: Any) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        used = resources(compiled.asm["cubin"])
+        shared = compiled.metadata.shared
+        assert shared <= SHARED_MEMORY, f"{kernel.fn.__name__} {options} needs {shared} bytes of shared memory"
+        print(f"{kernel.fn.__module__}.{kernel.fn.__name__} {options}: {used}, {shared} bytes shared", flush=True)
+
+    return launch
+
+
+def through(outputs: Any) -> None:
+    """Backward with random gradients."""
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(tensors, [torch.randn_like(t) for t in tensors])
+
+
+def leaf(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def main() -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(Driver())
+    JITFunction.__getitem__ = compile_only  # type: ignore[method-assign, assignment]
+
+    from megalight.ops.activation import KINDS
+    from megalight.ops.activation import triton as activations
+    from megalight.ops.adam import triton as adam
+    from megalight.ops.cross_entropy import triton as rows
+    from megalight.ops.linear import triton as linear
+    from megalight.ops.norm import triton as norms
+    from megalight.ops.rotary import triton as rotary
+
+    for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
+        x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
+        through(norms.rms_norm(x, weight, 1e-5))
+        through(norms.layer_norm(x, weight, weight, 1e-5))
+        through(norms.add_rms_norm(x, leaf(16, size, dtype=dtype), weight, 1e-5))
+    for heads, kv_heads, head_dim, dim in ((32, 8, 128, 128), (5, 1, 80, 32)):
+        for interleaved in (False, True):
+            cos, sin = torch.randn(2, 8, dim // 2)
+            packed = leaf(8, (heads + 2 * kv_heads) * head_dim)
+            through(rotary.rotate_qkv(packed, heads, kv_heads, head_dim, cos, sin, interleaved))
+            through(rotary.apply_rotary(leaf(8, heads, head_dim), cos, sin, interleaved))
+    for kind in KINDS:
+        through(activations.gated(leaf(8, 2 * 14336), kind))
+        through(activations.activation(leaf(8, 63), kind))
+    for size, softcap in ((32000, None), (1000, 30.0)):
+        logits, labels = torch.randn(8, size).to(HALF), torch.randint(0, size, (8,))
+        logsumexp, target = rows.statistics(logits, labels, size, softcap)
+        rows.gradient_(logits, labels, logsumexp, target, size, softcap)
+    for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
+        state = torch.rand(4, 4096).unbind()
+        adam.adam_step(
+            *state, lr=lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2, grad_scale=scale, out=out
+        )
+    for tokens, width_out, width in ((64, 6144, 4096), (63, 500, 300)):
+        linear.accumulate(torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width))
+
+
+if __name__ == "__main__":
+    main()
