@@ -164,7 +164,7 @@ def check_loss(a: argparse.Namespace, module: Any, config: Any) -> None:
         return
     from megalight.models.gpt import GPT
 
-    ids = random_rows(a, 1, 5).cuda()
+    ids = random_rows(a, 1, 10**6).cuda()
     labels, tokens = ids[0, 1:], ids[0, :-1]
     from megalight.types import PackedSequences
 

@@ -26,7 +26,7 @@ Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 """Metric name -> (sum, count); the metric is sum / count. ``"loss"`` is always among them."""
 
 CANONICAL_PREFIX = "model."
-"""Canonical names of a :class:`MegalightModule` start with this."""
+"""Canonical names of a model's tensors start with this in checkpoints (optimizer state starts otherwise)."""
 
 
 class MegalightModule(pl.LightningModule):

@@ -15,7 +15,7 @@ from megalight import __version__, checkpoint
 from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
 from megalight.errors import CheckpointError
 from megalight.imports import version
-from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.models.module import CANONICAL_PREFIX
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
@@ -35,7 +35,7 @@ def save(strategy: MegatronStrategy, entries: dict[str, Any], path: str) -> None
     common = {name: value for name, value in entries.items() if name not in NOT_STORED}
     common["megalight"] = {
         "version": __version__,
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "lightning": version("lightning"),
         "layout": strategy.mesh.describe(),
     }
@@ -68,10 +68,9 @@ def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
     """
     module.configure_model()
     root = root_of(module)
-    prefix = CANONICAL_PREFIX if isinstance(module, MegalightModule) else ""
-    specs = parallelize(root, Plan(), ParallelMesh(), prefix=prefix)
+    specs = parallelize(root, Plan(), ParallelMesh(), prefix=CANONICAL_PREFIX)
     saved = checkpoint.open(path)
-    saved.load(views_of_parameters(tensors_of(root).items(), specs, ParallelMesh()))
+    saved.load(views_of_parameters(tensors_of(root).items(), specs, ParallelMesh()), prefix=CANONICAL_PREFIX)
     return dict(saved.common["loops"])
 
 
@@ -109,11 +108,12 @@ class Loaded:
 
     def read_model(self, strategy: MegatronStrategy) -> None:
         """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
+        _clear_padding(strategy)
         views = model_views(strategy)
-        wide = {name: view for name, view in views.items() if view.dtype in (torch.float32, torch.float64)}
-        masters = {MASTER + name: view for name, view in wide.items() if MASTER + name in self.saved.tensors}
-        plain = {name: view for name, view in views.items() if MASTER + name not in masters}
-        self.saved.load({**_renamed(masters), **plain}, strict=self.strict)
+        self.saved.load(views, strict=self.strict, prefix=CANONICAL_PREFIX)
+        wide = {MASTER + name: view for name, view in views.items() if view.dtype in (torch.float32, torch.float64)}
+        if not wide.keys().isdisjoint(self.saved.tensors):
+            self.saved.load(_renamed(wide), strict=False)
 
     def read_optimizer(self, strategy: MegatronStrategy) -> None:
         """Masters, optimizer state, group options and random states.
@@ -140,7 +140,11 @@ class Loaded:
             states.update({name: _scalar(value) for name, value in groups[shard.group]["scalars"].items()})
             for name, dtype in groups[shard.group]["tensors"].items():
                 states[name] = torch.zeros_like(shard.master, dtype=DTYPES[dtype])
-        self.saved.load(self._found(dict(_optimizer_views(strategy))), strict=True)
+        views = self._found(dict(_optimizer_views(strategy)))
+        missing = sorted(name for name in views.keys() - self.saved.tensors.keys() if name.startswith(STATE))
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}.")
+        self.saved.load(views, strict=False)
         random = self.saved.rank_state(strategy.global_rank)
         if random is not None:
             strategy.streams.load_state_dict(random["random"])
@@ -183,18 +187,26 @@ def _optimizer_views(strategy: MegatronStrategy) -> Iterator[tuple[str, View]]:
     """Masters that are copies, element-wise optimizer states, and whatever callbacks keep per shard."""
     engine, optimizer = strategy.engine, strategy.optimizers[0]
     assert engine is not None
-    mesh = strategy.mesh
-    replica = (0, 1) if engine.level.state else (mesh.rank("dp"), mesh.size("dp"))
+    replicated = None if engine.level.state else strategy.mesh
     shards = engine.shards
     copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
-    yield from views_of_shards([s.master for s in copies], copies, prefix=MASTER, replica=replica).items()
+    yield from views_of_shards([s.master for s in copies], copies, prefix=MASTER, replicated=replicated).items()
     names = sorted({name for s in shards for name, value in optimizer.state[s.master].items() if _is_flat(value, s.master)})
     for name in names:
         having = [s for s in shards if name in optimizer.state[s.master]]
         tensors = [optimizer.state[s.master][name] for s in having]
-        yield from views_of_shards(tensors, having, prefix=f"{STATE}{name}.", replica=replica).items()
+        yield from views_of_shards(tensors, having, prefix=f"{STATE}{name}.", replicated=replicated).items()
     for name, tensors in strategy.extra_shard_states.items():
-        yield from views_of_shards(tensors, shards, prefix=f"{name}.", replica=replica).items()
+        yield from views_of_shards(tensors, shards, prefix=f"{name}.", replicated=replicated).items()
+
+
+@torch.no_grad()
+def _clear_padding(strategy: MegatronStrategy) -> None:
+    """Zero tensors that hold more than pieces (a vocabulary rounded up): no checkpoint fills the rest."""
+    assert strategy.lightning_module is not None
+    for name, tensor in tensors_of(root_of(strategy.lightning_module)).items():
+        if sum(piece.numel for piece in strategy.specs[name].pieces) < tensor.numel():
+            tensor.zero_()
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

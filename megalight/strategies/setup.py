@@ -59,7 +59,7 @@ def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded
         plan,
         strategy.mesh,
         sequence_parallel=strategy.sequence_parallel,
-        prefix=CANONICAL_PREFIX if isinstance(module, MegalightModule) else "",
+        prefix=CANONICAL_PREFIX,
     )
     _apply_precision(strategy, module, root)
     fresh = any(parameter.is_meta for parameter in root.parameters())

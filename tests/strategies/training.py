@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +97,23 @@ def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {name: value.numpy().copy() for name, value in whole.items()}
 
 
-def loader(strategy: MegatronStrategy, steps: int) -> DataLoader[Any]:
+class From(torch.utils.data.Sampler[int]):
+    """Steps from ``start`` on; as long as the whole epoch, which is what Lightning counts against."""
+
+    def __init__(self, start: int, steps: int) -> None:
+        self.start, self.steps = start, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.steps))
+
+
+def loader(strategy: MegatronStrategy, steps: int, start: int = 0) -> DataLoader[Any]:
     share = strategy.distributed_sampler_kwargs
-    return DataLoader(Shares(steps, share["num_replicas"], share["rank"]), batch_size=None)
+    rows = Shares(steps, share["num_replicas"], share["rank"])
+    return DataLoader(rows, batch_size=None, sampler=From(start, steps))
 
 
 class WithData(GPTModule):
@@ -107,7 +122,7 @@ class WithData(GPTModule):
     steps = 3
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return loader(self.trainer.strategy, self.steps)
+        return loader(self.trainer.strategy, self.steps, self.trainer.global_step)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return loader(self.trainer.strategy, 2)

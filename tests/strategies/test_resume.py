@@ -1,0 +1,89 @@
+"""A run that is stopped and resumed, under the same or another layout, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megalight.strategies import DataParallel, MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
+from tests.workers import run
+
+STEPS = 6
+
+
+def _rank(
+    folder: str, layout: dict[str, Any], stop: int, resume: str | None, config: str, precision: str
+) -> tuple[list[float], dict[str, Any]]:
+    level = layout.get("level", "optim")
+    options = {key: value for key, value in layout.items() if key != "level"}
+    strategy = MegatronStrategy(micro_batch_size=1, data_parallel=DataParallel(level=level), **options)
+    losses = Losses()
+    save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    module = WithData(CONFIGS[config], optimizer=ADAM, seed=SEED)
+    module.steps = STEPS
+    runner: pl.Trainer = trainer(
+        strategy,
+        callbacks=[losses, save],
+        enable_checkpointing=True,
+        max_steps=stop,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        precision=precision,
+    )
+    runner.fit(module, ckpt_path=resume)
+    return losses.losses, gathered(strategy, module)
+
+
+def ranks(layout: dict[str, Any], data: int, *args: Any) -> tuple[list[float], dict[str, Any]]:
+    found = run(_rank, layout.get("tensor_parallel", 1) * data, *args, timeout=240)
+    return found[0]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_the_same_layout_resumes_bit_for_bit(tmp_path: Path, data: int, precision: str) -> None:
+    layout = {"tensor_parallel": 2, "sequence_parallel": True}
+    whole = ranks(layout, data, str(tmp_path / "a"), layout, STEPS, None, "tied", precision)
+    at = random.Random(data).randrange(1, STEPS)
+    path = str(tmp_path / "a" / f"step={at}.ckpt")
+    losses, final = ranks(layout, data, str(tmp_path / "b"), layout, STEPS, path, "tied", precision)
+    assert losses == whole[0][at:]
+    for name, value in whole[1].items():
+        assert np.array_equal(final[name], value), name
+
+
+CHANGES = [
+    (({"tensor_parallel": 2, "sequence_parallel": True}, 1), ({}, 1)),
+    (({}, 2), ({"tensor_parallel": 4, "level": "no_shard"}, 1)),
+    (({"tensor_parallel": 4, "sequence_parallel": True}, 1), ({"tensor_parallel": 2}, 2)),
+    (({"level": "no_shard"}, 1), ({}, 2)),
+]
+
+
+@pytest.mark.parametrize("config", ["gqa", "gpt2"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: " to ".join(map(str, change)))
+def test_another_layout_goes_on_with_the_same_losses(tmp_path: Path, change: Any, config: str) -> None:
+    (before, data), (after, data_after) = change
+    whole = ranks(before, data, str(tmp_path / "a"), before, STEPS, None, config, "64-true")
+    path = str(tmp_path / "a" / "step=3.ckpt")
+    losses, final = ranks(after, data_after, str(tmp_path / "b"), after, STEPS, path, config, "64-true")
+    np.testing.assert_allclose(losses, whole[0][3:], rtol=1e-9)
+    for name, value in whole[1].items():
+        error = np.linalg.norm(final[name] - value) / max(float(np.linalg.norm(value)), 1e-3)
+        assert error <= 1e-9, f"{name} differs by {error:.2e}"
+
+
+def test_last_is_found_and_bf16_masters_move_to_float32(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks({}, 2, folder, {}, 3, None, "gqa", "bf16-true")
+    losses, _ = ranks({}, 1, folder, {}, 5, "last", "gqa", "32-true")
+    assert len(losses) == 2
