@@ -23,6 +23,7 @@ def _statistics(
     logsumexp: Value,
     target: Value,
     stride: Value,
+    width: Value,
     real: Value,
     softcap: Value,
     CAPPED: constexpr,
@@ -34,9 +35,10 @@ def _statistics(
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, real, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + column, mask=column < real, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
         if CAPPED:
-            x = tl.where(column < real, _cap(x, softcap), float("-inf"))
+            x = _cap(x, softcap)
+        x = tl.where(column < real, x, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
         largest = larger
@@ -56,7 +58,7 @@ def _gradient(
     logsumexp: Value,
     grad: Value,
     stride: Value,
-    size: Value,
+    width: Value,
     real: Value,
     softcap: Value,
     CAPPED: constexpr,
@@ -67,14 +69,19 @@ def _gradient(
     logits += row * stride
     factor = tl.load(grad + row)
     label = tl.load(labels + row)
-    x = tl.load(logits + column, mask=column < real, other=0.0).to(tl.float32)
+    x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
     if CAPPED:
         x = _cap(x, softcap)
     slope = tl.exp(x - tl.load(logsumexp + row)) - tl.where(column == label, 1.0, 0.0)
     if CAPPED:
         slope *= 1.0 - (x / softcap) * (x / softcap)
     slope = tl.where(column < real, slope * factor, 0.0)
-    tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < size)
+    tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
+
+
+def _width(logits: Tensor, columns: int) -> int:
+    """``columns`` and what of the padding between rows lets whole vectors be read: it is never looked at."""
+    return min(logits.stride(0), -(-columns // 16) * 16)
 
 
 def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -89,6 +96,7 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
         logsumexp,
         target,
         logits.stride(0),
+        _width(logits, real),
         real,
         1.0 if softcap is None else softcap,
         CAPPED=softcap is not None,
@@ -101,7 +109,10 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
 def gradient_(
     logits: Tensor, labels: Tensor, logsumexp: Tensor, grad: Tensor, real: int, softcap: float | None
 ) -> None:
-    """Turn ``logits [T, V]`` in place into the gradient of ``sum(grad * (logsumexp - target))``."""
+    """Turn ``logits [T, V]`` in place into the gradient of ``sum(grad * (logsumexp - target))``.
+
+    Rows lie ``logits.stride(0)`` apart; padding between them may be overwritten.
+    """
     tokens, size = logits.shape
     block = min(GRADIENT_BLOCK, next_power(size))
     _gradient[(tokens, triton.cdiv(size, block))](
@@ -110,7 +121,7 @@ def gradient_(
         logsumexp,
         grad,
         logits.stride(0),
-        size,
+        _width(logits, size),
         real,
         1.0 if softcap is None else softcap,
         CAPPED=softcap is not None,
