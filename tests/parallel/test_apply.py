@@ -326,3 +326,29 @@ def test_shared_module_is_replaced_everywhere() -> None:
     parallelize(model, Plan({"first": Column(), nn.LayerNorm: SequenceRegion()}), mesh)
     assert model.first is model.second
     assert model.first.weight.shape == (2, 4)
+
+
+def autocast(sequence_parallel: bool) -> float:
+    """Float32 weights under autocast to bfloat16, as plain Lightning modules run them."""
+    mesh = ParallelMesh(2, dist.get_rank(), tp=2)
+    torch.manual_seed(1)
+    whole = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+    model = copy.deepcopy(whole)
+    plan = Plan({"up": Column(), "down": Row()})
+    specs = parallelize(model, plan, mesh, sequence_parallel=sequence_parallel)
+    x = torch.randn(6, 8, requires_grad=True)
+    mine = x.chunk(2)[mesh.global_rank] if sequence_parallel else x
+    outputs = []
+    for one, given in ((whole, x), (model, mine)):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(one["down"](one["up"](given)))
+        outputs[-1].float().square().sum().backward()
+    assert outputs[0].dtype == outputs[1].dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    grads = gather_canonical({n: p.grad for n, p in model.named_parameters()}, specs, mesh)
+    return max(relative_error(grads[n], p.grad) for n, p in whole.named_parameters())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_autocast(sequence_parallel: bool) -> None:
+    assert max(run(autocast, 2, sequence_parallel)) < 0.02

@@ -35,7 +35,7 @@ class RowLinear(nn.Module):
             y = reduce_scatter(y, self.shared.group, self.shared.sequence_dim)
         else:
             y = all_reduce(y, self.shared.group)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """Shape here and how many ranks share the layer, for printing."""
