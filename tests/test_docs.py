@@ -10,64 +10,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.pages import Block, blocks, execute
 from tests.source import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
-SHARED = ("recipes", "examples")
-SECONDS = 200
-
-
-@dataclass(frozen=True)
-class Block:
-    """An executable block: where it starts, its language, its text, and whether only whole runs execute it."""
-
-    line: int
-    language: str
-    text: str
-    full: bool
-
-    @property
-    def command(self) -> list[str]:
-        programs = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
-        return [*programs[self.language], self.text]
-
-
-def blocks(markdown: str) -> list[Block]:
-    found = []
-    for match in FENCE.finditer(markdown):
-        language, *flags = match["info"].split()
-        if "test" in flags:
-            assert set(flags) <= {"test", "full"}, f"unknown flags {flags}"
-            assert language in ("bash", "python"), f"{language} cannot be executed"
-            text = re.sub(rf"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
-            found.append(Block(markdown.count("\n", 0, match.start()) + 1, language, text, "full" in flags))
-    return found
-
-
-def execute(page: Path, found: list[Block], directory: Path) -> None:
-    """Run blocks in order; the first that fails fails the page, with its place and its output."""
-    for name in SHARED:
-        if (ROOT / name).exists():
-            (directory / name).symlink_to(ROOT / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "MPLBACKEND": "agg", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    for block in found:
-        answer = subprocess.run(
-            block.command, cwd=directory, env=environment, timeout=SECONDS,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert answer.returncode == 0, f"{page.name}:{block.line}\n{block.text}\n{answer.stdout}"
 
 
 def pages(full: bool) -> list[Path]:
@@ -96,7 +48,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     listed = {(index.parent / match[1]).resolve() for match in LINK.finditer(index.read_text(encoding="utf-8"))}
-    assert not set((ROOT / "docs").rglob("*.md")) - listed - {index}
+    assert {page.name for page in set((ROOT / "docs").rglob("*.md")) - listed - {index}} == set()
 
 
 PAGE = """
@@ -112,7 +64,7 @@ echo one > file
 exit 1
 ```
 ```bash test full
-exit 3
+echo three times && exit 3
 ```
 """
 
@@ -124,12 +76,22 @@ def test_blocks_of_a_page() -> None:
     assert (third.line, third.full) == (13, True)
 
 
-def test_blocks_share_a_directory_and_failures_name_their_place(tmp_path: Path) -> None:
-    found = blocks(PAGE)
-    execute(Path("page.md"), found[:2], tmp_path)
-    (tmp_path / "again").mkdir()
-    with pytest.raises(AssertionError, match=r"page\.md:13\n"):
-        execute(Path("page.md"), found[2:], tmp_path / "again")
+def test_blocks_share_a_directory(tmp_path: Path) -> None:
+    execute(Path("page.md"), blocks(PAGE)[:2], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (blocks(PAGE)[2], r"page\.md:13\n(?s:.*)three times"),
+        (Block(4, "python", "print('shown')\nmissing()", False), r"page\.md:4\n(?s:.*)shown\n(?s:.*)NameError"),
+        (Block(4, "python", "raise SystemExit(2)", False), r"page\.md:4\n"),
+        (Block(4, "bash", "false\ntrue", False), r"page\.md:4\n"),
+    ],
+)
+def test_a_failing_block_names_its_place_and_shows_its_output(block: Block, message: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=message):
+        execute(Path("page.md"), [block], tmp_path)
 
 
 @pytest.mark.parametrize("info", ["bash test often", "rust test"])

@@ -1,0 +1,99 @@
+"""Executable blocks of documentation pages: finding them, and running them."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import re
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.source import ROOT
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
+SHARED = ("recipes", "examples")
+SECONDS = 200
+
+_server = mp.get_context("forkserver")
+_server.set_forkserver_preload(["torch", "lightning.pytorch"])  # imported once, not by every block
+
+
+@dataclass(frozen=True)
+class Block:
+    """An executable block: where it starts, its language, its text, and whether only whole runs execute it."""
+
+    line: int
+    language: str
+    text: str
+    full: bool
+
+
+def blocks(markdown: str) -> list[Block]:
+    """The blocks whose info string says ``test``."""
+    found = []
+    for match in FENCE.finditer(markdown):
+        language, *flags = match["info"].split()
+        if "test" in flags:
+            assert set(flags) <= {"test", "full"}, f"unknown flags {flags}"
+            assert language in ("bash", "python"), f"{language} cannot be executed"
+            text = re.sub(rf"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+            found.append(Block(markdown.count("\n", 0, match.start()) + 1, language, text, "full" in flags))
+    return found
+
+
+def execute(page: Path, found: list[Block], directory: Path) -> None:
+    """Run blocks in order; the first that fails fails the page, with its place and its output."""
+    for name in SHARED:
+        if (ROOT / name).exists():
+            (directory / name).symlink_to(ROOT / name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "MPLBACKEND": "agg", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    for block in found:
+        output = directory / ".output"
+        run = run_bash if block.language == "bash" else run_python
+        status = run(block.text, directory, environment, output)
+        assert status == 0, f"{page.name}:{block.line}\n{block.text}\n{output.read_text(encoding='utf-8')}"
+
+
+def run_bash(text: str, directory: Path, environment: dict[str, str], output: Path) -> int:
+    """Exit status of a script that stops at its first error."""
+    with output.open("w") as file:
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        answer = subprocess.run(
+            command, cwd=directory, env=environment, timeout=SECONDS, stdout=file, stderr=subprocess.STDOUT
+        )
+        return answer.returncode
+
+
+def run_python(text: str, directory: Path, environment: dict[str, str], output: Path) -> int:
+    """Exit status of a program in a process of its own, forked from one that has imported torch."""
+    process = _server.Process(target=_program, args=(text, directory, environment, output))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"not done after {SECONDS} s:\n{text}\n{output.read_text(encoding='utf-8')}")
+    return process.exitcode
+
+
+def _program(text: str, directory: Path, environment: dict[str, str], output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    os.chdir(directory)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        exec(compile(text, "<page>", "exec"), {"__name__": "__main__"})
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
