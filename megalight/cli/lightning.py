@@ -134,23 +134,18 @@ class MegalightCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The trainer, with throughput, progress and the run's record where the user has not given his own."""
-        trainer = super().instantiate_trainer(**kwargs)
+        given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
+        own_bar = any(isinstance(each, ProgressBar) for each in (given if isinstance(given, list) else [given]))
+        trainer = super().instantiate_trainer(**kwargs)  # Lightning adds its own bar to the list that was given
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         present = {type(callback) for callback in callbacks}
         added: list[pl.Callback] = [make() for make in (Throughput, RunRecord) if make not in present]
         bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
-        if bars and self._default_bar:
+        if bars and not own_bar:
             callbacks.remove(bars[0])
             added.append(StepProgress())
         callbacks[:0] = added  # before ModelCheckpoint, which has to be last
         return trainer
-
-    @property
-    def _default_bar(self) -> bool:
-        """Whether Lightning chose the progress bar, not the user."""
-        given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
-        listed = given if isinstance(given, list) else [given]
-        return not any(isinstance(callback, ProgressBar) for callback in listed)
 
 
 def _reason(error: BaseException) -> str:

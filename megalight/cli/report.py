@@ -76,7 +76,10 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         if debugging():
             raise
-        tell(prog, str(error) or type(error).__name__, every_rank=not isinstance(error, ALIKE))
+        text = str(error) or type(error).__name__
+        if not isinstance(error, MegalightError):
+            text += "\n(--debug shows where this comes from)"
+        tell(prog, text, every_rank=not isinstance(error, ALIKE))
         raise SystemExit(2) from error
 
 

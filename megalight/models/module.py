@@ -8,7 +8,7 @@ itself, per micro-batch and per model chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
@@ -46,7 +46,7 @@ class MegalightModule(pl.LightningModule):
         self.seed = seed
         self.model: nn.Module | None = None
         self.token_multiple = 1
-        self._means: dict[str, MeanMetric] = {}
+        self._means = nn.ModuleDict()  # Lightning logs only metrics that are submodules
 
     def build_model(self) -> nn.Module:
         """The whole one-device model. Must work under ``torch.device("meta")``: no reading of weight values."""
@@ -118,8 +118,9 @@ class MegalightModule(pl.LightningModule):
             key = f"{stage}_{name}"
             if key not in self._means:
                 self._means[key] = MeanMetric(sync_on_compute=not reduced).to(self.device)
-            self._means[key].update(total / count.clamp(min=1), count)
-            self.log(key, self._means[key], on_step=False, on_epoch=True, prog_bar=name == "loss", batch_size=1)
+            mean = cast(MeanMetric, self._means[key])
+            mean.update(total / count.clamp(min=1), count)
+            self.log(key, mean, on_step=False, on_epoch=True, prog_bar=name == "loss", batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
         """Forget the totals of the previous evaluation."""
@@ -132,7 +133,7 @@ class MegalightModule(pl.LightningModule):
     def _forget(self, stage: str) -> None:
         for key, mean in self._means.items():
             if key.startswith(f"{stage}_"):
-                mean.reset()
+                cast(MeanMetric, mean).reset()
 
     def _loss(self, batch: Any) -> Loss:
         if self.model is None:

@@ -60,6 +60,26 @@ def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "bar"),
+    [
+        ([], "StepProgress"),
+        (["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val_loss"], "StepProgress"),
+        (["--trainer.callbacks=TQDMProgressBar"], "TQDMProgressBar"),
+        (["--trainer.enable_progress_bar=false"], None),
+    ],
+)
+def test_the_users_progress_bar_wins(words, bar):
+    from megalight.cli.lightning import MegalightCLI
+
+    cli = MegalightCLI(args=[*MODEL, "--trainer.accelerator=cpu", "--trainer.logger=false", *words], run=False)
+    found = cli.trainer.progress_bar_callback
+    assert (found and type(found).__name__) == bar
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert names.count("Throughput") == names.count("RunRecord") == 1
+    assert names[-1] == "ModelCheckpoint"
+
+
+@pytest.mark.parametrize(
     ("words", "parts"),
     [
         (["--trainer.max_stepz=3"], ["unknown key 'trainer.max_stepz' (value '3')", "'max_steps'"]),
