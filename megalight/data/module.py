@@ -213,7 +213,7 @@ class GPTDataModule(pl.LightningDataModule):
     def _position(self) -> tuple[int, int]:
         """Which pass over the training data the trainer is in, and how many of its batches are done."""
         trainer = self.trainer
-        if trainer is None or getattr(trainer, "overfit_batches", False):
+        if trainer is None:
             return 0, 0
         per_step = trainer.accumulate_grad_batches
         if self._whole_run:
