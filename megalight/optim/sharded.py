@@ -44,7 +44,8 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
     exists already moves along.
 
     Raises:
-        ConfigurationError: the optimizer is not element-wise, or its groups are not the groups of the engine.
+        ConfigurationError: the optimizer is not element-wise, or its groups are not the groups of the engine. Also
+            raised by a later step, where somebody added parameters.
     """
     if not is_elementwise(optimizer):
         name = type(optimizer).__name__
@@ -62,9 +63,19 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
     for shard, state in zip(engine.shards, states, strict=True):
         if state:
             optimizer.state[shard.master] = state
+    masters = {id(shard.master) for shard in engine.shards}
+    optimizer.register_step_pre_hook(lambda *_: _check_masters(optimizer, masters))
     if isinstance(optimizer, Adam):
         _fuse(optimizer, engine)
     return optimizer
+
+
+def _check_masters(optimizer: Optimizer, masters: set[int]) -> None:
+    if any(id(p) not in masters for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigurationError(
+            "a parameter was added to the optimizer after training began (by a callback that unfreezes layers?); "
+            "nothing sums its gradients over ranks. Let it require gradients from the start, with a learning rate of 0."
+        )
 
 
 def _fuse(optimizer: Adam, engine: DataParallelEngine) -> None:

@@ -149,6 +149,18 @@ def test_frozen_parameters_and_names_in_groups_are_dropped() -> None:
     optimizer.load_state_dict(state)
 
 
+def test_parameters_added_later_are_refused() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = _engine(model, optimizer)
+    shard_optimizer(optimizer, engine)
+    accumulate(engine, model, batches(0, 1, 1)[0])
+    optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ConfigurationError, match=r"added to the optimizer after training began.*from the start"):
+        optimizer.step()
+
+
 def test_state_that_exists_moves_along() -> None:
     model, reference = build(), build()
     optimizer, expected = _make(torch.optim.AdamW, model), _make(torch.optim.AdamW, reference)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,14 +10,13 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
-from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable, land_gradients
+from megalight.parallel.data_parallel.arrivals import Arrivals
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
 from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
 from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.mesh import ParallelMesh
-
-log = logging.getLogger(__name__)
 
 DATA_AXES = ("dp", "cp")
 """Mesh axes whose ranks hold the same parameters and see different tokens."""
@@ -81,7 +78,6 @@ class DataParallelEngine:
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
-        self.overlap_grad_reduce = overlap_grad_reduce
         self.overlap_param_gather = overlap_param_gather
         self.infos = distinct_trainable(params)
         group = mesh.group(*DATA_AXES)
@@ -111,29 +107,27 @@ class DataParallelEngine:
         self._norm_groups = [mesh.group(*MODEL_AXES), group if self.level.state else None]
         self._counted = [counted_runs(shard) for shard in self.shards]
         self._stream: torch.cuda.Stream | None = None
-        self._main_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda" and group is not None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pending: list[Callable[[], Tensor]] = []
         self._scaler: Callable[[Tensor], None] | None = None
+        self._reduced = False
         self._written = False
         self._any_dtype = False
-        self._in_last = False
         self._gather_hooks = False
-        self._counts = [0] * len(self.infos)
-        self._expected = [0] * len(self.infos)
-        self._watch()
+        self._arrivals = Arrivals(self.buckets, self._send, overlap_grad_reduce, self._stream)
 
     # ---------------------------------------------------------------- gradients
 
     def zero_grad(self) -> None:
         """Set every gradient to zero, and be ready for the micro-batches of another step."""
+        self._reduced = False
+        self._wait()  # only where a step was given up halfway
         for bucket in self.buckets:
             bucket.sent = False
             bucket.shard.master.grad = None
         if self.buckets:
             torch._foreach_zero_([bucket.grads for bucket in self.buckets])
-        self._pending = []
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -143,36 +137,37 @@ class DataParallelEngine:
         """
         if not self._gather_hooks:
             self.sync_parameters()
-        self._counts = [0] * len(self.infos)
-        for bucket in self.buckets:
-            bucket.arrived = 0
-        self._in_last = last and self.overlap_grad_reduce
-        if self._stream is not None:
-            self._main_stream = torch.cuda.current_stream(self.device)
+        self._arrivals.begin(last)
         try:
             yield
         finally:
-            self._in_last = False
-        first = not any(self._expected)
-        self._expected = [max(pair) for pair in zip(self._expected, self._counts, strict=True)]
-        if first and self.overlap_grad_reduce:
-            self._tell_unused()
+            self._arrivals.stop()
+        self._arrivals.learn()
 
     def finish_grad_sync(self) -> None:
-        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere.
+        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere (once a step).
 
         From here on ``parameter.grad`` holds sums on level ``no_shard``; on ``optim`` this rank's interval only does.
         """
         self.sync_parameters()  # the optimizer will write where they are gathered from
-        for bucket in self.buckets[len(self._pending) :]:
-            self._send(bucket)
+        if self._reduced:
+            return
+        self._reduced = True
+        for bucket in self.buckets:
+            if not bucket.sent:
+                self._send(bucket)
         with torch.no_grad():
-            gradients = [finish() for finish in self._pending]
-            if self._stream is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            gradients = self._wait()
             self._partial(gradients)
             for shard, gradient in zip(self.shards, gradients, strict=True):
                 shard.master.grad = gradient if self._any_dtype else gradient.to(shard.master.dtype)
+
+    def _wait(self) -> list[Tensor]:
+        gradients = [finish() for finish in self._pending]
+        self._pending = []
+        if gradients and self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return gradients
 
     def grad_norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
@@ -196,52 +191,6 @@ class DataParallelEngine:
         if any(gradient is None for gradient in gradients):
             raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
         return [gradient for gradient in gradients if gradient is not None]
-
-    def _watch(self) -> None:
-        for index, bucket in enumerate(self.buckets):
-            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
-                reaches_buffer = bucket.grads.dtype == info.parameter.dtype or has_grad_dtype()
-                land_gradients(info.parameter, self._on_arrival(index, slot.index, info.name), reaches_buffer)
-
-    def _on_arrival(self, index: int, number: int, name: str) -> Callable[[], None]:
-        engine = weakref.ref(self)  # parameters hold this function where the garbage collector cannot see it
-
-        def arrived() -> None:
-            if (alive := engine()) is not None:
-                alive._count(alive.buckets[index], number, name)
-
-        return arrived
-
-    def _count(self, bucket: Bucket, number: int, name: str) -> None:
-        if bucket.sent:
-            raise MegalightError(
-                f"a gradient of {name} arrived after its bucket was reduced. Either this micro-batch uses it "
-                "more often than those before it did: switch overlap_grad_reduce off; or a new step began without "
-                "zero_grad()."
-            )
-        self._counts[number] += 1
-        if self._stream is not None and (current := torch.cuda.current_stream(self.device)) != self._main_stream:
-            self._stream.wait_stream(current)
-        if self._in_last and self._counts[number] == self._expected[number]:
-            bucket.arrived += 1
-            self._send_complete()
-
-    def _tell_unused(self) -> None:
-        unused = [info.name for info, count in zip(self.infos, self._expected, strict=True) if not count]
-        if unused and len(unused) < len(self.infos):
-            log.info(
-                "%d parameters got no gradient in the first micro-batch (%s ...): their buckets and all later ones are "
-                "reduced after the backward pass only; freeze what is never used",
-                len(unused),
-                unused[0],
-            )
-
-    def _send_complete(self) -> None:
-        """Send the buckets that are complete, strictly in order: all ranks must start the same collectives alike."""
-        for bucket in self.buckets[len(self._pending) :]:
-            if bucket.arrived < len(bucket.infos):
-                break
-            self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -207,6 +208,27 @@ def _sent_early() -> list[int]:
 
 def test_buckets_are_sent_during_the_last_backward() -> None:
     assert run(_sent_early, 2) == [[6, 6, 6]] * 2
+
+
+def _given_up_halfway() -> None:
+    """A backward pass that fails after buckets were sent; the next step is as if it had never been."""
+    model, reference = build(), build()
+    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    inputs = batches(0, dist.get_world_size(), 1)
+    accumulate(engine, model, inputs[dist.get_rank()])
+    engine.zero_grad()
+    with suppress(KeyboardInterrupt), engine.micro_batch(last=True):
+        loss(model, 100 * inputs[dist.get_rank()]).backward()
+        assert all(bucket.sent for bucket in engine.buckets)
+        raise KeyboardInterrupt
+    accumulate(engine, model, inputs[dist.get_rank()])
+    loss(reference, inputs).backward()
+    norms = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None])
+    assert_close(engine.grad_norm(), norms.norm())
+
+
+def test_a_step_can_be_given_up_halfway() -> None:
+    run(_given_up_halfway, 2)
 
 
 def test_late_gradient_is_an_error_with_the_remedy() -> None:
