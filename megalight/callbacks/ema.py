@@ -110,13 +110,8 @@ class EMA(pl.Callback):
         """Put the weights back."""
         self._leave(trainer)
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the average in."""
-        self._enter(trainer)
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the weights back."""
-        self._leave(trainer)
+    on_test_start = on_validation_start
+    on_test_end = on_validation_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Put the weights back, so that what is saved on the way out is right."""

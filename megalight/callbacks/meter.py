@@ -95,10 +95,10 @@ class StepMeter:
 
     def close(self, step: int, values: Mapping[str, Tensor]) -> None:
         """End the window at optimizer step ``step`` and begin the next; ``values`` are 0-dim tensors to be read."""
-        host = torch.empty(len(values), dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        host = torch.empty(len(values), pin_memory=self.device.type == "cuda")
         if values:
-            stacked = torch.stack([value.detach().to(self.device, torch.float64) for value in values.values()])
-            host.copy_(stacked, non_blocking=True)
+            scalars = [value.detach().to(self.device, torch.float32, non_blocking=True) for value in values.values()]
+            host.copy_(torch.stack(scalars), non_blocking=True)
         now = self._now()
         segments = [*self._segments, *([(self._begun, now)] if self._begun is not None else [])]
         steps = step - self.last_step

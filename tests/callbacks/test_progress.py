@@ -59,3 +59,22 @@ def test_a_disabled_bar_says_nothing(capsys):
 def test_a_negative_interval_is_refused():
     with pytest.raises(ConfigurationError, match="at least 0"):
         StepProgress(interval_s=-1)
+
+
+class Strict(StepProgress):
+    """Anything that makes the host wait for the device is an error."""
+
+    def on_train_batch_end(self, *args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            super().on_train_batch_end(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plain", [True, False])
+def test_nothing_waits_for_the_device(plain, capsys):
+    bar = Strict(interval_s=0, plain=plain)
+    fit(callbacks=[bar], accelerator="cuda", log_every_n_steps=1, limit_val_batches=2, max_epochs=2)
+    assert "val_loss" in "".join(capsys.readouterr())
