@@ -31,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight import checkpoint
-from megalight.checkpoint import datafile, storage
+from megalight.checkpoint import datafile, memory, writer
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 
@@ -80,7 +80,7 @@ def load_ours(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
-    with patch.object(storage, "checksum", lambda _: "0" * 16):
+    with patch.object(writer, "checksum", lambda _: "0" * 16):
         checkpoint.save(path, views(tensors))
 
 
@@ -112,7 +112,7 @@ def save_dcp(tensors: dict[str, Tensor], path: Path) -> None:
 def write_plainly(tensors: dict[str, Tensor], path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         for tensor in tensors.values():
-            file.write(storage.as_bytes(tensor).cpu().numpy().data)
+            file.write(memory.as_bytes(tensor).cpu().numpy().data)
         os.fsync(file.fileno())
 
 

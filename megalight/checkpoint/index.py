@@ -12,6 +12,8 @@ from megalight.checkpoint.checksum import BLOCK
 from megalight.checkpoint.files import CODES, checked_count, checked_name, checked_shape
 from megalight.errors import CheckpointError
 
+NAME = "index.json"
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -75,7 +75,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
             raise CheckpointError(f"checkpoint {path} is malformed: its manifest does not list {name}.")
         return read_file(root, name, records[name])
 
-    tensors = indices.from_json(parse_json(small("index.json"), "index.json"), f"{path}/index.json")
+    tensors = indices.from_json(parse_json(small(indices.NAME), indices.NAME), f"{path}/{indices.NAME}")
     common = parse_json(small("common.json"), "common.json")
     found: dict[str, float] = {}
     if norms:

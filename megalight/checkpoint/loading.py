@@ -19,8 +19,8 @@ from megalight.checkpoint import publish, tree
 from megalight.checkpoint.files import parse_json, read_file
 from megalight.checkpoint.index import TensorInfo
 from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.saving import collectives
-from megalight.checkpoint.storage import INDEX, Reader
 from megalight.checkpoint.view import View
 from megalight.errors import CheckpointError, nearest
 
@@ -52,8 +52,8 @@ class Checkpoint:
         self._root = publish.resolve(path)
         self.manifest = manifests.read(self._root)
         manifests.check_files(self._root, self.manifest)
-        what = f"{path}/{INDEX}"
-        self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(INDEX), what), what)
+        what = f"{path}/{indices.NAME}"
+        self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(indices.NAME), what), what)
 
     @cached_property
     def common(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish, tree
 from megalight.checkpoint.files import FileRecord, checked_name, sync_directory, write_file
 from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.storage import Writer
 from megalight.checkpoint.view import View
+from megalight.checkpoint.writer import Writer
 from megalight.errors import CheckpointError
 
 

@@ -27,7 +27,7 @@ from megalight.checkpoint.files import (
     read_file,
     write_file,
 )
-from megalight.checkpoint.storage import as_bytes, dtype_name
+from megalight.checkpoint.memory import as_bytes, dtype_name
 from megalight.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, str)

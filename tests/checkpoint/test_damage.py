@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megalight import checkpoint
-from megalight.checkpoint import files, manifest, storage
+from megalight.checkpoint import files, index, manifest
 from megalight.checkpoint.checksum import checksum
 from megalight.checkpoint.inspect import describe
 from megalight.errors import CheckpointError
@@ -130,9 +130,9 @@ def forge(root: Path, name: str, data: bytes) -> None:
 
 
 def forge_index(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads((root / storage.INDEX).read_bytes())
+    content = json.loads((root / index.NAME).read_bytes())
     change(content)
-    forge(root, storage.INDEX, files.dump_json(content))
+    forge(root, index.NAME, files.dump_json(content))
 
 
 BAD_NAMES = [
@@ -185,8 +185,8 @@ def test_hostile_manifests(change: Callable[[dict[str, Any]], None], tmp_path: P
     assert checkpoint.latest(tmp_path) is None or "index.json" not in os.listdir(tmp_path)
 
 
-def chunk(index: dict[str, Any], name: str = "c.bias") -> dict[str, Any]:
-    return index[name]["chunks"][0]
+def chunk(content: dict[str, Any], name: str = "c.bias") -> dict[str, Any]:
+    return content[name]["chunks"][0]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_hostile_indices(change: Callable[[dict[str, Any]], None], message: str,
 @pytest.mark.parametrize("start", [10**6, 10**12, (1 << 62)])
 def test_chunks_beyond_their_file(start: int, tmp_path: Path) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
-    forge_index(tmp_path / "a.ckpt", lambda index: chunk(index).update(start=start))
+    forge_index(tmp_path / "a.ckpt", lambda content: chunk(content).update(start=start))
     values = simple.tensors(-1)
     with pytest.raises(CheckpointError, match="torn"):
         checkpoint.open(tmp_path / "a.ckpt").load(simple.views(values))
@@ -230,7 +230,7 @@ def test_chunks_beyond_their_file(start: int, tmp_path: Path) -> None:
 def test_a_chunk_in_a_file_that_the_manifest_does_not_list(tmp_path: Path) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     shutil.copy(tmp_path / "a.ckpt/data/0-0.safetensors", tmp_path / "a.ckpt/data/9-0.safetensors")
-    forge_index(tmp_path / "a.ckpt", lambda index: chunk(index).update(file="data/9-0.safetensors"))
+    forge_index(tmp_path / "a.ckpt", lambda content: chunk(content).update(file="data/9-0.safetensors"))
     with pytest.raises(CheckpointError, match="does not list"):
         checkpoint.open(tmp_path / "a.ckpt").load(simple.views(simple.tensors(-1)))
 

@@ -1,4 +1,4 @@
-"""Large chunks: many blocks, many files, parts of blocks; only the blocks that a rank needs are verified."""
+"""Writer and reader on large chunks: many blocks, many files, parts of blocks; only the blocks that a rank needs are verified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint import Box, View, checksum, datafile, index, storage
+from megalight.checkpoint import Box, View, checksum, datafile, index, memory, reader, writer
 from megalight.errors import CheckpointError
 
 SHAPE = (37, 5, 11)
@@ -18,9 +18,9 @@ SHAPE = (37, 5, 11)
 @pytest.fixture(params=[64, 72, 4096])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Small blocks and files, so that small tensors have many."""
-    for module in (checksum, datafile, index, storage):
+    for module in (checksum, datafile, index, memory, reader):
         monkeypatch.setattr(module, "BLOCK", request.param)
-    monkeypatch.setattr(storage, "MAX_FILE", 3000)
+    monkeypatch.setattr(writer, "MAX_FILE", 3000)
     return request.param
 
 
