@@ -26,7 +26,8 @@ STEPS, MORE = 260, 40
 def megalight(*words: str) -> None:
     """Run one command, as a user would."""
     command = [str(Path(sysconfig.get_path("scripts")) / "megalight"), *words]
-    print("\n$", shlex.join(["megalight", *words]), flush=True)
+    shown = shlex.join(["megalight", *words])
+    print("\n$", shown if len(shown) < 400 else f"{shown[:150]} ... {shown[-150:]}", flush=True)
     subprocess.run(command, check=True)
 
 
@@ -40,9 +41,12 @@ def devices() -> list[str]:
     return []
 
 
-def corpus() -> str:
-    """The standard library's source, without its tests and installed packages."""
-    return str(Path(sysconfig.get_path("stdlib")))
+def corpus() -> list[str]:
+    """The standard library's own modules and packages: not its tests, not what was installed beside it."""
+    left_out = {"site-packages", "test", "tests", "lib2to3", "__pycache__"}
+    entries = sorted(Path(sysconfig.get_path("stdlib")).iterdir())
+    packages = [path for path in entries if path.is_dir() and path.name not in left_out and (path / "__init__.py").exists()]
+    return [str(path) for path in entries if path.suffix == ".py" or path in packages]
 
 
 def losses(run: Path, column: str) -> list[tuple[int, float]]:
@@ -55,9 +59,8 @@ def main() -> None:
     """All steps, then a summary."""
     start = time.perf_counter()
     shutil.rmtree(ROOT, ignore_errors=True)
-    megalight(
-        "prepare", corpus(), "--glob", "*.py", "--output", str(DATA), "--train-tokenizer", "--vocab-size", "4096"
-    )
+    options = ["--glob", "*.py", "--skip-bad", "--train-tokenizer", "--vocab-size", "4096"]
+    megalight("prepare", *corpus(), *options, "--output", str(DATA))
     fit = ["fit", "-c", "recipes/demo.yaml", *devices()]
     megalight(*fit, "--trainer.max_steps", str(STEPS))
     megalight(*fit, "--trainer.max_steps", str(STEPS + MORE), "--ckpt_path", "last")

@@ -86,10 +86,12 @@ class GPTModule(MegalightModule):
         return losses[: batch.labels.numel()].view(batch.labels.shape)
 
     def configure_optimizers(self) -> Any:
-        """Adam and its schedule, stepped once per optimizer step."""
-        optimizer, scheduler = self.optimizer.build(
-            self.named_parameters(), int(self.trainer.estimated_stepping_batches)
-        )
+        """Adam and its schedule, stepped once per optimizer step.
+
+        A schedule that must know the length of the run takes the trainer's ``max_steps``, or its own ``steps``. (Not
+        ``estimated_stepping_batches``: it would start the data before a checkpoint says where to.)
+        """
+        optimizer, scheduler = self.optimizer.build(self.named_parameters(), self.trainer.max_steps)
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
