@@ -1,9 +1,8 @@
-"""Batches of tokens: how samples become one, and a loader that Lightning can resume."""
+"""Batches of tokens: how samples become one, and a loader that resumes with the trainer."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalight.data.gpt import Sample
-from megalight.errors import ConfigurationError
 from megalight.types import TokenBatch
-
-log = logging.getLogger(__name__)
 
 
 def collate(samples: Sequence[Sample]) -> TokenBatch:
@@ -29,37 +25,18 @@ def collate(samples: Sequence[Sample]) -> TokenBatch:
 
 
 class TokenLoader(DataLoader[Any]):
-    """A ``DataLoader`` whose place in the data follows from the trainer's step count, asked when iteration begins.
+    """A ``DataLoader`` whose place in the data follows from the trainer's step count when its first batch is taken.
 
-    What it puts into a checkpoint is therefore no position, only the facts that make the step count mean the same
-    position again.
-
-    Attributes:
-        facts: ``global_batch_size`` and ``accumulate_grad_batches``, which a resumed run must keep, and ``order``, the
-            hash of the order of samples.
+    Lightning may make an iterator before it has restored a checkpoint (to count steps for a schedule), so nothing is
+    read until a batch is wanted. It has no state of its own, and says so by the methods of a resumable loader.
     """
 
-    facts: Mapping[str, Any] = {}
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """The facts."""
-        return dict(self.facts)
+        """Nothing: the place is not the loader's to keep."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare the facts of the run that wrote a checkpoint with this one's.
-
-        Raises:
-            ConfigurationError: the batch size or the accumulation differ, so that the position is not known.
-        """
-        for key in ("global_batch_size", "accumulate_grad_batches"):
-            if state.get(key) != self.facts.get(key):
-                raise ConfigurationError(
-                    f"{key} is {self.facts.get(key)}; the checkpoint was written with {state.get(key)}, and its place "
-                    f"in the data is counted in such batches. Resume with {key}={state.get(key)}, or begin a new run "
-                    "from the checkpoint's weights."
-                )
-        if state.get("order") != self.facts.get("order"):
-            log.warning(
-                "the order of the training data differs from the checkpoint's (other data, seed, sequence length, or "
-                "passes over the data): samples may repeat"
-            )
+        """Nothing to restore."""

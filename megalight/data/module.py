@@ -247,7 +247,7 @@ class GPTDataModule(pl.LightningDataModule):
         # reading mapped files takes microseconds: Lightning's advice to use many workers does not apply
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         trainer = self.trainer
-        loader = TokenLoader(
+        return TokenLoader(
             dataset,  # type: ignore[arg-type]  # map-style by shape, not by inheritance
             batch_size=sampler.share,
             sampler=sampler,
@@ -256,12 +256,37 @@ class GPTDataModule(pl.LightningDataModule):
             pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
         )
-        loader.facts = {
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the trainer's step count must mean the same place in the data by; the place itself is not kept."""
+        dataset = self._datasets.get("train")
+        if dataset is None or self.trainer is None:
+            return {}
+        return {
             "global_batch_size": self.global_batch_size,
-            "accumulate_grad_batches": 1 if trainer is None else trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
             "order": dataset.order,
         }
-        return loader
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare with the run that wrote a checkpoint, if this one goes on training.
+
+        Raises:
+            ConfigurationError: the batch size or the accumulation differ, so that the place is not known.
+        """
+        mine = self.state_dict()
+        for key in ("global_batch_size", "accumulate_grad_batches"):
+            if mine and mine[key] != state_dict[key]:
+                raise ConfigurationError(
+                    f"{key} is {mine[key]}; the checkpoint was written with {state_dict[key]}, and its place in the "
+                    f"data is counted in such batches. Resume with {key}={state_dict[key]}, or begin a new run from "
+                    "the checkpoint's weights."
+                )
+        if mine and mine["order"] != state_dict["order"]:
+            log.warning(
+                "the order of the training data differs from the checkpoint's (other data, seed, sequence length, or "
+                "passes over the data): samples may repeat"
+            )
 
     def train_dataloader(self) -> TokenLoader | list[Any]:
         """Batches of this rank, from where the trainer is."""

@@ -87,7 +87,7 @@ def find(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
     for given in inputs:
         place = Path(given)
         if place.is_dir():
-            paths = [path for path in _walk(place) if _suffix(path) in SUFFIXES or not _binary(path)]
+            paths = _below(place)
         elif place.exists():
             paths = [place]
         else:
@@ -106,12 +106,20 @@ def _suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
+def _below(folder: Path) -> list[Path]:
+    try:
+        return [path for path in _walk(folder) if _suffix(path) in SUFFIXES or not _binary(path)]
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed: {error}") from error
+
+
 def _walk(folder: Path) -> Iterator[Path]:
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            yield from _walk(entry)
+            if not entry.is_symlink():  # links may lead in circles
+                yield from _walk(entry)
         elif entry.is_file():
             yield entry
 
@@ -253,7 +261,7 @@ def _decode(piece: Piece) -> str:
 def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} line {number} is not JSON ({error}): is the file torn?") from error
     if not isinstance(record, dict) or key not in record:
         keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
@@ -261,6 +269,10 @@ def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
     text = record[key]
     if not isinstance(text, str):
         raise DataError(f"{path} line {number}: {key!r} is a {type(text).__name__}; it must be a string.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair is JSON, but no text
+        raise DataError(f"{path} line {number}: {key!r} is not Unicode text ({error.reason}).") from error
     return text
 
 

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Reader(pl.LightningModule):
-    """Writes down the first token of every row it is given."""
+    """Writes down the first token of every row it is given. Counts the steps of the run before it starts, as modules
+    with schedules do, which makes Lightning ask for the training data early."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
         super().__init__()
@@ -59,6 +60,7 @@ class Reader(pl.LightningModule):
         return self.note("predict", batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
@@ -143,6 +145,7 @@ def test_without_max_steps_an_epoch_is_a_pass(tmp_path: Path) -> None:
         ({"num_workers": 1}, {"max_steps": 4}, 100, 100),
         ({}, {"max_steps": 4, "accumulate_grad_batches": 2}, 100, 200),
         ({"train_samples": 10}, {"max_epochs": 3}, 2, 2),
+        ({"train_samples": 14, "num_workers": 1}, {"max_epochs": 2}, 3, 3),
         ({"train_samples": 21}, {"max_epochs": 2, "accumulate_grad_batches": 2}, 3, 5),
     ],
 )
@@ -171,6 +174,10 @@ def test_another_batch_size_is_refused_on_resume(tmp_path: Path, caplog: pytest.
         read(tmp_path, data={"global_batch_size": 8}, max_steps=4, ckpt_path=path)
     with pytest.raises(ConfigurationError, match="accumulate_grad_batches is 2"):
         read(tmp_path, max_steps=4, accumulate_grad_batches=2, ckpt_path=path)
+    with pytest.raises(ConfigurationError, match="global_batch_size is 8"):
+        read(tmp_path, data={"global_batch_size": 8, "train_samples": 64}, max_epochs=1, ckpt_path=path)
+    data = module(tmp_path, global_batch_size=8, split="0,1,0")
+    trainer(limit_val_batches=1.0).validate(Reader(), data, ckpt_path=path, verbose=False)  # that is another matter
     assert len(read(tmp_path, max_steps=4, ckpt_path=path).rows["train"]) == 2
     assert "samples may repeat" not in caplog.text
     read(tmp_path, data={"seed": 9}, max_steps=4, ckpt_path=path)

@@ -99,6 +99,8 @@ def test_empty_documents_are_left_out(tokenizer_file: Path, tmp_path: Path) -> N
         ("t.jsonl", b'{"text": "a"}\n{"text": "b', r"t\.jsonl line 2 is not JSON .*torn"),
         ("t.jsonl", b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', r"line 3 has no key 'text'; it has: 'body', 'id'"),
         ("t.jsonl", b'{"text": 7}', r"line 1: 'text' is a int; it must be a string"),
+        ("t.jsonl", rb'{"text": "half \ud800 a pair"}', r"line 1: 'text' is not Unicode text"),
+        ("t.jsonl", b"[" * 200_000, r"line 1 is not JSON"),
         ("t.jsonl", b"[1]", r"line 1 has no key 'text'; it has: list"),
         ("t.txt", b"one\ntwo \xff\n", r"t\.txt line 2 is not UTF-8"),
         ("t.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-4], r"t\.jsonl\.gz cannot be read"),
