@@ -42,11 +42,10 @@ class EMA(pl.Callback):
     def __init__(
         self, decay: float = 0.999, start_step: int = 0, every_n_steps: int = 1, evaluate: bool = True
     ) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigurationError(f"decay is {decay}; it must be at least 0 and below 1.")
-        if start_step < 0 or every_n_steps < 1:
+        if not 0 <= decay < 1 or start_step < 0 or every_n_steps < 1:
             raise ConfigurationError(
-                f"start_step is {start_step} and every_n_steps {every_n_steps}; they must be at least 0 and 1."
+                f"decay={decay}, start_step={start_step}, every_n_steps={every_n_steps}: decay must be at least 0 and "
+                "below 1, start_step at least 0, every_n_steps at least 1."
             )
         self.decay = decay
         self.start_step = start_step
@@ -59,8 +58,7 @@ class EMA(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make room for the average that the checkpoint holds, before its optimizer state is read."""
-        masters = _masters(trainer)
-        states = trainer.strategy.extra_shard_states  # type: ignore[attr-defined]
+        masters, states = _masters(trainer), _states(trainer)
         if self._restored:
             states[STATE] = [torch.empty_like(master) for master in masters]
         elif [average.shape for average in states.get(STATE, [])] != [master.shape for master in masters]:
@@ -71,9 +69,8 @@ class EMA(pl.Callback):
         """Begin with the weights, where no checkpoint held an average."""
         self._restored = False
         self._step = trainer.global_step
-        states = trainer.strategy.extra_shard_states  # type: ignore[attr-defined]
-        if STATE not in states:
-            states[STATE] = [master.clone() for master in _masters(trainer)]
+        if STATE not in _states(trainer):
+            _states(trainer)[STATE] = [master.clone() for master in _masters(trainer)]
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -86,7 +83,7 @@ class EMA(pl.Callback):
         self._step = step
         if step < self.start_step or (self.updates and (step - self.start_step) % self.every_n_steps):
             return
-        masters, averages = _masters(trainer), _averages(trainer)
+        masters, averages = _masters(trainer), _states(trainer)[STATE]
         if self.updates == 0:
             torch._foreach_copy_(averages, masters)
         else:
@@ -127,7 +124,7 @@ class EMA(pl.Callback):
         self._restored = True
 
     def _enter(self, trainer: pl.Trainer) -> None:
-        if self.evaluate and self.updates and STATE in getattr(trainer.strategy, "extra_shard_states", {}):
+        if self.evaluate and self.updates and STATE in _states(trainer):
             self._exchange(trainer)
             self._applied = True
 
@@ -141,7 +138,7 @@ class EMA(pl.Callback):
         """Swap weights and average in place, piece by piece, and bring the weights to the model."""
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         engine.sync_parameters()
-        for master, average in zip(_masters(trainer), _averages(trainer), strict=True):
+        for master, average in zip(_masters(trainer), _states(trainer)[STATE], strict=True):
             for start in range(0, master.numel(), SWAP_ELEMENTS):
                 here, there = master[start : start + SWAP_ELEMENTS], average[start : start + SWAP_ELEMENTS]
                 kept = here.clone()
@@ -161,5 +158,6 @@ def _masters(trainer: pl.Trainer) -> list[Tensor]:
     return [shard.master.detach() for shard in engine.shards]
 
 
-def _averages(trainer: pl.Trainer) -> list[Tensor]:
-    return list(trainer.strategy.extra_shard_states[STATE])  # type: ignore[attr-defined]
+def _states(trainer: pl.Trainer) -> dict[str, list[Tensor]]:
+    states: dict[str, list[Tensor]] = getattr(trainer.strategy, "extra_shard_states", {})
+    return states

@@ -50,7 +50,7 @@ class StepProgress(TQDMProgressBar):
         trainer: pl.Trainer = args[0]
         self._window = None
         self._marked_step = trainer.global_step
-        self._meter = StepMeter(trainer.strategy.root_device) if self._wanted else None
+        self._meter = StepMeter(trainer.strategy.root_device) if self._enabled else None
         if self._meter is not None:
             self._meter.start(trainer.global_step)
 
@@ -81,7 +81,7 @@ class StepProgress(TQDMProgressBar):
         if self._meter is not None:
             self._meter.resume()
         found = {name: trainer.callback_metrics[name] for name in self.show if name in trainer.callback_metrics}
-        if self.plain and self._wanted and found and not trainer.sanity_checking:
+        if self.plain and self._meter is not None and found:
             print(
                 f"step {trainer.global_step}  {'  '.join(f'{k} {float(v):.4f}' for k, v in found.items())}", flush=True
             )
@@ -98,11 +98,6 @@ class StepProgress(TQDMProgressBar):
     ) -> dict[str, int | str | float | dict[str, float]]:
         """What the bar shows, as texts with units."""
         return {} if self._window is None else dict(figures(self._window, trainer, pl_module))
-
-    @property
-    def _wanted(self) -> bool:
-        """Whether this rank shows anything."""
-        return self._enabled
 
     @property
     def is_disabled(self) -> bool:

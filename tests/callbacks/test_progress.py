@@ -56,6 +56,12 @@ def test_a_disabled_bar_says_nothing(capsys):
     assert "tok/s" not in capsys.readouterr().out
 
 
+def test_validation_alone_is_left_to_lightnings_table(capsys):
+    runner = tiny_trainer(callbacks=[StepProgress(plain=True)], enable_progress_bar=True, limit_val_batches=2)
+    runner.validate(Tiny(), verbose=False)
+    assert "step" not in capsys.readouterr().out
+
+
 def test_a_negative_interval_is_refused():
     with pytest.raises(ConfigurationError, match="at least 0"):
         StepProgress(interval_s=-1)
