@@ -1,0 +1,50 @@
+import io
+import sys
+
+import pytest
+
+from megalight.cli.main import main
+from megalight.data.tokenizer import Tokenizer
+from megalight.inference import TextGenerator
+from tests.inference.test_text import TEXT, build, save
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = Tokenizer.train([TEXT], 264).save(tmp_path / "tokenizer")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    save(tmp_path / "c", build(), files=files)
+    return str(tmp_path / "c")
+
+
+def test_generate_writes_what_the_library_writes(saved, capsys, monkeypatch):
+    sampling = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 5}
+    (expected,) = TextGenerator.from_checkpoint(saved).complete(["ab"], **sampling)
+    words = ["generate", saved, "-n", "6", "-t", "0.8", "--top-k", "9", "--top-p", "0.9", "--seed", "5"]
+    assert main([*words, "--prompt", "ab"]) == 0
+    assert capsys.readouterr().out == f"ab{expected}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"ab{expected}\n"
+
+
+def test_inspect_shows_tree_totals_and_norms(saved, capsys):
+    assert main(["inspect", saved]) == 0
+    plain = capsys.readouterr().out
+    assert "embed" in plain
+    assert "norm " not in plain
+    assert main(["inspect", saved, "--norms"]) == 0
+    assert "norm " in capsys.readouterr().out
+    assert main(["inspect", saved, "--depth", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < len(plain.splitlines())
+
+
+@pytest.mark.parametrize("verb", ["generate", "inspect"])
+def test_what_is_no_checkpoint_is_named(verb, tmp_path, capsys):
+    assert main([verb, str(tmp_path), *(["-p", "a"] if verb == "generate" else [])]) == 2
+    assert "not a finished Megalight checkpoint" in capsys.readouterr().err
+
+
+def test_sampling_out_of_range_is_refused(saved, capsys):
+    assert main(["generate", saved, "-p", "a", "--top-p", "1.5"]) == 2
+    assert "top_p is 1.5" in capsys.readouterr().err
