@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-import megalight
+from megalight import __version__
 from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish, tree
 from megalight.checkpoint.files import FileRecord, checked_name, sync_directory, write_file
@@ -110,7 +110,7 @@ def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], file
         sync_directory(folder)
     newest = publish.latest(partial.path.parent)
     floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
-    versions = {"megalight": megalight.__version__, "torch": torch.__version__}
+    versions = {"megalight": __version__, "torch": torch.__version__}
     manifest = manifests.Manifest(listed, max(time.time_ns(), floor), len(records), versions)
     try:
         manifests.check_files(partial.folder, manifest)
