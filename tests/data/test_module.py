@@ -283,3 +283,21 @@ def test_a_batch_that_does_not_divide_is_refused_in_setup(tmp_path: Path) -> Non
     )
     with pytest.raises(LayoutError, match="global_batch_size is 6 and there are 4 data-parallel ranks"):
         data.setup("fit")
+
+
+@pytest.mark.gpu
+def test_batches_reach_the_gpu_from_pinned_memory(tmp_path: Path) -> None:
+    class Device(Reader):
+        def note(self, stage: str, batch: TokenBatch) -> torch.Tensor:
+            assert batch.tokens.is_cuda
+            assert batch.loss_mask.is_cuda
+            self.rows[stage].append(batch.tokens[:, 0].tolist())
+            return self.layer(torch.ones(1, 1, device="cuda")).sum()
+
+    data = module(tmp_path, num_workers=1, document_mask=True)
+    reader = Device()
+    trainer(accelerator="gpu", max_steps=8).fit(reader, data)
+    loader = data.train_dataloader()
+    assert isinstance(loader, TokenLoader)
+    assert loader.pin_memory
+    assert reader.rows == read(tmp_path, max_steps=8).rows
