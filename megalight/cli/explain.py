@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from megalight.cli.verbs import TRAINER_VERBS as VERBS
 from megalight.errors import nearest
 
 _UNKNOWN = re.compile(
@@ -25,7 +26,15 @@ _MISSING = re.compile(
     r"(?:arguments? (?:is|are) required: |Key \"|Option ')(?P<keys>[\w., ]+?)(?:['\"] is required.*)?$"
 )
 _SUBTYPE = re.compile(r"<class '([\w.]+)'>")
-_NOISE = ("Expected a <class 'NoneType'>", "Expected a path but", "Does not validate", "Given value", "Subtypes:")
+_LITERAL = re.compile(r"Expected an? typing\.Literal\[(?P<choices>.*)\]$")
+_NOISE = (
+    "Expected a <class 'NoneType'>",
+    "Expected a path but",
+    "Does not validate",
+    "Given value",
+    "Subtypes:",
+    "Errors:",
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,15 @@ class Given:
         parts = key.split(".")
         for end in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:end])
-            if isinstance(self.values.get(prefix), str) and (found := find_class(self.values[prefix])):
+            name = self.values.get(prefix, self._last_of(prefix))
+            if isinstance(name, str) and (found := find_class(name)):
                 return prefix, found
         return "", None
+
+    def _last_of(self, prefix: str) -> Any:
+        """The last entry of a list: where the command line puts arguments that name the list itself."""
+        entries = [value for key, value in self.values.items() if re.fullmatch(re.escape(prefix) + r"\.\d+", key)]
+        return entries[-1] if entries else None
 
 
 def explain(message: str, given: Given, options: Iterable[str]) -> str:
@@ -78,7 +93,7 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
     if match := _VALUE.search(message):
         return _bad_value(match["key"], match["rule"], given, known)
     if match := _MISSING.search(message):
-        keys = [_full_key(key.strip(), given, known) for key in match["keys"].split(",")]
+        keys = [_missing_key(key.strip(), given) for key in match["keys"].split(",")]
         return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in the file after -c."
     return _plain(message)
 
@@ -173,7 +188,15 @@ def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
     value = given.values.get(full)
     shown = f"{full} = {str(value)!r}" if value is not None else full
     reasons = [re.sub(r"\.? Got value: .*", "", reason).rstrip(".") for reason in rules(rule)]
-    return f"{shown} does not fit: {'; or '.join(reasons) or 'see --help'}."
+    choices = [choice for reason in reasons if (match := _LITERAL.match(reason)) for choice in _choices(match)]
+    others = [re.sub(r"^Expected an? ", "", reason) for reason in reasons if not _LITERAL.match(reason)]
+    expected = [*others, *([f"one of {', '.join(choices)}"] if choices else [])]
+    hint = nearest(str(value), choices) if value is not None else ""
+    return f"{shown} does not fit; expected: {', or '.join(expected) or 'see --help'}.{hint}"
+
+
+def _choices(literal: re.Match[str]) -> list[str]:
+    return [choice.strip(" '\"") for choice in literal["choices"].split(",")]
 
 
 def _unknown_class(key: str, rule: str, given: Given) -> str:
@@ -196,13 +219,16 @@ def _full_key(key: str, given: Given, known: list[str]) -> str:
     key = _short(key)
     if found := given.ending_in(key):
         return found[0]
-    if key in known:
-        return key
+    return key if key in known else _missing_key(key, given)
+
+
+def _missing_key(key: str, given: Given) -> str:
+    """The whole of a key that is not among what was given: below the class that takes it."""
     head = key.partition(".")[0]
     for prefix, value in given.values.items():
         if isinstance(value, str) and (cls := find_class(value)) and head in members(cls):
             return f"{prefix}.{key}"
-    return key
+    return key.partition(".")[2] if head in VERBS else key
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:

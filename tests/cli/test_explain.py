@@ -65,7 +65,7 @@ def test_given_leaves_a_broken_file_to_the_parser(tmp_path):
         (
             "Parser key \"config.size.hidden_size\":\n  Expected a <class 'int'>. Got value: x",
             ["--model.config.size.hidden_size=x"],
-            ["model.config.size.hidden_size = 'x'", "Expected a int"],
+            ["model.config.size.hidden_size = 'x'", "expected: int"],
         ),
         (
             UNION + "    - Expected a dot import path string: SampleStrateg\n    - Expected a <class 'str'>",
@@ -77,7 +77,20 @@ def test_given_leaves_a_broken_file_to_the_parser(tmp_path):
             ["--trainer.strategy=m.MSx"],
             ["trainer.strategy = 'm.MSx'", "has no attribute 'MSx'"],
         ),
-        ("the following arguments are required: config.size", [], ["missing: model.config.size"]),
+        ("the following arguments are required: config", [], ["missing: model.config."]),
+        ("the following arguments are required: fit.model", [], ["missing: model."]),
+        (
+            'Parser key "trainer.precision":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
+            "    - Expected a <class 'int'>\n    - Expected a typing.Literal['16-true', 'bf16-true']\n"
+            "    - Expected a <class 'NoneType'>\n  Given value: bf16-tru",
+            ["--trainer.precision=bf16-tru"],
+            ["trainer.precision = 'bf16-tru'", "expected: int, or one of 16-true, bf16-true.", "mean 'bf16-true'?"],
+        ),
+        (
+            "unrecognized arguments: --trainer.callbacks.patienc=3",
+            ["--trainer.callbacks.0=EarlyStopping", "--trainer.callbacks.patienc=3"],
+            ["'trainer.callbacks.patienc' (value '3'): EarlyStopping has", "'patience'"],
+        ),
     ],
 )
 def test_messages_name_key_value_rule_and_remedy(message, words, parts):
