@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from megalight.errors import DataError
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSize:
@@ -63,3 +65,10 @@ class SampleStrategy(SingleDeviceStrategy):
         if tensor_parallel > 1:
             raise ValueError(f"tensor_parallel is {tensor_parallel}; this strategy has 1 device.")
         super().__init__(device="cpu")
+
+
+class TornData(SampleData):
+    """Every rank finds its data torn."""
+
+    def setup(self, stage: str) -> None:
+        raise DataError("samples.bin is torn at byte 12")
