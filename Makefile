@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY) ## train, resume and sample a small GPT on this machine (about five minutes on two cores)
+demo: $(READY) ## train, resume and sample a small GPT on this machine
 	$(BIN)/python examples/demo.py
 
 test: $(READY) ## the tests that every change must pass
