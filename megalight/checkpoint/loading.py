@@ -172,7 +172,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: missing, unfinished, torn, foreign, or of a later version; the message names the newest good
             checkpoint beside it, if there is one.
     """
-    path = Path(os.path.abspath(path))
+    path = publish.local(path)
     try:
         return Checkpoint(path)
     except CheckpointError as error:

@@ -24,6 +24,17 @@ from megalight.errors import CheckpointError
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-[0-9a-f]{8}")
 
 
+def local(path: str | os.PathLike[str]) -> Path:
+    """``path``, absolute.
+
+    Raises:
+        CheckpointError: it is an address of remote storage.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
+        raise CheckpointError(f"{path} is remote storage; checkpoints need a mounted file system that all ranks share.")
+    return Path(os.path.abspath(path))
+
+
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes."""
     try:

@@ -51,7 +51,7 @@ def save(
         CheckpointError: on every rank, when any rank failed; nothing is left behind.
     """
     ranks = Ranks(process_group)
-    path = Path(os.path.abspath(path))
+    path = publish.local(path)
     started: list[publish.Partial] = []
 
     def prepare() -> list[tuple[str, tuple[bytes, bytes | None]]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
+import multiprocessing as mp
 import os
 import random
 import subprocess
@@ -18,7 +20,7 @@ from megalight.checkpoint import files, manifest, publish
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.faults import Faults
-from tests.workers import run
+from tests.workers import free_port, run
 
 ERRORS = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO, errno.EROFS)]
 
@@ -133,6 +135,33 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
     assert simple.step_of(path) == 1
 
 
+def save_and_die(rank: int, port: int, path: Path) -> None:
+    """Exit with 3 after a clear error; rank 1 dies in its first write."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=30), 2, rank)
+    if rank == 1:
+        os.write = lambda *_: os._exit(9)
+    try:
+        simple.save(path, 2)
+    except CheckpointError:
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    simple.save(path, 1)
+    context, port = mp.get_context("spawn"), free_port()
+    processes = [context.Process(target=save_and_die, args=(rank, port, path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+    assert [process.exitcode for process in processes] == [3, 9]
+    assert names(tmp_path) == {"a.ckpt"}
+    assert simple.step_of(path) == 1
+
+
 def bad_rank_state(path: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         checkpoint.save(path, {}, rank_state={"a": [object()] if dist.get_rank() == 1 else 1})
@@ -233,6 +262,12 @@ def test_odd_path_names(name: str, tmp_path: Path) -> None:
         simple.save(tmp_path / name, step)
     assert simple.step_of(tmp_path / name) == 2
     assert names(tmp_path) == {name}
+
+
+def test_remote_addresses_are_refused() -> None:
+    for call in (checkpoint.open, lambda path: simple.save(path, 1)):
+        with pytest.raises(CheckpointError, match="mounted file system"):
+            call("s3://bucket/last.ckpt")
 
 
 def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writer and reader on large chunks: many blocks, many files, parts of blocks; only the blocks that a rank needs are verified."""
+"""Writer and reader on chunks of many blocks in many files; a rank verifies the blocks that it needs."""
 
 from __future__ import annotations
 
