@@ -1,21 +1,29 @@
 """Starting the processes of ``devices=N``: by re-running the script, by fork in notebooks, or not at all.
 
-Under torchrun and SLURM the processes are there already; the script launcher then only checks that they are as many
-as ``devices x num_nodes`` says.
+Under torchrun and SLURM the processes are there already; then it is only checked that they are as many as
+``devices x num_nodes`` says. However processes start, what can be refused beforehand is.
 """
 
 from __future__ import annotations
 
+import atexit
+import io
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megalight import checkpoint
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.strategies import preflight
 from megalight.strategies._lightning import (
     IS_INTERACTIVE,
     MultiProcessingLauncher,
@@ -26,26 +34,49 @@ from megalight.strategies._lightning import (
 if TYPE_CHECKING:
     from megalight.strategies.megatron import MegatronStrategy
 
+GRACE_SECONDS = 10.0
+"""How long the other ranks may go on after rank 0 has failed: they may have a message or a checkpoint to write."""
+
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Re-runs the command once per local rank, after checking that the number of processes is the one asked for."""
+    """Re-runs the command once per further local rank; with one process, or under a launcher, starts nothing."""
+
+    def __init__(self, strategy: MegatronStrategy) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Notebooks cannot be re-run, but one process needs nothing."""
+        return self._alone
+
+    @property
+    def _alone(self) -> bool:
+        started = self.cluster_environment.creates_processes_externally
+        return not started and self.num_processes * self.num_nodes == 1
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the other local ranks unless they run already, then call ``function``.
+        """Check, start the other local ranks unless they run already, then call ``function``."""
+        preflight.check(self._strategy, function, *args, **kwargs)
+        if self._alone:
+            return function(*args, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            if self.procs:
+                atexit.register(end, self.procs, GRACE_SECONDS)
+            raise
 
-        Raises:
-            LayoutError: a launcher started another number of processes than ``devices x num_nodes``.
-        """
-        expected = self.num_processes * self.num_nodes
-        if self.cluster_environment.creates_processes_externally:
-            found = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", str(expected))))
-            if found != expected:
-                raise LayoutError(
-                    f"the launcher started {found} processes, but Trainer(devices={self.num_processes}, "
-                    f"num_nodes={self.num_nodes}) asks for {expected}. Make both the same "
-                    f"(torchrun --nproc-per-node {self.num_processes}, or devices={found // max(self.num_nodes, 1)})."
-                )
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+def end(processes: list[subprocess.Popen[Any]], grace: float) -> None:
+    """Wait for processes to end; kill those that have not after ``grace`` seconds (in a collective that hangs, say)."""
+    deadline = time.monotonic() + grace
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 class WorkerLauncher(MultiProcessingLauncher):
@@ -53,24 +84,38 @@ class WorkerLauncher(MultiProcessingLauncher):
 
     _strategy: MegatronStrategy
 
+    def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Check, start one worker per rank, and recover their results when they are done."""
+        preflight.check(self._strategy, function, *args, **kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         folder = None
         if trainer.state.fn == TrainerFn.FITTING:
-            parent = self._strategy.broadcast(tempfile.mkdtemp(prefix="megalight-") if self._strategy.is_global_zero else "")
+            parent = self._strategy.broadcast(
+                tempfile.mkdtemp(prefix="megalight-") if self._strategy.is_global_zero else ""
+            )
             folder = os.path.join(parent, "results.ckpt")
             trainer.save_checkpoint(folder, weights_only=True)
-        best = getattr(trainer.checkpoint_callback, "best_model_path", None)
-        last = getattr(trainer.checkpoint_callback, "last_model_path", None)
         if self._strategy.local_rank != 0:
             return None
-        extra = {**self.get_extra_results(trainer), "last_model_path": last}
-        return WorkerOutput(best, folder, trainer.state, results, extra)
+        return WorkerOutput(None, folder, trainer.state, results, self.get_extra_results(trainer))
+
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Metrics, and what each ModelCheckpoint has saved; as bytes, because tensors' memory dies with the worker."""
+        buffer = io.BytesIO()
+        torch.save([callback.state_dict() for callback in _savers(trainer)], buffer)
+        return {**super().get_extra_results(trainer), "savers": buffer.getvalue()}
+
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        """The same, into this process's trainer."""
+        super().update_main_process_results(trainer, extra)
+        states = torch.load(io.BytesIO(extra["savers"]), weights_only=True)
+        for callback, state in zip(_savers(trainer), states, strict=True):
+            callback.dirpath = state["dirpath"]  # where none was given the worker has chosen one
+            callback.load_state_dict(state)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        callback = trainer.checkpoint_callback
-        if callback is not None:
-            callback.best_model_path = str(worker_output.best_model_path or "")  # type: ignore[attr-defined]
-            callback.last_model_path = str(worker_output.extra["last_model_path"] or "")  # type: ignore[attr-defined]
         if worker_output.weights_path is not None:
             self._strategy.restore_in_parent(trainer, worker_output.weights_path)
             checkpoint.remove(worker_output.weights_path)
@@ -79,22 +124,47 @@ class WorkerLauncher(MultiProcessingLauncher):
         self.update_main_process_results(trainer, worker_output.extra)
 
 
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
 def launcher(strategy: MegatronStrategy, start_method: str) -> Any:
     """The launcher for a start method.
 
     Raises:
         ConfigurationError: a start method that cannot work here.
+        LayoutError: something else started another number of processes than ``devices x num_nodes``.
     """
     assert strategy.cluster_environment is not None
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ConfigurationError(f"start_method={start_method!r}; choose auto, popen, fork or spawn.")
+    expected = strategy.num_processes * strategy.num_nodes
     external = strategy.cluster_environment.creates_processes_externally
-    if not external and strategy.num_processes * strategy.num_nodes == 1:
-        return None
+    if external:
+        _check_started(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
     if start_method == "auto":
-        start_method = "fork" if IS_INTERACTIVE and not external else "popen"
-    if start_method == "popen" or external:
-        return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        start_method = "fork" if IS_INTERACTIVE else "popen"
+    if start_method == "popen" or external or expected == 1:
+        return ScriptLauncher(strategy)
+    if strategy.num_nodes > 1:
+        raise ConfigurationError(
+            f"start_method={start_method!r} hands results back on this machine, but num_nodes={strategy.num_nodes}. "
+            "Use start_method='popen', torchrun or srun."
+        )
     if start_method == "fork" and sys.platform == "win32":
         raise ConfigurationError("start_method='fork' does not exist on Windows; use 'spawn'.")
     return WorkerLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+
+
+def _check_started(environment: ClusterEnvironment, devices: int, num_nodes: int) -> None:
+    expected = devices * num_nodes
+    if isinstance(environment, LightningEnvironment):  # it learns the number from us
+        found = int(os.environ.get("WORLD_SIZE", expected))
+    else:
+        found = environment.world_size()
+    if found != expected:
+        raise LayoutError(
+            f"{found} processes were started, but Trainer(devices={devices}, num_nodes={num_nodes}) asks for "
+            f"{expected}. Make both the same: start {devices} on each node (torchrun --nproc-per-node {devices}, "
+            f"srun --ntasks-per-node {devices}), or set devices={max(1, found // num_nodes)}."
+        )

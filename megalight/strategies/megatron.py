@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -202,6 +203,8 @@ class MegatronStrategy(ParallelStrategy):
         if self.world_size > 1 and not dist.is_initialized():
             backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
             assert self.cluster_environment is not None
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address  # workers and SLURM tasks have none yet
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             dist.init_process_group(
                 backend,
                 init_method="env://",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from megalight import __version__, checkpoint
 from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
 from megalight.errors import CheckpointError
 from megalight.imports import version
-from megalight.models.module import CANONICAL_PREFIX
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
@@ -60,18 +61,45 @@ def model_views(strategy: MegatronStrategy) -> dict[str, View]:
     return views_of_parameters(tensors.items(), strategy.specs, strategy.mesh)
 
 
-def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
-    """Load a checkpoint into a whole model in this process, building it where needed.
+def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> None:
+    """Load the weights of a checkpoint into a module of this one process, whichever layout saved them.
 
-    Returns:
-        the state of Lightning's loops.
+    ``module.model`` is then the whole one-device model, in the types that were saved, on the CPU: to be sampled from,
+    exported, evaluated, or trained further, under any strategy. A model that the module has already is replaced; a
+    plain LightningModule keeps its layers.
+
+    Args:
+        module: as it was constructed for training.
+        path: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: missing, torn, or of another model.
     """
+    _load_whole(module, str(path))
+
+
+def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
+    """:func:`load_weights`, and the state of Lightning's loops."""
+    return dict(_load_whole(module, path).common["loops"])
+
+
+def _load_whole(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
+    saved = Loaded.open(path).saved
+    check = getattr(module, "check_checkpoint", None)
+    if check is not None:
+        check(saved.common)
+    if isinstance(module, MegalightModule):
+        module.model, module.token_multiple = None, 1
     module.configure_model()
     root = root_of(module)
     specs = parallelize(root, Plan(), ParallelMesh(), prefix=CANONICAL_PREFIX)
-    saved = checkpoint.open(path)
-    saved.load(views_of_parameters(tensors_of(root).items(), specs, ParallelMesh()), prefix=CANONICAL_PREFIX)
-    return dict(saved.common["loops"])
+    tensors = tensors_of(root)
+    for name, tensor in tensors.items():
+        stored = saved.tensors.get(specs[name].pieces[0].name)
+        if stored is not None:
+            tensor.data = tensor.data.to(getattr(torch, stored.dtype))
+    saved.load(views_of_parameters(tensors.items(), specs, ParallelMesh()), prefix=CANONICAL_PREFIX)
+    return saved
 
 
 @dataclass
@@ -125,7 +153,9 @@ class Loaded:
         optimizer, engine = strategy.optimizers[0], strategy.engine
         assert engine is not None and strategy.streams is not None
         if saved is None:
-            raise CheckpointError(f"{self.path} holds weights only; it cannot resume training. Choose a full checkpoint.")
+            raise CheckpointError(
+                f"{self.path} holds weights only; it cannot resume training. Choose a full checkpoint."
+            )
         groups = saved["groups"]
         if saved["class"] != type(optimizer).__name__ or len(groups) != len(optimizer.param_groups):
             raise CheckpointError(
@@ -143,7 +173,9 @@ class Loaded:
         views = self._found(dict(_optimizer_views(strategy)))
         missing = sorted(name for name in views.keys() - self.saved.tensors.keys() if name.startswith(STATE))
         if missing:
-            raise CheckpointError(f"{self.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}.")
+            raise CheckpointError(
+                f"{self.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
+            )
         self.saved.load(views, strict=False)
         random = self.saved.rank_state(strategy.global_rank)
         if random is not None:
@@ -191,7 +223,9 @@ def _optimizer_views(strategy: MegatronStrategy) -> Iterator[tuple[str, View]]:
     shards = engine.shards
     copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
     yield from views_of_shards([s.master for s in copies], copies, prefix=MASTER, replicated=replicated).items()
-    names = sorted({name for s in shards for name, value in optimizer.state[s.master].items() if _is_flat(value, s.master)})
+    names = sorted(
+        {name for s in shards for name, value in optimizer.state[s.master].items() if _is_flat(value, s.master)}
+    )
     for name in names:
         having = [s for s in shards if name in optimizer.state[s.master]]
         tensors = [optimizer.state[s.master][name] for s in having]

@@ -35,12 +35,15 @@ class GPTModule(MegalightModule):
         self.optimizer = optimizer or AdamConfig()
 
     def setup(self, stage: str) -> None:
-        """Refuse data that the model cannot take, before anything is built.
+        """Check the data before anything is built."""
+        self.check_data(getattr(self.trainer, "datamodule", None))
+
+    def check_data(self, datamodule: Any) -> None:
+        """Refuse data that the model cannot take. ``MegatronStrategy`` asks before it starts processes.
 
         Raises:
             DataError: sequences too long for the model, or a tokenizer with more tokens than its vocabulary.
         """
-        datamodule = getattr(self.trainer, "datamodule", None)
         length = getattr(datamodule, "sequence_length", None)
         if length is not None and length > self.config.max_sequence_length:
             raise DataError(
@@ -50,8 +53,8 @@ class GPTModule(MegalightModule):
         vocabulary = getattr(datamodule, "vocab_size", None)
         if vocabulary is not None and vocabulary > self.config.vocab_size:
             raise DataError(
-                f"the data's tokenizer has {vocabulary} tokens, but the model's vocab_size is {self.config.vocab_size}; "
-                "raise vocab_size, or prepare the data with a smaller tokenizer."
+                f"the data's tokenizer has {vocabulary} tokens, but the model's vocab_size is "
+                f"{self.config.vocab_size}; raise vocab_size, or prepare the data with a smaller tokenizer."
             )
 
     def build_model(self) -> GPT:
@@ -105,7 +108,11 @@ class GPTModule(MegalightModule):
         checkpoint["model"] = {"family": "gpt", "config": self.config.to_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model.
+        """Check that the checkpoint is of this model."""
+        self.check_checkpoint(checkpoint)
+
+    def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model. ``MegatronStrategy`` asks before it starts processes.
 
         Raises:
             CheckpointError: names the settings that differ.
@@ -143,4 +150,3 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], path: str = "") -> lis
         elif mine != other:
             found.append(f"{path}{name} is {mine} here and {other} in the checkpoint")
     return found
-

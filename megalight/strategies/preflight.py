@@ -1,0 +1,60 @@
+"""What can be refused before a process or a process group starts: one message, nothing written, nobody left waiting."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+
+from megalight.data.sampler import GlobalBatchSampler
+from megalight.models.module import MegalightModule
+from megalight.parallel.apply import parallelize
+from megalight.parallel.mesh import ParallelMesh
+from megalight.strategies.persistence import Loaded
+
+if TYPE_CHECKING:
+    from megalight.strategies.megatron import MegatronStrategy
+
+NAMED = ("best", "last", "hpc")
+"""Values of ``ckpt_path`` that Lightning resolves later."""
+
+
+def check(strategy: MegatronStrategy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Check what the trainer's ``function`` is about to be called with.
+
+    Modules may bring checks of their own: ``check_data(datamodule)`` and ``check_checkpoint(entries)``.
+
+    Raises:
+        LayoutError: the model or the batch does not divide over the ranks.
+        DataError: data that the model cannot take.
+        CheckpointError: the checkpoint is torn, foreign, or of another model.
+    """
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    module: Any = given.get("model") or strategy.lightning_module
+    data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
+    mesh = ParallelMesh(strategy.num_nodes * strategy.num_processes, tp=strategy.tensor_parallel)
+    _split_on_meta(strategy, module, mesh)
+    size = getattr(data, "global_batch_size", None)
+    if isinstance(size, int):
+        GlobalBatchSampler(size, size, num_replicas=mesh.dp)  # refuses what does not divide
+    if data is not None and hasattr(module, "check_data"):
+        module.check_data(data)
+    path = given.get("ckpt_path")
+    if path and path not in NAMED:
+        entries = Loaded.open(str(path)).saved.common
+        if hasattr(module, "check_checkpoint"):
+            module.check_checkpoint(entries)
+
+
+def _split_on_meta(strategy: MegatronStrategy, module: Any, mesh: ParallelMesh) -> None:
+    """Build the model without memory and split it as rank 0 will."""
+    built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
+    if mesh.world_size == 1 or built_elsewhere or module.model is not None:
+        return
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = module.build_model()
+        plan = strategy.plan or module.plan(model)
+        parallelize(model, plan, mesh, sequence_parallel=strategy.sequence_parallel)

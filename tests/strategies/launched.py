@@ -1,0 +1,97 @@
+"""One short run, for tests of how it is started: ``python -m tests.strategies.launched FOLDER START [--again]``.
+
+Rank 0 of the run writes its losses and the gathered weights to FOLDER; the process that called ``fit`` writes what it
+has afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megalight.strategies import MegatronStrategy
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered, whole
+
+STEPS = 3
+
+
+class Witness(Losses):
+    """Writes from rank 0 what the run itself saw."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        weights = gathered(trainer.strategy, pl_module)
+        if trainer.is_global_zero:
+            np.savez(self.folder / "weights.npz", **weights)
+            facts = {"losses": self.losses, "world_size": trainer.world_size, "pid": os.getpid()}
+            (self.folder / "run.json").write_text(json.dumps(facts))
+
+
+def new_trainer(folder: Path, start: str, max_steps: int) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MegatronStrategy(tensor_parallel=2, sequence_parallel=True, micro_batch_size=2, start_method=start),
+        precision="64-true",
+        max_steps=max_steps,
+        limit_val_batches=1,
+        val_check_interval=STEPS,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=str(folder),
+        callbacks=[
+            Witness(folder),
+            ModelCheckpoint(dirpath=folder / "checkpoints", filename="{step}", monitor="val_loss", save_last=True),
+        ],
+    )
+
+
+def facts(trainer: pl.Trainer, module: WithData) -> dict[str, Any]:
+    """What the process that called ``fit`` knows."""
+    return {
+        "pid": os.getpid(),
+        "global_step": trainer.global_step,
+        "state": str(trainer.state.status),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "best": trainer.checkpoint_callback.best_model_path,
+        "best_score": float(trainer.checkpoint_callback.best_model_score or 0),
+        "last": trainer.checkpoint_callback.last_model_path,
+    }
+
+
+def main(folder: Path, start: str, again: bool) -> None:
+    torch.set_num_threads(1)
+    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    trainer = new_trainer(folder, start, STEPS)
+    trainer.fit(module)
+    if trainer.is_global_zero:
+        (folder / "after.json").write_text(json.dumps(facts(trainer, module)))
+    if start in ("fork", "spawn"):
+        np.savez(folder / "whole.npz", **whole(module.model))
+    if again:
+        (folder / "again").mkdir()
+        second = new_trainer(folder / "again", start, STEPS)
+        second.fit(module)
+        np.savez(folder / "again" / "whole.npz", **whole(module.model))
+        found = second.validate(module, verbose=False)
+        found = {"validated": found, **facts(second, module)}
+        (folder / "again" / "after.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], "--again" in sys.argv)
