@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from megalight.strategies import MegatronStrategy
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered, whole
@@ -54,6 +55,7 @@ def new_trainer(folder: Path, start: str, max_steps: int) -> pl.Trainer:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=str(folder),
+        plugins=[SLURMEnvironment(auto_requeue=False)] if "SLURM_NTASKS" in os.environ else None,
         callbacks=[
             Witness(folder),
             ModelCheckpoint(dirpath=folder / "checkpoints", filename="{step}", monitor="val_loss", save_last=True),

@@ -1,0 +1,238 @@
+"""However the two processes of a run are started, it is the same run, and the caller has its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.strategies import MegatronStrategy, launchers
+from tests.strategies import training
+from tests.strategies.launched import STEPS
+from tests.workers import free_port
+
+SCRIPT = "tests.strategies.launched"
+STARTED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "127.0.0.1",
+}
+
+
+@dataclass
+class Run:
+    folder: Path
+    codes: list[int]
+    text: str
+
+    def json(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / name).read_text())
+
+    def weights(self, name: str) -> dict[str, Any]:
+        with np.load(self.folder / name) as arrays:
+            return dict(arrays)
+
+
+def processes(*commands: list[str], environments: list[dict[str, str]] | None = None) -> tuple[list[int], str]:
+    """Run commands side by side; their exit codes, and all that they said."""
+    clean = {name: value for name, value in os.environ.items() if name not in STARTED}
+    running = [
+        subprocess.Popen(
+            command,
+            env={**clean, "OMP_NUM_THREADS": "1", **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, more in zip(commands, environments or [{}] * len(commands), strict=True)
+    ]
+    texts = [process.communicate(timeout=240)[0] for process in running]
+    return [process.returncode for process in running], "\n".join(texts)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run the script in a way of starting it, once."""
+
+    @cache
+    def start(how: str) -> Run:
+        folder = tmp_path_factory.mktemp(how)
+        words = ["-m", SCRIPT, str(folder), how if how in ("fork", "spawn") else "popen"]
+        python = [sys.executable, *words]
+        if how == "torchrun":
+            code, text = processes([*torchrun(2), *words])
+        elif how == "slurm":
+            port = str(free_port())
+            tasks = [
+                {**SLURM, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_PORT": port, **task}
+                for task in ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2))
+            ]
+            code, text = processes(python, python, environments=tasks)
+        else:
+            code, text = processes([*python, "--again"] if how == "fork" else python)
+        return Run(folder, code, text)
+
+    return start
+
+
+def torchrun(count: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(count),
+        "--master-port",
+        str(free_port()),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return training.by_hand(training.CONFIGS["gqa"], STEPS)
+
+
+WAYS = ["popen", "fork", "spawn", "torchrun", pytest.param("slurm", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_every_start_is_the_same_run(started: Any, expected: dict[str, Any], how: str) -> None:
+    run = started(how)
+    assert set(run.codes) == {0}, run.text
+    seen = run.json("run.json")
+    assert seen["world_size"] == 2
+    assert seen["losses"] == started("popen").json("run.json")["losses"]
+    np.testing.assert_allclose(seen["losses"], expected["losses"], rtol=1e-9)
+    assert run.json("after.json")["global_step"] == STEPS
+    weights = run.weights("weights.npz")
+    for name, value in expected["final"].items():
+        np.testing.assert_allclose(weights[name], value, rtol=0, atol=1e-9 * np.linalg.norm(value), err_msg=name)
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_workers_hand_their_results_back(started: Any, how: str) -> None:
+    run = started(how)
+    after, reference = run.json("after.json"), started("popen").json("after.json")
+    assert after["pid"] != run.json("run.json")["pid"]
+    for name in ("global_step", "state", "metrics", "best_score"):
+        assert after[name] == reference[name], name
+    assert set(after["metrics"]) == {"train_loss", "val_loss", "grad_norm"}
+    assert after["best"] == str(run.folder / "checkpoints" / f"step={STEPS}.ckpt")
+    assert after["last"] == str(run.folder / "checkpoints" / "last.ckpt")
+    gathered, whole = run.weights("weights.npz"), run.weights("whole.npz")
+    assert set(gathered) == set(whole)
+    for name, value in gathered.items():
+        assert value.dtype == whole[name].dtype == np.float64
+        assert np.array_equal(value, whole[name]), name
+
+
+def test_a_second_fit_goes_on_from_the_weights_of_the_first(started: Any) -> None:
+    run = started("fork")
+    first, again = run.json("after.json"), run.json("again/after.json")
+    assert run.json("again/run.json")["losses"][0] == pytest.approx(first["metrics"]["val_loss"])  # the same batch
+    for name, value in run.weights("again/weights.npz").items():
+        assert np.array_equal(value, run.weights("again/whole.npz")[name]), name
+    assert again["validated"] == [{"val_loss": again["metrics"]["val_loss"]}]
+    assert again["validated"][0]["val_loss"] < first["metrics"]["val_loss"]
+
+
+def test_torchrun_with_another_number_of_processes_is_refused_once(tmp_path: Path) -> None:
+    codes, text = processes([*torchrun(1), "-m", "megalight", "fit", *CLI, f"--trainer.default_root_dir={tmp_path}"])
+    assert codes == [1], text  # torchrun's own
+    message = "megalight fit: error: 1 processes were started, but Trainer(devices=2, num_nodes=1) asks for 2."
+    assert text.count("error: ") == text.count(message) == 1, text
+    assert "torchrun --nproc-per-node 2" in text
+    assert not any(tmp_path.iterdir())
+
+
+CLI = [
+    "--model=tests.cli.samples.SampleModule",
+    "--model.config={}",
+    "--data=tests.cli.samples.SampleData",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=2",
+    "--trainer.strategy=MegatronStrategy",
+]
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in STARTED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def quiet(strategy: MegatronStrategy, root: Path, devices: int = 1, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=str(root),
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_slurm_task_trains(tmp_path: Path) -> None:
+    trainer = quiet(MegatronStrategy(), tmp_path, plugins=[SLURMEnvironment(auto_requeue=False)])
+    module = training.WithData(training.BASE)
+    trainer.fit(module)
+    assert trainer.global_step == 2
+    assert trainer.strategy.cluster_environment.job_id() == 4711
+
+
+@pytest.mark.usefixtures("slurm")
+def test_slurm_requeueing_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"auto_requeue=False.*megalight\.callbacks\.Preemption"):
+        quiet(MegatronStrategy(), tmp_path)
+
+
+@pytest.mark.usefixtures("slurm")
+def test_another_number_of_slurm_tasks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r"1 processes were started.*asks for 2.*srun --ntasks-per-node 2"):
+        quiet(MegatronStrategy(), tmp_path, devices=2, plugins=[SLURMEnvironment(auto_requeue=False)])
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "nodes", "words"),
+    [
+        ({"start_method": "thread"}, 2, 1, "start_method='thread'; choose auto, popen, fork or spawn"),
+        ({"start_method": "spawn"}, 2, 2, "num_nodes=2"),
+        ({"tensor_parallel": 2}, 1, 1, r"world size 1 is not a multiple of tp x cp x pp = 2"),
+        ({"tensor_parallel": 2}, 3, 1, r"world size 3 is not a multiple of tp x cp x pp = 2"),
+    ],
+)
+def test_starts_that_cannot_work_are_refused(
+    tmp_path: Path, options: Any, devices: int, nodes: int, words: str
+) -> None:
+    with pytest.raises((ConfigurationError, LayoutError), match=words):
+        quiet(MegatronStrategy(**options), tmp_path, devices, num_nodes=nodes)
+
+
+def test_children_that_hang_are_ended() -> None:
+    hanging = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ending = subprocess.Popen([sys.executable, "-c", ""])
+    launchers.end([hanging, ending], grace=2)
+    assert ending.wait(10) == 0
+    assert hanging.wait(10) == -9
