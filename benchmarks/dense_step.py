@@ -31,24 +31,27 @@ SUSTAINED_TFLOPS = {"NVIDIA H200": 667.0}
 """Measured sustained bf16 matmul rate, the honest ceiling of a training step."""
 
 
+SIZES = {
+    "layers": 16,
+    "hidden": 4096,
+    "ffn": 14336,
+    "heads": 32,
+    "kv": 8,
+    "vocab": 32000,
+    "seq": 4096,
+    "mbs": 2,
+    "micro": 4,
+    "tp": 1,
+    "steps": 8,
+    "warmup": 4,
+}
+"""The shape's arguments with their defaults: the width of an 8B model, 16 layers."""
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", default=["megalight"], choices=["megalight", "hf", "hf-compile"])
-    sizes = {
-        "layers": 16,
-        "hidden": 4096,
-        "ffn": 14336,
-        "heads": 32,
-        "kv": 8,
-        "vocab": 32000,
-        "seq": 4096,
-        "mbs": 2,
-        "micro": 4,
-        "tp": 1,
-        "steps": 8,
-        "warmup": 4,
-    }
-    for name, default in sizes.items():
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--profile", help="write a table of the time per kernel of one step here")
     parser.add_argument("--out", help="write the results here, as JSON")
@@ -264,21 +267,16 @@ def main() -> None:
                 flush=True,
             )
     if a.out and rank == 0:
-        shape = {k: v for k, v in vars(a).items() if k not in ("out", "peers", "profile")}
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        text = json.dumps(
-            {
-                "command": sys.argv[0].rsplit("/", 2)[-2:] and " ".join(["benchmarks/dense_step.py", *sys.argv[1:]]),
-                "device": device,
-                "gpus": world,
-                "versions": versions,
-                "shape": shape,
-                "rows": rows,
-            },
-            indent=1,
-        )
-        Path(a.out).write_text(text + "\n")
+        words = [word for word in sys.argv[1:] if word not in ("--out", a.out, "--profile", a.profile)]
+        record = {
+            "command": " ".join(["benchmarks/dense_step.py", *words]),
+            "device": device,
+            "gpus": int(os.environ.get("WORLD_SIZE", "1")),
+            "versions": {"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda},
+            "shape": {name: getattr(a, name) for name in SIZES},
+            "rows": rows,
+        }
+        Path(a.out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
