@@ -124,7 +124,7 @@ class Loaded:
         if Path(path).is_file():
             raise CheckpointError(
                 f"{path} is a single file, as other Lightning strategies write; MegatronStrategy reads folders that it "
-                "wrote itself. Load such a file into the module before fit instead."
+                "wrote itself. Load such a file with module.load_state_dict(torch.load(...)['state_dict']) before fit."
             )
         return cls(checkpoint.open(path), path)
 

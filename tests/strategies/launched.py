@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ class Witness(Losses):
             np.savez(self.folder / "weights.npz", **weights)
             facts = {"losses": self.losses, "world_size": trainer.world_size, "pid": os.getpid()}
             (self.folder / "run.json").write_text(json.dumps(facts))
+
+
+class Fails(pl.Callback):
+    """Raises on one rank in the middle of a run, and writes down when."""
+
+    def __init__(self, rank: int, file: str) -> None:
+        self.rank = rank
+        self.file = file
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, at: int) -> None:
+        if at == 1 and trainer.global_rank == self.rank:
+            Path(self.file).write_text(str(time.time()))
+            raise ArithmeticError(f"rank {self.rank} has had enough")
 
 
 def new_trainer(folder: Path, start: str, max_steps: int) -> pl.Trainer:
