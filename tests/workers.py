@@ -13,6 +13,7 @@ import datetime
 import multiprocessing as mp
 import os
 import queue
+import re
 import socket
 import time
 import traceback
@@ -23,6 +24,8 @@ from typing import Any
 GRACE = 5.0
 """Seconds that peers get once a rank has failed: they may hang in a collective that it never joins."""
 POLL = 0.2
+LOST_PEER = re.compile(r"by peer|Broken pipe")
+"""What a rank says when another has failed: a consequence, not the cause."""
 
 
 def free_port() -> int:
@@ -103,7 +106,7 @@ def _close() -> None:
 
 
 def _collect(pool: _Pool, world_size: int, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
-    """Answers and failures by rank, failures in the order they came: the first is the cause of the others."""
+    """Answers and failures by rank, each in the order they came."""
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout
@@ -137,7 +140,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
         _pools.remove(pool)
         pool.close()
     if failures:
-        rank, text = next(iter(failures.items()))
+        rank, text = min(failures.items(), key=lambda failure: LOST_PEER.search(failure[1]) is not None)
         raise AssertionError(f"rank {rank} of {world_size} failed in {fn.__name__}:\n{text}")
     if missing:
         raise TimeoutError(f"ranks {missing} of {world_size} did not finish {fn.__name__} in {timeout} s")
