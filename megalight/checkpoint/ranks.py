@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,20 @@ from torch.distributed import ProcessGroup
 from megalight.errors import CheckpointError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def alone() -> Iterator[ProcessGroup | None]:
+    """A group of this process only: one rank of a run loads a checkpoint for itself, while the others do not."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield None
+        return
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 class Ranks:

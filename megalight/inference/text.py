@@ -11,6 +11,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint, publish, views_of_parameters
+from megalight.checkpoint.ranks import alone
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
@@ -65,7 +66,8 @@ def _load(opened: Checkpoint, device: torch.device, dtype: torch.dtype | None) -
     mesh = ParallelMesh()
     specs = parallelize(model, Plan(), mesh, prefix=PREFIX)
     materialise(model.to(dtype or _saved_dtype(opened)), device)
-    opened.load(views_of_parameters(model.named_parameters(), specs, mesh), prefix=PREFIX)
+    with alone() as group:
+        opened.load(views_of_parameters(model.named_parameters(), specs, mesh), prefix=PREFIX, process_group=group)
     return model.eval()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalight import __version__, checkpoint
+from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
 from megalight.errors import CheckpointError
 from megalight.imports import version
@@ -98,7 +99,9 @@ def _load_whole(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
         stored = saved.tensors.get(specs[name].pieces[0].name)
         if stored is not None:
             tensor.data = tensor.data.to(getattr(torch, stored.dtype))
-    saved.load(views_of_parameters(tensors.items(), specs, ParallelMesh()), prefix=CANONICAL_PREFIX)
+    views = views_of_parameters(tensors.items(), specs, ParallelMesh())
+    with alone() as group:
+        saved.load(views, prefix=CANONICAL_PREFIX, process_group=group)
     return saved
 
 

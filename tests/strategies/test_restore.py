@@ -14,6 +14,7 @@ from torch import nn
 
 from megalight import checkpoint
 from megalight.errors import CheckpointError
+from megalight.inference.text import load_model
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy, load_weights
 from tests.environment import trainer
@@ -28,6 +29,10 @@ def _trained(path: str, config: str, precision: str) -> dict[str, Any]:
     runner = trainer(strategy, **options)
     runner.fit(module)
     runner.save_checkpoint(path)
+    if strategy.is_global_zero:  # one rank may load for itself, the other does not
+        load_weights(own := GPTModule(CONFIGS[config]), path)
+        assert own.model.config == module.config
+        assert load_model(path).config == module.config
     return gathered(strategy, module) if precision != "bf16-true" else {}
 
 
