@@ -65,4 +65,5 @@ def trainer(strategy: MegatronStrategy, root: str = "/nonexistent", **options: A
         "num_sanity_val_steps": 0,
     }
     torch.manual_seed(0)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Lightning would choose threads by the ranks of a pool's first test
     return pl.Trainer(strategy=strategy, plugins=[PoolEnvironment()], **{**defaults, **options})

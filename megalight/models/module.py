@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, cast
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from megalight.errors import ConfigurationError
+from megalight.models.ratio import Ratio
 from megalight.nn.init import initialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
@@ -79,7 +79,8 @@ class MegalightModule(pl.LightningModule):
     def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
         """Cut one rank's share of a global batch into micro-batches of ``size`` samples.
 
-        Tensors are cut along dim 0; containers entry by entry; objects through their own ``split(size)``.
+        Tensors are cut along dim 0, as are lists of strings or numbers; other containers entry by entry; objects
+        through their own ``split(size)``.
         """
         return split_batch(batch, size)
 
@@ -94,33 +95,34 @@ class MegalightModule(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch: for strategies that know nothing of micro-batches."""
         loss = self._loss(batch)
-        tokens = self.loss_tokens(batch).clamp(min=1)
-        mean = loss.sum / tokens + torch.stack([*loss.auxiliary.values(), loss.sum.new_zeros(())]).sum()
-        self.log("train_loss", mean.detach(), batch_size=1)
-        return mean
+        mean = loss.sum / self.loss_tokens(batch).clamp(min=1)
+        metrics = {name: total / count.clamp(min=1) for name, (total, count) in loss.metrics.items()}
+        for name, value in {"loss": mean, **loss.auxiliary, **metrics}.items():
+            self.log(f"train_{name}", value.detach(), batch_size=1)
+        return torch.stack([mean, *loss.auxiliary.values()]).sum()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds a batch to ``val_loss``, the mean over all tokens of the validation set."""
-        self.log_totals("val", self._totals(batch))
+        self.log_totals("val", self._totals(batch), dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds a batch to ``test_loss``."""
-        self.log_totals("test", self._totals(batch))
+        self.log_totals("test", self._totals(batch), dataloader_idx)
 
-    def log_totals(self, stage: str, totals: Totals) -> None:
-        """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation.
+    def log_totals(self, stage: str, totals: Totals, dataloader_idx: int = 0) -> None:
+        """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation, of each data loader on its own.
 
         A strategy that sums the totals over its ranks first has ``reduces_totals`` set; then ranks are not reduced
         again.
         """
         reduced = getattr(self.trainer.strategy, "reduces_totals", False)
         for name, (total, count) in totals.items():
-            key = f"{stage}_{name}"
+            key = f"{stage}_{name}/{dataloader_idx}"
             if key not in self._means:
-                self._means[key] = MeanMetric(sync_on_compute=not reduced).to(self.device)
-            mean = cast(MeanMetric, self._means[key])
-            mean.update(total / count.clamp(min=1), count)
-            self.log(key, mean, on_step=False, on_epoch=True, prog_bar=name == "loss", batch_size=1)
+                self._means[key] = Ratio(sync_on_compute=not reduced).to(self.device)
+            mean = cast(Ratio, self._means[key])
+            mean.update(total, count)
+            self.log(f"{stage}_{name}", mean, on_step=False, on_epoch=True, prog_bar=name == "loss", batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
         """Forget the totals of the previous evaluation."""
@@ -133,7 +135,7 @@ class MegalightModule(pl.LightningModule):
     def _forget(self, stage: str) -> None:
         for key, mean in self._means.items():
             if key.startswith(f"{stage}_"):
-                cast(MeanMetric, mean).reset()
+                cast(Ratio, mean).reset()
 
     def _loss(self, batch: Any) -> Loss:
         if self.model is None:
@@ -155,6 +157,8 @@ def split_batch(batch: Any, size: int) -> list[Any]:
         columns = {key: split_batch(value, size) for key, value in batch.items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if isinstance(batch, tuple | list):
+        if batch and all(isinstance(value, str | bytes | int | float) for value in batch):
+            return [batch[start : start + size] for start in range(0, len(batch), size)]
         rows = zip(*(split_batch(value, size) for value in batch), strict=True)
         return [type(batch)(row) if type(batch) in (tuple, list) else type(batch)(*row) for row in rows]
     raise ConfigurationError(

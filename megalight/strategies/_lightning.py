@@ -23,11 +23,12 @@ __all__ = [
     "WorkerOutput",
     "fire",
     "skip_backward",
+    "zero_grad",
 ]
 
 USED = {
     "trainer.fit_loop._skip_backward": "training_step runs the backward itself",
-    "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor": "a device sync per step, replaced by an agreement now and then",
+    "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor": "a device sync per step, replaced by an agreement",
     "trainer._signal_connector._sigterm_notifier_fn": "issues a collective inside a signal handler",
     "trainer.received_sigterm": "read and set at step boundaries",
     "trainer._signal_connector.received_sigterm": "the field behind trainer.received_sigterm",
@@ -44,6 +45,13 @@ def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook on callbacks, then on the LightningModule, as Lightning's loops do."""
     call._call_callback_hooks(trainer, hook, *args)
     call._call_lightning_module_hook(trainer, hook, *args)
+
+
+def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:
+    """Call the hooks around the zeroing of gradients, which Lightning leaves out together with the backward."""
+    fire(trainer, "on_before_zero_grad", optimizer)
+    epoch, batch = trainer.current_epoch, trainer.fit_loop.batch_idx
+    call._call_lightning_module_hook(trainer, "optimizer_zero_grad", epoch, batch, optimizer)
 
 
 def skip_backward(trainer: pl.Trainer) -> None:

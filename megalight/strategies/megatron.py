@@ -5,21 +5,20 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
@@ -27,14 +26,17 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies import _lightning, launchers, persistence, setup
+from megalight.strategies import _lightning, launchers, persistence, refusals, setup
+from megalight.strategies.collectives import Collectives
+from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.options import DataParallel
 from megalight.strategies.step import Stepper, StepReport, own_steps
+from megalight.strategies.tree import root_of
 
 log = logging.getLogger(__name__)
 
 
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(Collectives, ParallelStrategy):
     """Tensor, sequence and data parallelism for any LightningModule.
 
     The model is written for one device. ``setup`` splits it by its plan, so a run on any layout computes the same
@@ -99,29 +101,20 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        for name, degree, default in (
-            ("pipeline_parallel", pipeline_parallel, 1),
-            ("virtual_pipeline", virtual_pipeline, 1),
-            ("pipeline_layout", pipeline_layout, None),
-            ("context_parallel", context_parallel, 1),
-            ("expert_parallel", expert_parallel, 1),
-            ("expert_tensor_parallel", expert_tensor_parallel, 1),
-        ):
-            if degree != default:
-                raise LayoutError(f"{name}={degree!r} is not available in this version; leave it at {default!r}.")
-        if tensor_parallel < 1:
-            raise LayoutError(f"tensor_parallel={tensor_parallel}; it must be at least 1.")
-        if sequence_parallel and tensor_parallel == 1:
-            raise LayoutError(
-                "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
-                "layers. Set tensor_parallel, or leave sequence_parallel off."
-            )
-        if micro_batch_size is not None and micro_batch_size < 1:
-            raise LayoutError(f"micro_batch_size={micro_batch_size}; it must be at least 1 sample.")
-        if checkpoint_io is not None:
-            raise ConfigurationError(
-                "MegatronStrategy writes sharded checkpoint folders itself; remove the CheckpointIO plugin."
-            )
+        refusals.check_degrees(
+            tensor_parallel,
+            sequence_parallel,
+            pipeline_parallel=(pipeline_parallel, 1),
+            virtual_pipeline=(virtual_pipeline, 1),
+            pipeline_layout=(pipeline_layout, None),
+            context_parallel=(context_parallel, 1),
+            expert_parallel=(expert_parallel, 1),
+            expert_tensor_parallel=(expert_tensor_parallel, 1),
+        )
+        refusals.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
+        if micro_batch_size is not None:
+            refusals.check_at_least_one("micro_batch_size", micro_batch_size)
+        refusals.check_checkpoint_io(checkpoint_io)
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.tensor_parallel = tensor_parallel
         self.sequence_parallel = sequence_parallel
@@ -145,7 +138,8 @@ class MegatronStrategy(ParallelStrategy):
         self._accumulating = False
         self._loaded: persistence.Loaded | None = None
         self._sigterm: _lightning.SigtermAgreement | None = None
-        self._host_group: dist.ProcessGroup | None = None
+        self._whole_between_steps = False
+        self._left_out: set[str] = set()
 
     # ------------------------------------------------------------------ ranks and launching
 
@@ -189,11 +183,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         ParallelMesh(self.num_nodes * self.num_processes, tp=self.tensor_parallel)  # refuse before a process starts
-        if isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue:
-            raise ConfigurationError(
-                "SLURM auto-requeue saves inside a signal handler, which can interrupt a collective. Pass "
-                "plugins=[SLURMEnvironment(auto_requeue=False)] and add megalight.callbacks.Preemption()."
-            )
+        refusals.check_environment(self.cluster_environment)
         self._launcher = launchers.launcher(self, self.start_method)
 
     def setup_environment(self) -> None:
@@ -213,7 +203,7 @@ class MegatronStrategy(ParallelStrategy):
                 timeout=datetime.timedelta(seconds=self.timeout_seconds),
                 device_id=self.root_device if self.root_device.type == "cuda" else None,
             )
-        if not self.mesh.world_size == self.world_size:
+        if self.mesh.world_size != self.world_size:
             self.mesh = ParallelMesh(self.world_size, self.global_rank, tp=self.tensor_parallel)
         if self.streams is None:
             self.streams = RandomStreams(self.mesh)
@@ -223,11 +213,8 @@ class MegatronStrategy(ParallelStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Check what is handed in before anything is built."""
-        if not model.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(model).__name__} uses manual optimization, which MegatronStrategy cannot run: it reduces "
-                "gradients itself. Set automatic_optimization = True."
-            )
+        refusals.check_module(model, model.trainer)
+        refusals.check_callbacks(model.trainer)
         if model is not self._setup_of:
             self._setup_of = None
         super().connect(model)
@@ -244,14 +231,12 @@ class MegatronStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         module = self.lightning_module
         self.accelerator.setup(trainer)
-        self._refuse_callbacks(trainer)
+        refusals.check_callbacks(trainer)  # again: the module may have brought some
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._setup_of is None:
             self.engine = None
             self.specs = setup.build(self, module, self._loaded)
             self._setup_of = module
-        elif self._loaded is not None:
-            self._loaded.read_model(self)
         if fitting:
             self._fit_setup(trainer)
         self._stepper = Stepper(
@@ -260,6 +245,7 @@ class MegatronStrategy(ParallelStrategy):
             self.mesh,
             self.precision,
             self.micro_batch_size,
+            partial(_lightning.fire, trainer, "on_before_backward"),
             self.engine.micro_batch if self.engine is not None else lambda last: nullcontext(),
         )
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -268,16 +254,16 @@ class MegatronStrategy(ParallelStrategy):
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         self.setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ConfigurationError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; MegatronStrategy steps exactly one. "
-                "Put the parameters into groups of one optimizer."
-            )
+        refusals.check_optimizers(self.optimizers)
+        self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self.engine = setup.build_engine(self, self.lightning_module, self.optimizers[0])
+        if isinstance(self.lightning_module, MegalightModule):
+            self.engine.attach_gather_hooks(root_of(self.lightning_module))
+        self.fresh = False
         self.precision.clip_by_norm = self._clip_by_norm
         self.precision.clip_by_value = self._clip_by_value
         _lightning.skip_backward(trainer)
-        self._sigterm = _lightning.SigtermAgreement(trainer, self._any_rank, self.sigterm_every_n_steps)
+        self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
         self._sigterm.install()
 
     @property
@@ -293,32 +279,22 @@ class MegatronStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Nothing: parameters are made on the device in :meth:`setup`."""
 
-    def _refuse_callbacks(self, trainer: pl.Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} averages whole parameters on every rank and toggles Lightning's "
-                    "backward, neither of which works on sharded weights. Use megalight.callbacks.EMA instead."
-                )
-
     # ------------------------------------------------------------------ the step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, *args: Any) -> Any:
         """Zero buffers, run all micro-batches forward and backward, reduce; returns the global mean loss, detached."""
         assert self._stepper is not None and self.engine is not None
         trainer = self._trainer
         window = int(trainer.accumulate_grad_batches)
-        optimizer = self.optimizers[0]
-        if batch_idx % window == 0:
-            _lightning.fire(trainer, "on_before_zero_grad", optimizer)
+        if trainer.fit_loop.batch_idx % window == 0:
+            _lightning.zero_grad(trainer, self.optimizers[0])
             self.engine.zero_grad()
-        output, self.report = self._stepper.train(batch, batch_idx, 1.0 / window, sync=not self._accumulating)
+        output, self.report = self._stepper.train(args, 1.0 / window, sync=not self._accumulating)
         if not self._accumulating:
             self.engine.finish_grad_sync()
         _lightning.fire(trainer, "on_after_backward")
         if not own_steps(self._stepper.module, "training_step"):
-            self._stepper.module.log("train_loss", self.report.loss, batch_size=1)
-            for name, value in self.report.metrics.items():
+            for name, value in {"loss": self.report.loss, **self.report.metrics}.items():
                 self._stepper.module.log(f"train_{name}", value, batch_size=1)
         return output
 
@@ -327,6 +303,8 @@ class MegatronStrategy(ParallelStrategy):
         assert self.engine is not None
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.publish()
+        if self._whole_between_steps:
+            self.sync_parameters()
         return output
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -336,33 +314,32 @@ class MegatronStrategy(ParallelStrategy):
             "toggles Lightning's backward (StochasticWeightAveraging does) cannot be used with it."
         )
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def validation_step(self, *args: Any) -> Any:
         """Forward only; logs ``val_loss``, the same on every rank."""
-        return self._evaluation_step("val", "validation_step", batch, batch_idx, dataloader_idx)
+        return self._evaluation_step("val", "validation_step", *args)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def test_step(self, *args: Any) -> Any:
         """Forward only; logs ``test_loss``, the same on every rank."""
-        return self._evaluation_step("test", "test_step", batch, batch_idx, dataloader_idx)
+        return self._evaluation_step("test", "test_step", *args)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: Any) -> Any:
         """The module's own ``predict_step``, on this rank's part of the model."""
         assert self.lightning_module is not None
         self.sync_parameters()
         with self.precision.step_context():
-            return self.lightning_module.predict_step(*args, **kwargs)
+            return self.lightning_module.predict_step(*args)
 
-    def _evaluation_step(self, stage: str, method: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    def _evaluation_step(self, stage: str, method: str, *args: Any) -> Any:
         assert self._stepper is not None
         module = self._stepper.module
         self.sync_parameters()
         if own_steps(module, method):
-            several = isinstance(getattr(self._trainer, f"{stage}_dataloaders", None), Sequence)
-            more = (dataloader_idx,) if several and dataloader_idx else ()
             with self.precision.step_context():
-                return getattr(module, method)(batch, batch_idx, *more)
+                return getattr(module, method)(*args)
         assert isinstance(module, MegalightModule)
+        batch, _, *loader = args
         totals = self._stepper.evaluate(batch)
-        module.log_totals(stage, totals)
+        module.log_totals(stage, totals, *loader)
         return totals["loss"][0] / totals["loss"][1].clamp(min=1)
 
     @contextmanager
@@ -414,17 +391,24 @@ class MegatronStrategy(ParallelStrategy):
         if storage_options is not None:
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
         self.sync_parameters()
-        persistence.save(self, checkpoint, self.broadcast(str(filepath)))
+        persistence.save(self, keep_plain(checkpoint, self._left_out), self.broadcast(str(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a folder; weights are read in :meth:`setup`, the optimizer in :meth:`load_optimizer_state_dict`."""
+        """Open a folder; tensors are read later, where they belong."""
         self._loaded = persistence.Loaded.open(str(checkpoint_path))
         return self._loaded.for_lightning()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Remember how strict to be; the tensors are read once, in :meth:`setup`."""
+        """Read weights, once there is a split model to read them into: :meth:`setup` does so where there is none."""
         assert self._loaded is not None
         self._loaded.strict = strict
+        if self._setup_of is None:
+            return
+        self.sync_parameters()
+        self._loaded.read_model(self)
+        self.fresh = False
+        if self.engine is not None:
+            self.engine.refresh_masters()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read masters, moments and random states."""
@@ -442,60 +426,11 @@ class MegatronStrategy(ParallelStrategy):
         if self.is_global_zero:
             persistence.remove(str(filepath))
 
-    # ------------------------------------------------------------------ collectives for Lightning
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that see different data; ranks of one replica hold equal values."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        group = group or self.mesh.group("dp", "cp")
-        if group is None:
-            return tensor
-        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
-        mean = name in ("mean", "avg")
-        op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, name.upper())
-        value = tensor.to(self.root_device, copy=True)
-        if mean and not value.is_floating_point():
-            value = value.float()
-        dist.all_reduce(value, op=op, group=group)
-        return value / dist.get_world_size(group) if mean else value
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Whether all (or any) of *all* ranks, replicas or not, decided so."""
-        return not self._any_rank(not decision) if all else self._any_rank(decision)
-
-    def _any_rank(self, flag: bool) -> bool:
-        if self.world_size == 1:
-            return flag
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.host_group())
-        return bool(value)
-
-    def host_group(self) -> dist.ProcessGroup | None:
-        """A gloo group over all ranks: for decisions on the host that must not touch the device."""
-        if self._host_group is None:
-            backend = dist.get_backend()
-            self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-        return self._host_group
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1 and dist.is_initialized():
-            dist.barrier(group=self.host_group())
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of rank ``src`` to all ranks."""
-        if self.world_size == 1 or not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=self.host_group())
-        return box[0]
+    # ------------------------------------------------------------------ data and the end
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed workers by replica, so that all ranks of one replica see the same augmentation."""
         return setup.seed_workers(dataloader, self.mesh.rank("dp"))
-
-    # ------------------------------------------------------------------ the end
 
     def on_train_end(self) -> None:
         """Weights are whole before any hook reads them."""
@@ -517,6 +452,4 @@ class MegatronStrategy(ParallelStrategy):
     def register_strategies(cls, registry: Any) -> None:
         """Names for ``Trainer(strategy=...)``."""
         registry.register("megatron", cls, "Megatron parallelism for any LightningModule", override=True)
-        registry.register(
-            "megatron_notebook", cls, "the same, started by fork", override=True, start_method="fork"
-        )
+        registry.register("megatron_notebook", cls, "the same, started by fork", override=True, start_method="fork")

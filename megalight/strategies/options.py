@@ -20,7 +20,8 @@ class DataParallel:
     Attributes:
         level: ``no_shard``: every replica holds everything, gradients are all-reduced. ``optim``: optimizer state and
             masters are sharded over the replicas, gradients reduce-scattered, parameters all-gathered (ZeRO-1).
-        gradient_dtype: of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, float64 for float64 weights.
+        gradient_dtype: of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 where the
+            weights are.
         reduce_dtype: of gradients while they travel. None: that of the buffers.
         bucket_size: elements of one reduction. None: chosen from the number of replicas.
         overlap_grad_reduce: reduce buckets while the backward still runs.

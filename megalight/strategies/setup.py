@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.optim import shard_optimizer
 from megalight.parallel.apply import parallelize
@@ -41,8 +42,28 @@ log = logging.getLogger(__name__)
 
 
 def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded | None) -> dict[str, ShardSpec]:
-    """Steps 2 to 4; returns what each local parameter and buffer of the root holds of the model."""
+    """Steps 1 to 4; returns what each local parameter and buffer of the root holds of the model."""
     root = root_of(module)
+    assert strategy.streams is not None
+    seed = int(strategy.broadcast(torch.initial_seed()))
+    specs = _split_before(strategy, root) or _split(strategy, module, root)
+    _apply_precision(strategy, module, root)
+    fresh = any(parameter.is_meta for parameter in root.parameters())
+    materialise(root, strategy.root_device)
+    module.to(strategy.root_device)
+    if loaded is not None:
+        strategy.specs = specs
+        loaded.read_model(strategy)
+    elif fresh:
+        initialise(root, specs, seed_of(module, seed))
+    strategy.fresh = fresh and loaded is None
+    strategy.streams.seed(seed)
+    return specs
+
+
+def _split(strategy: MegatronStrategy, module: pl.LightningModule, root: nn.Module) -> dict[str, ShardSpec]:
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)
     if isinstance(module, MegalightModule):
         plan = strategy.plan or module.plan(root)
         module.token_multiple = strategy.tensor_parallel if strategy.sequence_parallel else 1
@@ -61,24 +82,34 @@ def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded
         sequence_parallel=strategy.sequence_parallel,
         prefix=CANONICAL_PREFIX,
     )
-    _apply_precision(strategy, module, root)
-    fresh = any(parameter.is_meta for parameter in root.parameters())
-    materialise(root, strategy.root_device)
-    module.to(strategy.root_device)
-    if loaded is not None:
-        strategy.specs = specs
-        loaded.read_model(strategy)
-    elif fresh:
-        initialise(root, specs, seed_of(module))
-    strategy.fresh = fresh and loaded is None
-    assert strategy.streams is not None
-    strategy.streams.seed(torch.initial_seed())
+    SPLIT[root] = (_layout(strategy), specs)
     return specs
 
 
-def seed_of(module: pl.LightningModule) -> int:
-    """The seed of the initial weights."""
-    return module.seed if isinstance(module, MegalightModule) else torch.initial_seed() % 2**63
+SPLIT: weakref.WeakKeyDictionary[nn.Module, tuple[str, dict[str, ShardSpec]]] = weakref.WeakKeyDictionary()
+"""Models that are split already: another Trainer in this process may go on with them."""
+
+
+def _split_before(strategy: MegatronStrategy, root: nn.Module) -> dict[str, ShardSpec] | None:
+    """What the tensors of a model hold that an earlier strategy of the same layout has split."""
+    if root not in SPLIT:
+        return None
+    layout, specs = SPLIT[root]
+    if layout != _layout(strategy):
+        raise LayoutError(
+            f"{type(root).__name__} was split for {layout} already and cannot become {_layout(strategy)}. Make a new "
+            "module, and load a checkpoint of this one into it."
+        )
+    return specs
+
+
+def _layout(strategy: MegatronStrategy) -> str:
+    return f"{strategy.mesh.describe()}{', sequence parallel' if strategy.sequence_parallel else ''}"
+
+
+def seed_of(module: pl.LightningModule, seed: int) -> int:
+    """The seed of the initial weights: the module's own, or the run's."""
+    return module.seed if isinstance(module, MegalightModule) else seed % 2**63
 
 
 def build_engine(strategy: MegatronStrategy, module: pl.LightningModule, optimizer: Optimizer) -> DataParallelEngine:
@@ -110,40 +141,31 @@ def build_engine(strategy: MegatronStrategy, module: pl.LightningModule, optimiz
     )
     if strategy.fresh and strategy.precision.dtype == torch.bfloat16 and isinstance(module, MegalightModule):
         # the parameters hold rounded values; the masters begin from the draws themselves
-        initialise(root, strategy.specs, seed_of(module), on_values=partial(_fill_masters, strategy, engine))
+        initialise(root, strategy.specs, module.seed, on_values=engine.fill_masters)
     shard_optimizer(optimizer, engine)
-    if isinstance(module, MegalightModule) and not reads_weights_between_steps(strategy, module):
-        engine.attach_gather_hooks(root)
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
     return engine
 
 
-def _fill_masters(strategy: MegatronStrategy, engine: DataParallelEngine, name: str, values: Tensor) -> None:
-    """Copy the part of a parameter's float32 values that lies in this rank's shards into the masters."""
-    flat = values.reshape(-1)
-    with torch.no_grad():
-        for shard in engine.shards:
-            for spec, first in shard.slots:
-                low, high = max(shard.start, first), min(shard.stop, first + spec.numel)
-                if spec is strategy.specs[name] and low < high:
-                    shard.master[low - shard.start : high - shard.start].copy_(flat[low - first : high - first])
+BETWEEN_STEPS = (
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_validation_epoch_start",
+    "on_validation_start",
+)
+"""Hooks that run while parameters are still being gathered, unless somebody waits."""
 
 
-BETWEEN_STEPS = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "on_train_epoch_end")
-"""Hooks in which foreign code may read weights while they are still being gathered."""
-
-
-def reads_weights_between_steps(strategy: MegatronStrategy, module: pl.LightningModule) -> bool:
+def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
     """Whether code that is neither Lightning's nor ours runs between two steps: gathering then ends with the step."""
-    trainer = module.trainer
-    owners: list[tuple[Any, type]] = [(callback, pl.Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    owners.append((module, pl.LightningModule))
-    for owner, base in owners:
-        if type(owner).__module__.partition(".")[0] in ("lightning", "megalight"):
-            continue
+    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
         for hook in BETWEEN_STEPS:
-            if getattr(type(owner), hook) is not getattr(base, hook):
+            if getattr(type(owner), hook).__module__.partition(".")[0] not in ("lightning", "megalight"):
                 log.info("%s defines %s: parameters are gathered before it runs", type(owner).__name__, hook)
                 return True
     return False
@@ -165,11 +187,9 @@ def _equalise(strategy: MegatronStrategy, root: nn.Module) -> None:
 def _apply_precision(strategy: MegatronStrategy, module: pl.LightningModule, root: nn.Module) -> None:
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
-    precision.autocasts = precision.precision == "bf16-mixed" and not isinstance(module, MegalightModule)
-    if not precision.autocasts and precision.dtype != torch.float32:
+    precision.plain = not isinstance(module, MegalightModule)
+    if not precision.plain or precision.precision in ("64-true", "bf16-true"):
         root.to(dtype=precision.dtype)
-    elif isinstance(module, MegalightModule):
-        root.to(dtype=torch.float32)
 
 
 def seed_workers(dataloader: Any, rank: int) -> Any:
@@ -183,4 +203,3 @@ def seed_workers(dataloader: Any, rank: int) -> Any:
     if getattr(dataloader, "num_workers", 0) and dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
     return dataloader
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class StepReport:
         loss: mean over all tokens of the global batch, 0-dim.
         num_tokens: tokens that counted in it, over all ranks, 0-dim.
         num_samples: samples of the global batch, on the host.
-        metrics: further global means, 0-dim each.
+        metrics: further global means, 0-dim each; auxiliary losses among them.
     """
 
     loss: Tensor
@@ -53,6 +53,7 @@ class Stepper:
     Args:
         chunks: the parts of the model on this rank.
         micro_batch_size: samples per micro-batch; None: the whole batch at once.
+        before_backward: called with each scalar that is about to be differentiated.
         micro_batch: the data-parallel engine's context around each micro-batch (told whether it is the last).
     """
 
@@ -63,6 +64,7 @@ class Stepper:
         mesh: ParallelMesh,
         precision: MegatronPrecision,
         micro_batch_size: int | None,
+        before_backward: Callable[[Tensor], None],
         micro_batch: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         self.module = module
@@ -70,12 +72,14 @@ class Stepper:
         self.mesh = mesh
         self.precision = precision
         self.micro_batch_size = micro_batch_size
+        self.before_backward = before_backward
         self.micro_batch = micro_batch
 
-    def train(self, batch: Any, batch_idx: int, scale: float, sync: bool) -> tuple[Any, StepReport]:
+    def train(self, args: tuple[Any, ...], scale: float, sync: bool) -> tuple[Any, StepReport]:
         """Forward and backward of this rank's share of a global batch.
 
         Args:
+            args: the batch, and what else Lightning hands to ``training_step``.
             scale: multiplies the objective (``1 / accumulate_grad_batches``).
             sync: gradients may be reduced after the last micro-batch.
 
@@ -83,8 +87,8 @@ class Stepper:
             the step's output for Lightning, and the report.
         """
         if own_steps(self.module, "training_step"):
-            return self._train_own(batch, batch_idx, scale, sync)
-        micro_batches = self._split(batch)
+            return self._train_own(args, scale, sync)
+        micro_batches = self._split(args[0])
         tokens = self.all_reduce(self._sum_tokens(micro_batches).double())
         inverse = scale / tokens.clamp(min=1)
         auxiliary_scale = scale / (len(micro_batches) * self.data_ranks)
@@ -93,6 +97,7 @@ class Stepper:
             total = loss.sum * inverse.to(loss.sum.dtype)
             for value in loss.auxiliary.values():
                 total = total + value * auxiliary_scale
+            self.before_backward(total)
             return total
 
         losses = sequential.forward_backward(
@@ -103,7 +108,16 @@ class Stepper:
             objective,
             lambda last: self.micro_batch(last and sync),
         )
-        totals = self._reduce_totals([{"loss": (loss.sum, tokens), **loss.metrics} for loss in losses], known=("loss",))
+        one = torch.ones_like(tokens)
+        rows = [
+            {
+                "loss": (loss.sum, tokens),
+                **{name: (value, one) for name, value in loss.auxiliary.items()},
+                **loss.metrics,
+            }
+            for loss in losses
+        ]
+        totals = self._reduce_totals(rows, known=("loss",))
         report = self._report(totals, tokens, micro_batches)
         return report.loss, report
 
@@ -175,36 +189,46 @@ class Stepper:
         samples = sum(count_samples(micro_batch) for micro_batch in micro_batches) * self.mesh.size("dp")
         return StepReport(means.pop("loss"), tokens, samples, means)
 
-    def _train_own(self, batch: Any, batch_idx: int, scale: float, sync: bool) -> tuple[Any, StepReport]:
-        """A user's own ``training_step``: its loss is a mean over its micro-batch; gradients are the mean of those."""
-        micro_batches = self._split(batch)
-        share = scale / (len(micro_batches) * self.data_ranks)
+    def _train_own(self, args: tuple[Any, ...], scale: float, sync: bool) -> tuple[Any, StepReport]:
+        """A user's own ``training_step``: its loss is a mean over its samples, and so is the gradient, over all."""
+        micro_batches = self._split(args[0])
+        weights = self._weights(micro_batches)
         output: Any = None
         losses = []
-        for index, micro_batch in enumerate(micro_batches):
+        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
             with self.micro_batch(sync and index == len(micro_batches) - 1):
                 with self.precision.step_context():
-                    output = self.module.training_step(micro_batch, batch_idx)
-                loss = output["loss"] if isinstance(output, dict) else output
+                    output = self.module.training_step(micro_batch, *args[1:])
+                loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     raise ConfigurationError(
                         f"{type(self.module).__name__}.training_step returned {type(output).__name__} without a "
                         "differentiable loss; return the loss tensor or a dict with the key 'loss'."
                     )
-                torch.autograd.backward(loss * share)
-            losses.append(loss.detach())
-        mean = self.all_reduce(torch.stack(losses).mean()) / self.data_ranks
+                share = loss * (scale * weight / self.data_ranks)
+                self.before_backward(share)
+                self.module.backward(share)
+            losses.append(loss.detach() * weight)
+        mean = self.all_reduce(torch.stack(losses).sum()) / self.data_ranks
         samples = sum(count_samples(micro_batch) for micro_batch in micro_batches) * self.mesh.size("dp")
         report = StepReport(mean, torch.zeros_like(mean), samples, {})
-        return ({**output, "loss": mean} if isinstance(output, dict) else mean), report
+        return ({**output, "loss": mean} if isinstance(output, Mapping) else mean), report
+
+    @staticmethod
+    def _weights(micro_batches: Sequence[Any]) -> list[float]:
+        """Each micro-batch's part of this rank's samples; equal parts where samples cannot be counted."""
+        sizes = [count_samples(micro_batch) for micro_batch in micro_batches]
+        if not all(sizes):
+            return [1 / len(sizes)] * len(sizes)
+        return [size / sum(sizes) for size in sizes]
 
 
 def count_samples(batch: Any) -> int:
-    """Samples in a batch: the length of an object that has one, or of its first tensor. 0 where neither is there."""
+    """Samples in a batch: the length of its first tensor, or of an object that has one. 0 where neither is there."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 0
-    if isinstance(batch, dict):
-        return max((count_samples(value) for value in batch.values()), default=0)
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
     if isinstance(batch, tuple | list):
-        return max((count_samples(value) for value in batch), default=0)
-    return len(batch) if hasattr(batch, "__len__") else 0
+        return next((samples for value in batch if (samples := count_samples(value))), 0)
+    return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str | bytes) else 0

@@ -177,5 +177,7 @@ def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches
         parameter.grad = buffer
     else:
         parameter.grad = None
-    parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
+    if hasattr(parameter, "landing"):
+        parameter.landing.remove()  # of an engine that had this parameter before
+    parameter.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore
     parameter.mark_grad_ready = arrived  # type: ignore[attr-defined]

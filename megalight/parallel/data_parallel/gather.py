@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket
@@ -51,8 +52,10 @@ class Gatherer:
         for part in module.modules():
             near = [part, *(child for child in part.children() if next(child.children(), None) is None)]
             needed = sorted({home[id(p)] for each in near for p in each.parameters(recurse=False) if id(p) in home})
+            if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
+                before.remove()  # of an engine that had this module before
             if needed:
-                part.register_forward_pre_hook(self._hook(needed))
+                part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
 
     def _hook(self, indices: list[int]) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def wait(module: nn.Module, inputs: tuple[object, ...]) -> None:

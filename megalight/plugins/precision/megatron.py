@@ -23,6 +23,8 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
@@ -43,8 +45,11 @@ class MegatronPrecision(Precision):
 
     Attributes:
         dtype: of the weights of a ``MegalightModule``.
+        plain: whether the module is a plain LightningModule, which gets what Lightning's own plugins would give it:
+            autocast in ``bf16-mixed``; in the ``-true`` precisions floating-point inputs of the weights' type, and that
+            type as the default. Set by the strategy, as is the device's type.
         clip_by_norm: set by the strategy: clips by the true global gradient norm.
-        autocasts: whether steps of the connected module run under autocast (plain modules in ``bf16-mixed``).
+        clip_by_value: set by the strategy: clips each element.
     """
 
     def __init__(self, precision: str = "32-true") -> None:
@@ -54,7 +59,7 @@ class MegatronPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.dtype = DTYPES[precision]
-        self.autocasts = False
+        self.plain = False
         self.device_type = "cpu"
         self.clip_by_norm: Callable[[float], None] | None = None
         self.clip_by_value: Callable[[float], None] | None = None
@@ -73,9 +78,16 @@ class MegatronPrecision(Precision):
             f"use Trainer(precision=...) with one of {', '.join(DTYPES)}."
         )
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether the user's code runs under autocast, over float32 weights."""
+        return self.plain and self.precision == "bf16-mixed"
+
     def convert_input(self, data: Any) -> Any:
-        """Batches stay as they are: token ids are integers, loss masks are float32 on purpose."""
-        return data
+        """Batches of a ``MegalightModule`` stay as they are: loss masks are float32 on purpose."""
+        if not self.plain or self.autocasts or self.dtype == torch.float32:
+            return data
+        return apply_to_collection(data, Tensor, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
@@ -83,6 +95,13 @@ class MegatronPrecision(Precision):
         if self.autocasts:
             with torch.autocast(self.device_type, dtype=torch.bfloat16):
                 yield
+        elif self.plain:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
         else:
             yield
 

@@ -1,0 +1,50 @@
+"""Hyperparameters in checkpoints: what ``save_hyperparameters`` collected, as far as it is plain data."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from megalight.checkpoint.tree import encode
+from megalight.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+ENTRIES = ("hyper_parameters", "datamodule_hyper_parameters")
+"""Lightning's entries that hold them."""
+
+
+def keep_plain(checkpoint: dict[str, Any], told: set[str]) -> dict[str, Any]:
+    """A checkpoint dictionary whose hyperparameters can be stored.
+
+    Objects (a loss function, a tokenizer, a config class) cannot be: nothing on disk may run code.
+
+    Args:
+        told: names that were warned about already; new ones are added.
+    """
+    kept = dict(checkpoint)
+    for entry in ENTRIES:
+        if entry in kept:
+            values = {name: value for name, value in kept[entry].items() if _is_plain(value)}
+            _tell(sorted(kept[entry].keys() - values.keys() - told), told)
+            kept[entry] = values
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode(value, [])
+    except CheckpointError:
+        return False
+    return True
+
+
+def _tell(names: list[str], told: set[str]) -> None:
+    if names:
+        told.update(names)
+        log.warning(
+            "checkpoints leave out the hyperparameters %s: they are not plain values (numbers, strings, lists, dicts). "
+            "Exclude them with save_hyperparameters(ignore=%s) to silence this.",
+            ", ".join(names),
+            names,
+        )

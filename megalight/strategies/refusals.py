@@ -1,0 +1,88 @@
+"""What MegatronStrategy cannot do, said before anything is built: the value, the rule, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+
+from megalight.errors import ConfigurationError, LayoutError
+
+
+def check_degrees(tensor_parallel: int, sequence_parallel: bool, **later: tuple[Any, Any]) -> None:
+    """Refuse parallel degrees that cannot work in any world.
+
+    Args:
+        later: name -> (value, the only value that this version takes).
+    """
+    for name, (value, default) in later.items():
+        if value != default:
+            raise LayoutError(f"{name}={value!r} is not available in this version; leave it at {default!r}.")
+    check_at_least_one("tensor_parallel", tensor_parallel)
+    if sequence_parallel and tensor_parallel == 1:
+        raise LayoutError(
+            "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
+            "layers. Set tensor_parallel, or leave sequence_parallel off."
+        )
+
+
+def check_at_least_one(name: str, value: int) -> None:
+    """Refuse counts below one."""
+    if value < 1:
+        raise LayoutError(f"{name}={value}; it must be at least 1.")
+
+
+def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
+    """Refuse plugins that would write checkpoints in another way."""
+    if plugin is not None:
+        raise ConfigurationError(
+            f"{type(plugin).__name__} cannot be used: MegatronStrategy writes sharded checkpoint folders itself. "
+            "Remove the CheckpointIO plugin."
+        )
+
+
+def check_environment(environment: ClusterEnvironment | None) -> None:
+    """Refuse requeueing from within a signal handler."""
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        raise ConfigurationError(
+            "SLURM auto-requeue saves inside a signal handler, which can interrupt a collective. Pass "
+            "plugins=[SLURMEnvironment(auto_requeue=False)] and add megalight.callbacks.Preemption()."
+        )
+
+
+def check_module(module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Refuse modules that run the backward themselves."""
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} uses manual optimization, which MegatronStrategy cannot run: it reduces "
+            "gradients itself. Set automatic_optimization = True, or train it under strategy='ddp'."
+        )
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that read or replace whole parameters, and those made for another Lightning package."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if not isinstance(callback, pl.Callback):
+            raise ConfigurationError(
+                f"the callback {name} comes from {type(callback).__module__}, and this Trainer knows none of "
+                "its classes. Use lightning.pytorch throughout: pytorch_lightning is another package with equal names."
+            )
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ConfigurationError(
+                f"{name} averages whole parameters on every rank and toggles Lightning's backward, neither of which "
+                "works on sharded weights. Use megalight.callbacks.EMA instead."
+            )
+
+
+def check_optimizers(optimizers: list[Any]) -> None:
+    """Refuse anything but one optimizer."""
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; MegatronStrategy steps exactly one. "
+            "Put the parameters into groups of one optimizer."
+        )

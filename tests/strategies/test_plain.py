@@ -1,0 +1,242 @@
+"""A plain LightningModule trains as the same code by hand does, on any number of replicas."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
+
+from tests.environment import trainer
+from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
+from tests.workers import run
+
+
+def close(found: list[list[float]], expected: list[list[float]], tolerance: float = 1e-9) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        a, b = torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+def _trained(optimizer: str, level: str, micro: int | None, size: int, accumulate: int) -> list[list[float]]:
+    module = Plain(optimizer)
+    fit(module, batches(24, size), strategy(level, micro_batch_size=micro), accumulate_grad_batches=accumulate)
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "level", "optimizer", "micro"),
+    [(1, "optim", "AdamW", None), (1, "no_shard", "SGD", 2), (2, "optim", "SGD", None), (2, "optim", "AdamW", 2)],
+)
+def test_trains_as_by_hand(ranks: int, level: str, optimizer: str, micro: int | None) -> None:
+    size = 6 // ranks
+    found = run(_trained, ranks, optimizer, level, micro, size, 1)
+    for rank in found:
+        close(rank, by_hand(Plain(optimizer), dealt(24, size, ranks)))
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulated_gradients_are_the_mean_of_the_windows_batches(accumulate: int) -> None:
+    batches = dealt(24, 2, 2)
+    windows = [list(chain(*batches[i : i + accumulate])) for i in range(0, len(batches), accumulate)]
+    for rank in run(_trained, 2, "AdamW", "optim", 1, 2, accumulate):
+        close(rank, by_hand(Plain("AdamW"), windows))
+
+
+class Seeded(Plain):
+    """Ranks that draw different weights; metrics of all kinds."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("SGD", seed=rank)
+        self.error = MeanSquaredError()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        self.seen.append(x.detach().clone())
+        loss = nn.functional.mse_loss(self(x), y)
+        self.log("train", loss, sync_dist=True)
+        self.log("index", float(self.trainer.global_rank), sync_dist=True, reduce_fx="sum")
+        return {"loss": loss, "extra": loss.detach()}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        x, y = batch
+        self.error.update(self(x), y)
+        self.log("error", self.error)
+
+
+def _seeded() -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    module = Seeded(rank)
+    runner = trainer(strategy(), max_steps=-1, max_epochs=2)
+    runner.fit(module, batches(12, 3, shuffle=True), batches(8, 2, seed=1))
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    return {"weights": weights(module), "metrics": metrics, "seen": torch.cat(module.seen).tolist()}
+
+
+def test_ranks_end_equal_with_right_metrics() -> None:
+    first, second = run(_seeded, 2)
+    assert first["weights"] == second["weights"]
+    assert first["metrics"] == second["metrics"]
+    x, y = samples(8, 1)
+    module = Plain().double()
+    for parameter, values in zip(module.parameters(), first["weights"], strict=True):
+        parameter.data.copy_(torch.tensor(values, dtype=torch.float64).view_as(parameter))
+    loss = float(nn.functional.mse_loss(module(x), y).detach())
+    assert first["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-6)
+    assert first["metrics"]["error"] == pytest.approx(loss, rel=1e-6)
+    assert first["metrics"]["index"] == 1.0  # 0 + 1
+    halves = [{tuple(row) for row in rank["seen"][:6]} for rank in (first, second)]
+    assert halves[0].isdisjoint(halves[1])
+    assert halves[0] | halves[1] == {tuple(row) for row in samples(12)[0].tolist()}
+
+
+class Frozen(Plain):
+    def __init__(self) -> None:
+        super().__init__("SGD")
+        self.net[0].requires_grad_(False)
+
+
+def _frozen() -> tuple[list[list[float]], list[list[float]]]:
+    module = Frozen()
+    before = weights(module.double())
+    fit(module, batches(8, 2))
+    return before, weights(module)
+
+
+def test_frozen_parameters_stay() -> None:
+    for before, after in run(_frozen, 2):
+        assert after[:2] == before[:2]
+        assert after[2:] != before[2:]
+
+
+class Half(Plain):
+    """Notices what types its layers work in."""
+
+    types: tuple[torch.dtype, ...] = ()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self(x)
+        self.types = (x.dtype, self.net[0].weight.dtype, output.dtype, torch.zeros(()).dtype)
+        return nn.functional.mse_loss(output, y.to(output.dtype))
+
+
+def _types(precision: str) -> tuple[str, ...]:
+    module = Half("SGD")
+    before = weights(module)
+    fit(module, batches(8, 4), precision=precision)
+    assert weights(module) != before
+    return tuple(str(dtype).removeprefix("torch.") for dtype in module.types)
+
+
+def test_precision_is_what_lightning_users_know() -> None:
+    assert run(_types, 1, "bf16-true")[0] == ("bfloat16",) * 4
+    assert run(_types, 1, "64-true")[0] == ("float64",) * 4
+
+
+class Floats(Half):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].float(), batch[1].float()), batch_idx)
+
+
+def _autocast() -> tuple[str, ...]:
+    module = Floats("SGD")
+    fit(module, batches(8, 4), precision="bf16-mixed")
+    return tuple(str(dtype).removeprefix("torch.") for dtype in module.types)
+
+
+def test_mixed_precision_is_autocast_over_float32_weights() -> None:
+    assert run(_autocast, 1)[0] == ("float32", "float32", "bfloat16", "float32")
+
+
+class Backward(Plain):
+    """Overrides hooks around the backward."""
+
+    def __init__(self) -> None:
+        super().__init__("SGD")
+        self.calls: list[str] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().training_step(batch, 0)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("backward")
+        super().backward(loss)
+
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("zero")
+        super().optimizer_zero_grad(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("step")
+        super().optimizer_step(*args, **kwargs)
+
+
+def _overridden() -> tuple[list[str], list[list[float]]]:
+    module = Backward()
+    fit(module, batches(8, 4), strategy(micro_batch_size=2))
+    return module.calls, weights(module)
+
+
+def test_overridden_steps_of_optimization_are_called() -> None:
+    calls, found = run(_overridden, 1)[0]
+    assert calls == ["step", "zero", "backward", "backward"] * 2
+    close(found, by_hand(Plain("SGD"), dealt(8, 4, 1)))
+
+
+def _uneven() -> list[list[float]]:
+    module = Plain("SGD")
+    fit(module, batches(7, 7), strategy(micro_batch_size=3))
+    return weights(module)
+
+
+def test_a_smaller_last_micro_batch_weighs_less() -> None:
+    close(run(_uneven, 1)[0], by_hand(Plain("SGD"), dealt(7, 7, 1)))
+
+
+def _twice() -> tuple[list[list[float]], list[list[float]]]:
+    module = Plain("SGD")
+    runner = fit(module, batches(8, 4))
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, batches(8, 4))
+    other = Plain("SGD")
+    fit(other, batches(8, 4))
+    fit(other, batches(8, 4))
+    return weights(module), weights(other)
+
+
+def test_a_second_fit_goes_on_from_the_weights() -> None:
+    twice, afresh = Plain("SGD").double(), Plain("SGD").double()
+    for module, epochs in ((twice, (0, 1)), (afresh, (0, 0))):
+        for epoch in epochs:  # each with a new optimizer, as configure_optimizers makes one
+            by_hand(module, dealt(8, 4, 2, epoch))
+    for same_trainer, new_trainer in run(_twice, 2):
+        close(same_trainer, weights(twice))
+        close(new_trainer, weights(afresh))
+
+
+class Callbacks(pl.Callback):
+    def __init__(self) -> None:
+        self.equal: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        flat = torch.cat([p.detach().reshape(-1) for p in pl_module.parameters()])
+        parts = [torch.empty_like(flat) for _ in range(trainer.world_size)]
+        torch.distributed.all_gather(parts, flat)
+        self.equal.append(torch.equal(parts[0], parts[1]))
+
+
+def _hooks() -> list[bool]:
+    watch = Callbacks()
+    fit(Plain(), batches(16, 2), callbacks=[watch])
+    return watch.equal
+
+
+def test_hooks_between_steps_see_whole_weights() -> None:
+    assert run(_hooks, 2) == [[True] * 4] * 2
