@@ -45,8 +45,8 @@ def corpus() -> list[str]:
     """The standard library's own modules and packages: not its tests, not what was installed beside it."""
     left_out = {"site-packages", "test", "tests", "lib2to3", "__pycache__"}
     entries = sorted(Path(sysconfig.get_path("stdlib")).iterdir())
-    packages = [path for path in entries if path.is_dir() and path.name not in left_out and (path / "__init__.py").exists()]
-    return [str(path) for path in entries if path.suffix == ".py" or path in packages]
+    kept = [path for path in entries if path.name not in left_out]
+    return [str(path) for path in kept if path.suffix == ".py" or (path / "__init__.py").exists()]
 
 
 def losses(run: Path, column: str) -> list[tuple[int, float]]:

@@ -1,6 +1,6 @@
 """Your own one-device model, split over two ranks by a plan of three lines.
 
-    python examples/own_model.py --devices 2 --tensor-parallel 2
+python examples/own_model.py --devices 2 --tensor-parallel 2
 """
 
 from __future__ import annotations

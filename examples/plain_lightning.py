@@ -1,6 +1,6 @@
 """An ordinary LightningModule, unchanged, under MegatronStrategy: replicas with sharded optimizer state.
 
-    python examples/plain_lightning.py --devices 2
+python examples/plain_lightning.py --devices 2
 """
 
 from __future__ import annotations

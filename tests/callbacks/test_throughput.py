@@ -126,12 +126,13 @@ def test_windows_on_cuda_need_no_synchronisation():
     meter = StepMeter(torch.device("cuda"))
     meter.start(0)
     big = torch.randn(4096, 4096, device="cuda")
+    count = torch.tensor(3, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
             big = big @ big * 1e-3
-        meter.close(1, {"loss": big.mean(), "count": torch.tensor(3, device="cuda")})
+        meter.close(1, {"loss": big.mean(), "count": count})
         while (window := meter.poll()) is None:
             pass
     finally:
