@@ -6,7 +6,9 @@ import functools
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.workers import run
@@ -58,6 +60,19 @@ def _rank(name: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[
 @pytest.mark.parametrize("row", COVER, ids=ident)
 def test_layout_trains_the_same_model(row: tuple[Any, ...]) -> None:
     check(*row)
+
+
+@pytest.mark.parametrize("row", [("gqa", 2, True, 2, "optim"), ("tied", 4, False, 1, "no_shard")], ids=ident)
+def test_float32_differs_by_rounding_alone(row: tuple[Any, ...]) -> None:
+    name, tp, sp, dp, level = row
+    layout = {"tensor_parallel": tp, "sequence_parallel": sp, "micro_batch_size": 1}
+    single = {"trainer_options": {"precision": "32-true"}}
+    found = run(_rank, tp * dp, name, {**layout, **single}, {"level": level}, timeout=240)[0]
+    reference = by_hand(CONFIGS[name], dtype=torch.float32)
+    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found["norms"], reference["norms"], rtol=1e-5)
+    for key, value in reference["initial"].items():
+        assert np.array_equal(found["initial"][key], value), f"initial {key} differs"
 
 
 @pytest.mark.full
