@@ -32,13 +32,22 @@ def megalight(*words: str) -> None:
 
 
 def devices() -> list[str]:
-    """Two processes with TP=2 on CPU or on two GPUs; one process where there is a single GPU."""
+    """Two processes with TP=2, on CPU or on two GPUs; one process where there is a single GPU. GPUs compute in bf16."""
     import torch
 
-    if torch.cuda.device_count() == 1:
-        options = "--trainer.strategy.init_args."
-        return ["--trainer.devices", "1", options + "tensor_parallel", "1", options + "sequence_parallel", "false"]
-    return []
+    found = torch.cuda.device_count()
+    options = ["--trainer.precision", "bf16-mixed"] if found else []
+    if found == 1:
+        strategy = "--trainer.strategy.init_args."
+        options += [
+            "--trainer.devices",
+            "1",
+            f"{strategy}tensor_parallel",
+            "1",
+            f"{strategy}sequence_parallel",
+            "false",
+        ]
+    return options
 
 
 def corpus() -> list[str]:
