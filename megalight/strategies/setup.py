@@ -51,11 +51,13 @@ def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded
     fresh = any(parameter.is_meta for parameter in root.parameters())
     materialise(root, strategy.root_device)
     module.to(strategy.root_device)
+    if (
+        fresh
+    ):  # also before a load: checkpoints lack buffers that modules compute, and what strict=False lets be missing
+        initialise(root, specs, seed_of(module, seed))
     if loaded is not None:
         strategy.specs = specs
         loaded.read_model(strategy)
-    elif fresh:
-        initialise(root, specs, seed_of(module, seed))
     strategy.fresh = fresh and loaded is None
     strategy.streams.seed(seed)
     return specs

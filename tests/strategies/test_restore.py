@@ -16,7 +16,9 @@ from megalight import checkpoint
 from megalight.errors import CheckpointError
 from megalight.inference.text import load_model
 from megalight.models.gpt.module import GPTModule
+from megalight.models.module import MegalightModule
 from megalight.strategies import MegatronStrategy, load_weights
+from megalight.types import Loss
 from tests.environment import trainer
 from tests.strategies.training import ADAM, BASE, CONFIGS, SEED, WithData, gathered, global_batch, whole
 from tests.workers import run
@@ -85,18 +87,22 @@ def test_types_are_those_that_were_saved(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in module.model.parameters()} == {torch.bfloat16}
 
 
-def fit_here(module: pl.LightningModule, strategy: Any, **options: Any) -> pl.Trainer:
-    runner = pl.Trainer(
+def new_trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
         accelerator="cpu",
         devices=1,
         strategy=strategy,
-        max_steps=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
     )
+
+
+def fit_here(module: pl.LightningModule, strategy: Any, **options: Any) -> pl.Trainer:
+    """One step."""
+    runner = new_trainer(strategy, max_steps=1, **options)
     runner.fit(module)
     return runner
 
@@ -175,3 +181,56 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"newest finished checkpoint beside it is .*a\.ckpt"):
         load_weights(other, tmp_path / "absent.ckpt")
     assert checkpoint.is_complete(path)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer that no checkpoint holds, as rotary embeddings of other libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.empty(()), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+class Foreign(MegalightModule):
+    def build_model(self) -> nn.Module:
+        return Scaled()
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Any = None) -> Any:
+        return {"y": model(batch)}
+
+    def loss_step(self, carry: Any, batch: Any) -> Loss:
+        return Loss(sum=carry["y"].square().sum())
+
+    def loss_tokens(self, batch: Any) -> torch.Tensor:
+        return torch.tensor(float(len(batch)))
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([torch.full((2, 4), float(step)) for step in range(4)], batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*ended before the epoch ended", "ignore:.*have no `val_dataloader`")
+def test_buffers_that_no_checkpoint_holds_are_there_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    fit_here(first := Foreign(), MegatronStrategy(), limit_val_batches=0).save_checkpoint(path)
+    module = Foreign()
+    runner = new_trainer(MegatronStrategy(), max_steps=2, limit_val_batches=0)
+    runner.fit(module, ckpt_path=str(path))
+    assert module.model.scale == 2
+    batch = torch.ones(2, 4)  # what the second step saw
+    with torch.no_grad():
+        assert float(runner.callback_metrics["train_loss"]) == pytest.approx(
+            float(first.model(batch).square().sum() / 2)
+        )
+    load_weights(other := Foreign(), path)
+    assert other.model.scale == 2

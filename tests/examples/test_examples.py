@@ -1,0 +1,79 @@
+"""Every example runs as its first lines say, on one device and on two, and learns."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source import ROOT
+
+EXAMPLES = ROOT / "examples"
+LEARNED = {"plain_lightning": 0.1, "own_model": 0.2, "transformers_llama": 0.6, "gpt_from_python": 5.5}
+"""Validation loss below which an example has learned; untrained they are at 0.5, 1.1, 4.2 and 6.2."""
+SPLIT = ("own_model", "transformers_llama", "gpt_from_python")
+LOSS = re.compile(r"^validation loss: (.*)$", re.MULTILINE)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*smaller than the logging interval:UserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty",
+)
+
+
+def words(name: str, tmp_path: Path, devices: int) -> list[str]:
+    found = ["--accelerator", "cpu", "--devices", str(devices)]
+    if devices > 1 and name in SPLIT:
+        found += ["--tensor-parallel", str(devices)]
+    if devices > 1 and name == "transformers_llama":
+        found += ["--sequence-parallel"]
+    return found + (["--output", str(tmp_path)] if name == "gpt_from_python" else [])
+
+
+_one_device: dict[str, float] = {}
+
+
+@pytest.fixture
+def one_device(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> float:
+    """The loss that an example prints on one device, run once in this process."""
+    name = request.node.callspec.params["name"]
+    if name not in _one_device:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [name, *words(name, tmp_path / "one", 1)])
+        module.main()
+        (_one_device[name],) = map(float, LOSS.findall(capsys.readouterr().out))
+    return _one_device[name]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_it_learns_on_one_device(name: str, one_device: float) -> None:
+    assert one_device < LEARNED[name]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
+    run = subprocess.run(
+        [sys.executable, f"{EXAMPLES / name}.py", *words(name, tmp_path / "two", 2)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    losses = {float(found) for found in LOSS.findall(run.stdout)}
+    assert len(losses) == 1  # the same on every rank that prints it
+    (loss,) = losses
+    assert loss < LEARNED[name]
+    if name in SPLIT:  # the same global batches, split otherwise
+        assert loss == pytest.approx(one_device, rel=2e-2)
+
+
+def test_no_example_is_left_out() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*LEARNED, "demo"}
