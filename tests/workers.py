@@ -127,7 +127,7 @@ def _collect(pool: _Pool, world_size: int, timeout: float) -> tuple[dict[int, An
     return answers, failures
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks; returns each rank's result (must be picklable; use CPU tensors
     sparingly, numbers and numpy arrays travel best)."""
     pool = _pool(world_size)
