@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path("runs/demo")
 DATA = ROOT / "data" / "stdlib"
-STEPS, MORE = 240, 40
+STEPS, MORE = 200, 40
 
 
 def megalight(*words: str) -> None:
