@@ -122,7 +122,15 @@ class MegalightModule(pl.LightningModule):
                 self._means[key] = Ratio(sync_on_compute=not reduced).to(self.device)
             mean = cast(Ratio, self._means[key])
             mean.update(total, count)
-            self.log(f"{stage}_{name}", mean, on_step=False, on_epoch=True, prog_bar=name == "loss", batch_size=1)
+            self.log(
+                f"{stage}_{name}",
+                mean,
+                on_step=False,
+                on_epoch=True,
+                prog_bar=name == "loss",
+                batch_size=1,
+                metric_attribute=f"_means.{key}",  # Lightning's own search misses metrics that are made later
+            )
 
     def on_validation_epoch_start(self) -> None:
         """Forget the totals of the previous evaluation."""

@@ -253,8 +253,8 @@ class MegatronStrategy(Collectives, ParallelStrategy):
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
-        self.setup_optimizers(trainer)
-        refusals.check_optimizers(self.optimizers)
+        with refusals.one_optimizer():
+            self.setup_optimizers(trainer)
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self.engine = setup.build_engine(self, self.lightning_module, self.optimizers[0])
         if isinstance(self.lightning_module, MegalightModule):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,10 +81,29 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             )
 
 
-def check_optimizers(optimizers: list[Any]) -> None:
-    """Refuse anything but one optimizer."""
-    if len(optimizers) != 1:
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Around Lightning's call of ``configure_optimizers``, which advises manual optimization for several."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
         raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; MegatronStrategy steps exactly one. "
-            "Put the parameters into groups of one optimizer."
+            "configure_optimizers returned several optimizers; MegatronStrategy steps exactly one. Put the parameters "
+            "into groups of one optimizer."
+        ) from error
+
+
+def check_all_held(missing: list[str]) -> None:
+    """Refuse parameters that want gradients which nobody would use.
+
+    Args:
+        missing: names of trainable parameters that are in no group of the optimizer.
+    """
+    if missing:
+        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise ConfigurationError(
+            f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
+            "group, or freeze it with requires_grad_(False)."
         )

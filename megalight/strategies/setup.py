@@ -32,6 +32,7 @@ from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.shard import ShardSpec
+from megalight.strategies import refusals
 from megalight.strategies.persistence import Loaded
 from megalight.strategies.tree import root_of
 
@@ -128,6 +129,10 @@ def build_engine(strategy: MegatronStrategy, module: pl.LightningModule, optimiz
                 )
             name = names[id(parameter)]
             infos.append(ParamInfo(name, parameter, strategy.specs[name], index))
+    held = {info.name for info in infos}
+    refusals.check_all_held(
+        [name for name, parameter in root.named_parameters() if parameter.requires_grad and name not in held]
+    )
     order = {name: index for index, name in enumerate(names.values())}
     infos.sort(key=lambda info: order[info.name])
     options = strategy.data_parallel

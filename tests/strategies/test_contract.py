@@ -1,0 +1,250 @@
+"""The contract of MegalightModule: chunks, auxiliary losses, metrics, other strategies, precision of the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megalight.models.gpt.model import GPT
+from megalight.models.module import Carry
+from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.types import Loss, TokenBatch
+from tests.environment import trainer
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, Shares, WithData, by_hand, global_batch, whole
+from tests.workers import run
+
+
+class TwoChunks(MegatronStrategy):
+    """Cuts the model into two chunks that share the layers' modules."""
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        (model,) = super().chunks
+        return [cut(model, 0), cut(model, 1)]
+
+
+def cut(model: nn.Module, part: int) -> nn.Module:
+    chunk = copy.copy(model)  # the same submodules
+    chunk._modules = dict(model._modules)
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleDict)
+    chunk._modules["layers"] = nn.ModuleDict({str(part): layers[str(part)]})
+    chunk._modules["head" if part == 0 else "embed"] = None
+    return chunk
+
+
+class Carrying(WithData):
+    """Hands a side output of the first chunk on, which the loss reads."""
+
+    def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
+        output = super().forward_step(model, batch, carry)
+        side = output["hidden"] if "hidden" in output else None if carry is None else carry["hidden"]
+        if carry is not None and "side" in carry:
+            output["side"] = carry["side"]
+        elif side is not None:
+            output["side"] = side.square().mean()
+        self.seen = sorted(output)
+        return output
+
+    def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
+        loss = super().loss_step(carry, batch)
+        return Loss(loss.sum, {"side": carry["side"] * 0.0} if "side" in carry else {})
+
+
+def _chunked(cls: type[MegatronStrategy], tied: bool) -> dict[str, Any]:
+    strategy = cls(micro_batch_size=1)
+    losses = Losses()
+    module = Carrying(CONFIGS["tied" if tied else "gqa"], optimizer=ADAM, seed=SEED)
+    runner = trainer(
+        strategy, callbacks=[losses], gradient_clip_val=CLIP, use_distributed_sampler=False, limit_val_batches=1
+    )
+    runner.fit(module)
+    return {"losses": losses.losses, "norms": losses.norms, "val": float(runner.callback_metrics["val_loss"])}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_chunks_train_as_one(tied: bool) -> None:
+    one, two = run(_chunked, 2, MegatronStrategy, tied)[0], run(_chunked, 2, TwoChunks, tied)[0]
+    expected = by_hand(CONFIGS["tied" if tied else "gqa"])
+    assert two["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+    assert two["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert two["losses"] == one["losses"]
+    assert two["val"] == pytest.approx(one["val"], rel=1e-12)
+
+
+class Auxiliary(WithData):
+    """An auxiliary loss that is a mean already, and a metric."""
+
+    def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
+        loss = super().loss_step(carry, batch)
+        assert isinstance(self.model, GPT)
+        assert self.model.head is not None
+        weight = self.model.head.output_layer.weight
+        balance = weight.square().mean() * (1 + batch.tokens.double().mean() / 100)
+        length = torch.tensor(float(batch.tokens.numel()))
+        return Loss(loss.sum, {"balance": balance}, {"token": (batch.tokens.sum(), length)})
+
+
+def _auxiliary(micro: int | None, accumulate: int) -> dict[str, Any]:
+    module = Auxiliary(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.steps = 3 * accumulate
+    logged: list[dict[str, float]] = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=micro),
+        callbacks=[Keep()],
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        accumulate_grad_batches=accumulate,
+    )
+    runner.fit(module)
+    assert runner.global_step == 3
+    return {"logged": logged, "final": {n: p.detach().numpy().copy() for n, p in module.model.named_parameters()}}  # type: ignore[union-attr]
+
+
+def auxiliary_by_hand(accumulate: int) -> dict[str, Any]:
+    """The objective of a global batch: the mean over its tokens, plus the mean of the auxiliary loss over samples."""
+    module = Auxiliary(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.configure_model()
+    model = module.model
+    assert isinstance(model, GPT)
+    model.double()
+    optimizer, _ = ADAM.build(model.named_parameters(), 3)
+    logged = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            batch = global_batch(step * accumulate + part)
+            loss = module.loss_step(module.forward_step(model, batch), batch)
+            mean = loss.sum / batch.loss_mask.sum()
+            ((mean + loss.auxiliary["balance"]) / accumulate).backward()
+            token = float(batch.tokens.double().mean())
+            logged.append((float(mean.detach()), float(loss.auxiliary["balance"].detach()), token))
+        optimizer.step()
+    return {"logged": logged, "final": {n: p.detach().numpy() for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(("ranks", "micro", "accumulate"), [(1, None, 1), (2, 1, 1), (2, None, 2), (1, 2, 3)])
+def test_auxiliary_losses_and_metrics_do_not_depend_on_the_layout(
+    ranks: int, micro: int | None, accumulate: int
+) -> None:
+    expected = auxiliary_by_hand(accumulate)
+    for found in run(_auxiliary, ranks, micro, accumulate):
+        for mine, theirs in zip(found["logged"], expected["logged"], strict=True):
+            values = mine["train_loss"], mine["train_balance"], mine["train_token"]
+            assert values == pytest.approx(theirs, rel=1e-9)
+        for name, value in expected["final"].items():
+            assert np.linalg.norm(found["final"][name] - value) <= 1e-9 * np.linalg.norm(value), name
+
+
+def rows(steps: int) -> DataLoader[Any]:
+    return DataLoader(Shares(steps, 1, 0), batch_size=None)
+
+
+def _fit_once(strategy: Any, precision: str) -> dict[str, Any]:
+    module = Auxiliary(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    logged: list[float] = []
+
+    class Keep(pl.Callback):
+        initial: dict[str, Any]
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert isinstance(module.model, nn.Module)
+            self.initial = whole(module.model)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            logged.append(float(trainer.callback_metrics["train_loss"]))
+
+    keep = Keep()
+    if strategy == "auto":
+        runner = pl.Trainer(
+            strategy="auto", accelerator="cpu", devices=1, precision=precision, max_steps=3, logger=False,  # type: ignore[arg-type]
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[keep],
+        )  # fmt: skip
+        module.train_dataloader = lambda: rows(3)  # type: ignore[assignment,method-assign]
+        module.val_dataloader = lambda: rows(2)  # type: ignore[assignment,method-assign]
+    else:
+        runner = trainer(MegatronStrategy(), callbacks=[keep], use_distributed_sampler=False, precision=precision)
+    runner.fit(module)
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    return {"initial": keep.initial, "losses": logged, "metrics": metrics}
+
+
+def test_the_module_runs_under_lightnings_own_strategy() -> None:
+    ours, theirs = run(_fit_once, 1, "megatron", "32-true")[0], run(_fit_once, 1, "auto", "32-true")[0]
+    for name, value in theirs["initial"].items():
+        assert np.array_equal(ours["initial"][name], value), name
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
+    assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-5)
+
+
+def _masters(precision: str, level: str, dtype: str) -> None:
+    """Before the first step, masters are the float32 draws and parameters these rounded."""
+    draws: dict[str, Tensor] = {}
+    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.configure_model()
+    assert module.model is not None
+    draws = {name: p.detach().float() for name, p in module.model.named_parameters()}
+    found = 0
+
+    def check(runner: pl.Trainer, module: Any) -> None:
+        nonlocal found
+        strategy: Any = runner.strategy
+        for bucket in strategy.engine.buckets:
+            assert bucket.shard.master.dtype == torch.float32
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                assert info.parameter.dtype == getattr(torch, dtype)
+                assert torch.equal(info.parameter, draws[info.name].to(info.parameter.dtype))
+                low, high = max(bucket.shard.start, slot.start), min(bucket.shard.stop, slot.stop)
+                if low < high:
+                    mine = bucket.shard.master[low - bucket.shard.start : high - bucket.shard.start]
+                    assert torch.equal(mine, draws[info.name].reshape(-1)[low - slot.start : high - slot.start])
+                    found += high - low
+
+    strategy = MegatronStrategy(data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "precision": precision}
+    fresh = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    trainer(strategy, callbacks=[OnStart(check)], max_steps=1, **options).fit(fresh)
+    assert found
+
+
+class OnStart(pl.Callback):
+    def __init__(self, act: Callable[[pl.Trainer, Any], None]) -> None:
+        self.act = act
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.act(trainer, pl_module)
+
+
+@pytest.mark.parametrize(
+    ("precision", "level", "dtype"),
+    [("bf16-true", "optim", "bfloat16"), ("bf16-mixed", "no_shard", "bfloat16"), ("32-true", "optim", "float32")],
+)
+def test_masters_begin_as_the_float32_draws(precision: str, level: str, dtype: str) -> None:
+    run(_masters, 2, precision, level, dtype)
+
+
+def _second_fit_keeps_weights() -> tuple[float, float]:
+    module = WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    runner = trainer(MegatronStrategy(), use_distributed_sampler=False, precision="bf16-true")
+    runner.fit(module)
+    before = runner.validate(module, verbose=False)[0]["val_loss"]
+    runner.fit(module)  # all steps are done: this sets up and ends
+    return before, runner.validate(module, verbose=False)[0]["val_loss"]
+
+
+def test_a_second_fit_does_not_draw_weights_again() -> None:
+    before, after = run(_second_fit_keeps_weights, 1)[0]
+    assert after == pytest.approx(before, rel=1e-6)

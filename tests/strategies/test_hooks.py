@@ -1,0 +1,204 @@
+"""The order of Lightning's hooks under MegatronStrategy, Lightning's private names, and stopping together."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from megalight.strategies import MegatronStrategy, _lightning
+from tests.environment import trainer
+from tests.strategies.regression import Plain, batches, strategy
+from tests.workers import run
+
+LOOP = [
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+]
+"""Two micro-batches: Lightning's order, but that gradients are zeroed before the step."""
+ORDER = [
+    "setup_environment",
+    "setup",
+    "configure_model",
+    "strategy.setup",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_validation_start",
+    "on_validation_end",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    *LOOP,
+    *LOOP,
+    "on_validation_start",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "strategy.teardown",
+    "on_fit_end",
+    "teardown",
+]
+
+
+class Traced(Plain):
+    calls: list[str]
+
+    def configure_model(self) -> None:
+        self.calls.append("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self.calls.append("configure_optimizers")
+        return super().configure_optimizers()
+
+
+class TracedStrategy(MegatronStrategy):
+    calls: list[str]
+
+    def setup_environment(self) -> None:
+        self.calls.append("setup_environment")
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.calls.append("strategy.setup")
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        self.calls.append("strategy.teardown")
+        super().teardown()
+
+
+def tracer(calls: list[str]) -> pl.Callback:
+    def record(name: str) -> Any:
+        return lambda self, *args, **kwargs: calls.append(name)
+
+    names = {name for name in ORDER if hasattr(pl.Callback, name)}
+    cls = type("Tracer", (pl.Callback,), {name: record(name) for name in names})
+    return cls()  # type: ignore[no-any-return]
+
+
+def _trace() -> list[str]:
+    calls: list[str] = []
+    how, module = TracedStrategy(micro_batch_size=2), Traced("SGD")
+    how.calls = module.calls = calls
+    runner = trainer(how, callbacks=[tracer(calls)], max_steps=-1, max_epochs=1, num_sanity_val_steps=1)
+    runner.fit(module, batches(8, 4), batches(4, 4))
+    return calls
+
+
+def test_hooks_run_in_this_order() -> None:
+    assert run(_trace, 1)[0] == ORDER
+
+
+# ---------------------------------------------------------------------- Lightning's private names
+
+
+def _resolve(name: str, runner: pl.Trainer) -> Any:
+    roots: dict[str, Any] = {
+        "trainer": runner,
+        "call": importlib.import_module("lightning.pytorch.trainer.call"),
+        "strategies": importlib.import_module("lightning.pytorch.strategies"),
+        "lightning": importlib.import_module("lightning"),
+    }
+    first, *rest = name.split(".")
+    value = roots[first]
+    for attribute in rest:
+        value = getattr(value, attribute)
+    return value
+
+
+def _names() -> dict[str, str]:
+    runner = trainer(strategy())
+    return {name: type(_resolve(name, runner)).__name__ for name in _lightning.USED}
+
+
+def test_every_private_name_resolves() -> None:
+    assert set(run(_names, 1)[0]) == set(_lightning.USED)
+
+
+def test_private_names_used_are_listed() -> None:
+    """Underscored attributes of Lightning's objects in the adapter are those of the list."""
+    listed = {part for name in _lightning.USED for part in name.split(".") if part.startswith("_")}
+    source = inspect.getsource(_lightning)
+    for name in listed:
+        assert name in source
+
+
+def test_private_names_mean_what_they_did() -> None:
+    epoch_loop = pl.loops._TrainingEpochLoop
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(epoch_loop.advance)
+    assert "received_sigterm" in inspect.getsource(epoch_loop.on_advance_end)
+    assert list(inspect.signature(epoch_loop._broadcast_sigterm_tensor).parameters) == ["self"]
+    connector = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")._SignalConnector
+    assert "self._sigterm_notifier_fn" in inspect.getsource(connector.register_signal_handlers)
+    assert list(inspect.signature(connector._sigterm_notifier_fn).parameters)[1:] == ["signum", "_"]
+    assert "_zero_grad_fn is not None" in inspect.getsource(Closure.closure)
+    call = importlib.import_module("lightning.pytorch.trainer.call")
+    assert list(inspect.signature(call._call_callback_hooks).parameters)[:2] == ["trainer", "hook_name"]
+    assert list(inspect.signature(call._call_lightning_module_hook).parameters)[:2] == ["trainer", "hook_name"]
+
+
+def _skips() -> tuple[bool, bool]:
+    runner = trainer(strategy())
+    optimization = runner.fit_loop.epoch_loop.automatic_optimization
+    runner.fit_loop._skip_backward = True
+    skipped = optimization._make_backward_fn(None) is None and optimization._make_zero_grad_fn(0, None) is None  # type: ignore[arg-type]
+    runner.fit_loop._skip_backward = False
+    return skipped, optimization._make_backward_fn(None) is None  # type: ignore[arg-type]
+
+
+def test_skip_backward_leaves_training_step_alone() -> None:
+    assert run(_skips, 1)[0] == (True, False)
+
+
+# ---------------------------------------------------------------------- stopping together
+
+
+class Told(pl.Callback):
+    """One rank gets SIGTERM in its third batch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.steps = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.steps += 1
+        if self.steps == 3 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stopped(rank: int) -> tuple[str, int]:
+    before = signal.getsignal(signal.SIGTERM)
+    told = Told(rank)
+    module = Plain("SGD")
+    runner = trainer(strategy(sigterm_every_n_steps=2), callbacks=[told], max_steps=20, limit_val_batches=0)
+    runner.strategy.launcher.kill = lambda number: None  # type: ignore[method-assign,union-attr]
+    try:
+        runner.fit(module, batches(80, 2))
+        outcome = "finished"
+    except SIGTERMException:
+        outcome = "stopped"
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "_sigterm_notifier_fn" not in vars(runner._signal_connector)
+    return outcome, runner.global_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_stop_at_the_same_step(rank: int) -> None:
+    assert run(_stopped, 2, rank) == [("stopped", 3)] * 2
+
+
+def test_one_rank_stops_at_once() -> None:
+    assert run(_stopped, 1, 0) == [("stopped", 3)]

@@ -1,0 +1,240 @@
+"""What cannot work is refused, with the value, the rule and what to do instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.strategies import DataParallel, MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.regression import Plain, batches, fit, strategy
+from tests.workers import run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel": 2}, "pipeline_parallel=2 is not available in this version; leave it at 1."),
+        ({"virtual_pipeline": 2}, "virtual_pipeline=2 is not available"),
+        ({"pipeline_layout": "Et|tL"}, "pipeline_layout='Et|tL' is not available in this version; leave it at None."),
+        ({"context_parallel": 4}, "context_parallel=4 is not available"),
+        ({"expert_parallel": 2}, "expert_parallel=2 is not available"),
+        ({"expert_tensor_parallel": 2}, "expert_tensor_parallel=2 is not available"),
+        ({"tensor_parallel": 0}, "tensor_parallel=0; it must be at least 1."),
+        ({"sequence_parallel": True}, "Set tensor_parallel, or leave sequence_parallel off"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0; it must be at least 1."),
+        ({"sigterm_every_n_steps": 0}, "sigterm_every_n_steps=0; it must be at least 1."),
+    ],
+)
+def test_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        MegatronStrategy(**options)
+
+
+def test_data_parallel_options() -> None:
+    with pytest.raises(ConfigurationError, match=r"level='full'; it must be"):
+        DataParallel(level="full")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="at least 1 element"):
+        DataParallel(bucket_size=0)
+
+
+def test_checkpoint_plugins() -> None:
+    with pytest.raises(ConfigurationError, match=r"TorchCheckpointIO cannot be used.*Remove the CheckpointIO plugin"):
+        MegatronStrategy(checkpoint_io=TorchCheckpointIO())
+
+
+def refused(act: Any, *args: Any) -> str:
+    """The message with which both ranks refuse."""
+    first, second = run(_message, 2, act, *args)
+    assert first == second
+    return str(first)
+
+
+def _message(act: Any, *args: Any) -> str:
+    try:
+        act(*args)
+    except (ValueError, RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Two(Plain):
+    def configure_optimizers(self) -> Any:
+        first, second = self.net[0], self.net[2]
+        return [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)]
+
+
+class Forgotten(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+
+class Foreign(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+class Lossless(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Detached(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx).detach()}
+
+
+class Newton(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Own(Plain):
+    def configure_callbacks(self) -> Any:
+        return [StochasticWeightAveraging(swa_lrs=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, r"Manual uses manual optimization.*Set automatic_optimization = True, or train it under"),
+        (Two, r"returned several optimizers; MegatronStrategy steps exactly one\. Put the parameters into groups"),
+        (
+            Forgotten,
+            r"net\.2\.weight requires gradients, but the optimizer does not hold it \(nor 1 others\)\. Add it to",
+        ),
+        (
+            Foreign,
+            r"a parameter of shape \(3,\) that is not part of Foreign; return an optimizer over self\.parameters",
+        ),
+        (Lossless, r"Lossless\.training_step returned NoneType without a differentiable loss; return the loss tensor"),
+        (Detached, r"Detached\.training_step returned dict without a differentiable loss"),
+        (Newton, r"LBFGS is not known to update each element"),
+        (Own, r"StochasticWeightAveraging averages whole parameters.*Use megalight\.callbacks\.EMA instead"),
+    ],
+)
+def test_modules(module: type[Plain], message: str) -> None:
+    assert re.search(message, refused(_fit, module), re.DOTALL)
+
+
+def _fit(module: type[Plain]) -> None:
+    fit(module(), batches(8, 2))
+
+
+def test_manual_optimization_may_be_evaluated() -> None:
+    run(_validate_manual, 1)
+
+
+def _validate_manual() -> None:
+    trainer(strategy()).validate(Manual(), batches(8, 2), verbose=False)
+
+
+@pytest.mark.parametrize("callback", [WeightAveraging, StochasticWeightAveraging])
+def test_averaging_callbacks(callback: type[pl.Callback]) -> None:
+    message = refused(_with_callback, callback)
+    assert f"{callback.__name__} averages whole parameters" in message
+    assert "Use megalight.callbacks.EMA instead" in message
+
+
+def _with_callback(callback: Any) -> None:
+    fit(
+        Plain(),
+        batches(8, 2),
+        callbacks=[callback(swa_lrs=0.1) if callback is StochasticWeightAveraging else callback()],
+    )
+
+
+def test_classes_of_the_other_lightning_package() -> None:
+    message = refused(_foreign_callback)
+    assert "the callback LearningRateMonitor comes from pytorch_lightning" in message
+    assert "Use lightning.pytorch throughout" in message
+
+
+def _foreign_callback() -> None:
+    fit(Plain(), batches(8, 2), callbacks=[pytorch_lightning.callbacks.LearningRateMonitor()])
+
+
+def test_precisions() -> None:
+    message = refused(_precision)
+    assert "precision='16-true' is not supported by MegatronStrategy" in message
+    assert "32-true, 64-true, bf16-true, bf16-mixed" in message
+
+
+def _precision() -> None:
+    trainer(strategy(), precision="16-true")
+
+
+def test_precision_plugins_of_others() -> None:
+    message = refused(_precision_plugin)
+    assert "the precision plugin Odd does not work under MegatronStrategy" in message
+
+
+class Odd(pl.plugins.MixedPrecision):
+    pass
+
+
+def _precision_plugin() -> None:
+    MegatronStrategy(precision_plugin=Odd("bf16-mixed", "cpu"))
+
+
+def test_compiled_modules() -> None:
+    assert "compiled model is incompatible with the current strategy: `MegatronStrategy`" in refused(_compiled)
+
+
+def _compiled() -> None:
+    fit(torch.compile(Plain()), batches(8, 2))  # type: ignore[arg-type]
+
+
+def test_backward_that_nobody_may_call() -> None:
+    with pytest.raises(ConfigurationError, match="whose training_step has done it already"):
+        MegatronStrategy().backward(torch.zeros(()))
+
+
+def test_requeueing_in_a_signal_handler() -> None:
+    how = MegatronStrategy(
+        cluster_environment=SLURMEnvironment(auto_requeue=True), parallel_devices=[torch.device("cpu")]
+    )
+    with pytest.raises(ConfigurationError, match=r"auto_requeue=False.*Preemption"):
+        how._configure_launcher()
+
+
+def test_tensor_parallelism_needs_a_plan() -> None:
+    assert "tensor_parallel=2, but there is no plan for Plain" in refused(_no_plan)
+
+
+def _no_plan() -> None:
+    fit(Plain(), batches(8, 2), MegatronStrategy(tensor_parallel=2))
+
+
+class Wordy(Plain):
+    """A batch that cannot be cut."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+    def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
+        return object()
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    assert "a batch of type object cannot be cut into micro-batches; give it a split(size) method" in refused(_wordy)
+
+
+def _wordy() -> None:
+    fit(Wordy(), batches(8, 2), strategy(micro_batch_size=1))
