@@ -34,8 +34,9 @@ from megalight.strategies._lightning import (
 if TYPE_CHECKING:
     from megalight.strategies.megatron import MegatronStrategy
 
-GRACE_SECONDS = 10.0
-"""How long the other ranks may go on after rank 0 has failed: they may have a message or a checkpoint to write."""
+GRACE_SECONDS = 1.0
+"""How long other ranks may go on when rank 0 has failed and said so: long enough to end by themselves, too short to say
+the same again. Without rank 0 they cannot finish anything."""
 
 
 class ScriptLauncher(SubprocessScriptLauncher):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight import checkpoint
+from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
 from megalight.strategies import MegatronStrategy, launchers
 from tests.strategies import training
 from tests.strategies.launched import STEPS
@@ -228,6 +230,62 @@ def test_starts_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises((ConfigurationError, LayoutError), match=words):
         quiet(MegatronStrategy(**options), tmp_path, devices, num_nodes=nodes)
+
+
+@pytest.mark.parametrize("start", ["popen", "fork", "spawn"])
+def test_one_process_starts_nothing_and_suits_a_notebook(tmp_path: Path, start: str) -> None:
+    before = {name: os.environ.get(name) for name in STARTED}
+    trainer = quiet(MegatronStrategy(start_method=start), tmp_path)
+    assert trainer.strategy.launcher.is_interactive_compatible
+    trainer.fit(training.WithData(training.BASE))
+    assert trainer.global_step == 2
+    assert {name: os.environ.get(name) for name in STARTED} == before  # a later Trainer would take itself for a child
+
+
+def test_re_running_a_notebook_is_not_tried(tmp_path: Path) -> None:
+    assert not quiet(
+        MegatronStrategy(start_method="popen"), tmp_path, devices=2
+    ).strategy.launcher.is_interactive_compatible
+    assert quiet(MegatronStrategy(start_method="fork"), tmp_path, devices=2).strategy.launcher.is_interactive_compatible
+
+
+class Checked(training.WithData):
+    def check_data(self, datamodule: Any) -> None:
+        raise DataError(f"no room for {datamodule.rows} rows")
+
+    def check_checkpoint(self, entries: dict[str, Any]) -> None:
+        raise CheckpointError(f"at step {entries['global_step']}")
+
+
+class Rows(pl.LightningDataModule):
+    rows = 3
+
+
+@pytest.mark.parametrize("start", ["popen", "spawn"])
+def test_what_can_be_known_is_refused_before_processes_start(
+    tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was started")
+
+    for kind in (launchers.SubprocessScriptLauncher, launchers.MultiProcessingLauncher):
+        monkeypatch.setattr(kind, "launch", never)
+    path = tmp_path / "a.ckpt"
+    checkpoint.save(path, {}, common={"global_step": 5})
+    config = training.BASE
+    for module, given, words in (
+        (Checked(config), {"datamodule": Rows()}, "no room for 3 rows"),
+        (Checked(config), {"ckpt_path": path}, "at step 5"),
+        (training.WithData(config), {"ckpt_path": tmp_path / "b.ckpt"}, r"b\.ckpt.*newest finished.*a\.ckpt"),
+        (training.WithData(replace(config, hidden_size=36, num_heads=3, num_kv_heads=3)), {}, "tp=2"),
+    ):
+        trainer = quiet(MegatronStrategy(tensor_parallel=2, start_method=start), tmp_path, devices=2)
+        with pytest.raises(MegalightError, match=words):
+            trainer.fit(module, **given)
+    random = torch.get_rng_state()
+    with pytest.raises(AssertionError, match="something was started"):
+        trainer.fit(training.WithData(config))
+    assert torch.equal(torch.get_rng_state(), random)  # looking has drawn nothing
 
 
 def test_children_that_hang_are_ended() -> None:
