@@ -15,18 +15,23 @@ from tests.source import ROOT
 PROBE = """
 import json
 from megalight.strategies import load_weights
+best = trainer.checkpoint_callback.best_model_path
 saved = GPTModule(config)
-load_weights(saved, trainer.checkpoint_callback.best_model_path)
+load_weights(saved, best)
 same = [bool((a == b).all()) for a, b in zip(saved.model.parameters(), module.model.parameters(), strict=True)]
-again = pl.Trainer(
-    accelerator="cpu", devices=2, strategy=MegatronStrategy(tensor_parallel=2), max_steps=2, limit_val_batches=0,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+options = dict(
+    accelerator="cpu", devices=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
 )
-before = float(trainer.callback_metrics["val_loss"])
+again = pl.Trainer(strategy=MegatronStrategy(tensor_parallel=2), max_steps=2, **options)
 again.fit(module, data)
+resumed = pl.Trainer(strategy=MegatronStrategy(), max_steps=42, **options)
+resumed.fit(GPTModule(config, optimizer=AdamConfig(lr=5e-3)), data, ckpt_path=best)
 print(json.dumps({
-    "same": same, "step": trainer.global_step, "val_loss": before, "again": again.global_step,
-    "next_loss": float(again.callback_metrics["train_loss"]),
+    "same": same,
+    "steps": [trainer.global_step, again.global_step, resumed.global_step],
+    "losses": [float(trainer.callback_metrics["val_loss"]),
+               *(float(each.callback_metrics["train_loss"]) for each in (again, resumed))],
 }))
 """
 
@@ -50,10 +55,8 @@ def test_the_notebook_trains_two_ranks_and_keeps_their_model(tmp_path: Path, mon
         if output["output_type"] == "stream" and output["name"] == "stdout"
     ]
     facts = json.loads("".join(texts).strip().splitlines()[-1])
-    assert facts["step"] == 40
-    assert facts["again"] == 2
     assert all(facts["same"])
-    assert facts["val_loss"] < 5.6  # 6.2 untrained
-    assert facts["next_loss"] < 5.6  # the second fit began from the first's weights
+    assert facts["steps"] == [40, 2, 42]  # trained, trained again from those weights, resumed as two replicas
+    assert max(facts["losses"]) < 5.6  # 6.2 untrained
     completion = notebook.cells[-2]["outputs"][-1]["data"]["text/plain"]
     assert len(completion) > 10
