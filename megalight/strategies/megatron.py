@@ -27,6 +27,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import _lightning, launchers, persistence, refusals, setup
+from megalight.strategies.clipping import clip_by_norm, clip_by_value
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.options import DataParallel
@@ -260,8 +261,8 @@ class MegatronStrategy(Collectives, ParallelStrategy):
         if isinstance(self.lightning_module, MegalightModule):
             self.engine.attach_gather_hooks(root_of(self.lightning_module))
         self.fresh = False
-        self.precision.clip_by_norm = self._clip_by_norm
-        self.precision.clip_by_value = self._clip_by_value
+        self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
+        self.precision.clip_by_value = partial(clip_by_value, self.engine)
         _lightning.skip_backward(trainer)
         self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
         self._sigterm.install()
@@ -316,31 +317,24 @@ class MegatronStrategy(Collectives, ParallelStrategy):
 
     def validation_step(self, *args: Any) -> Any:
         """Forward only; logs ``val_loss``, the same on every rank."""
-        return self._evaluation_step("val", "validation_step", *args)
+        return self._evaluation_step("val", "validation_step", args)
 
     def test_step(self, *args: Any) -> Any:
         """Forward only; logs ``test_loss``, the same on every rank."""
-        return self._evaluation_step("test", "test_step", *args)
+        return self._evaluation_step("test", "test_step", args)
 
     def predict_step(self, *args: Any) -> Any:
         """The module's own ``predict_step``, on this rank's part of the model."""
-        assert self.lightning_module is not None
-        self.sync_parameters()
-        with self.precision.step_context():
-            return self.lightning_module.predict_step(*args)
-
-    def _evaluation_step(self, stage: str, method: str, *args: Any) -> Any:
         assert self._stepper is not None
-        module = self._stepper.module
         self.sync_parameters()
-        if own_steps(module, method):
-            with self.precision.step_context():
-                return getattr(module, method)(*args)
-        assert isinstance(module, MegalightModule)
-        batch, _, *loader = args
-        totals = self._stepper.evaluate(batch)
-        module.log_totals(stage, totals, *loader)
-        return totals["loss"][0] / totals["loss"][1].clamp(min=1)
+        return self._stepper.own("predict_step", args)
+
+    def _evaluation_step(self, stage: str, method: str, args: tuple[Any, ...]) -> Any:
+        assert self._stepper is not None
+        self.sync_parameters()
+        if own_steps(self._stepper.module, method):
+            return self._stepper.own(method, args)
+        return self._stepper.evaluate(stage, *args)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -355,19 +349,6 @@ class MegatronStrategy(Collectives, ParallelStrategy):
         """Wait until every parameter holds the values of the last optimizer step."""
         if self.engine is not None:
             self.engine.sync_parameters()
-
-    def _clip_by_norm(self, max_norm: float) -> None:
-        assert self.engine is not None
-        norm = self.engine.grad_norm()
-        self.engine.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        assert self.lightning_module is not None
-        self.lightning_module.log("grad_norm", norm, batch_size=1)
-
-    def _clip_by_value(self, limit: float) -> None:
-        assert self.engine is not None
-        for shard in self.engine.shards:
-            assert shard.master.grad is not None
-            shard.master.grad.clamp_(-limit, limit)
 
     @property
     def _trainer(self) -> pl.Trainer:

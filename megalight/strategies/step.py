@@ -121,15 +121,22 @@ class Stepper:
         report = self._report(totals, tokens, micro_batches)
         return report.loss, report
 
-    def evaluate(self, batch: Any) -> Totals:
-        """Totals of one evaluation batch over all ranks, the same on every rank."""
-        micro_batches = self._split(batch)
+    def own(self, method: str, args: tuple[Any, ...]) -> Any:
+        """A step that the user wrote, on the whole batch."""
+        with self.precision.step_context():
+            return getattr(self.module, method)(*args)
+
+    def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Log the totals of one evaluation batch over all ranks, the same on every rank; returns its mean loss."""
         rows = []
-        for micro_batch in micro_batches:
+        for micro_batch in self._split(batch):
             carry = sequential.forward(self.chunks, micro_batch, self._forward_step)
             loss = self._loss_step(carry, micro_batch)
             rows.append({"loss": (loss.sum, self._module.loss_tokens(micro_batch)), **loss.metrics})
-        return self._reduce_totals(rows)
+        totals = self._reduce_totals(rows)
+        self._module.log_totals(stage, totals, dataloader_idx)
+        total, count = totals["loss"]
+        return total / count.clamp(min=1)
 
     @property
     def data_ranks(self) -> int:

@@ -6,16 +6,22 @@ import importlib
 import inspect
 import os
 import signal
+import traceback
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalight.strategies import MegatronStrategy, _lightning
+from megalight.strategies import DataParallel, MegatronStrategy, _lightning
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, strategy
+from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.workers import run
 
 LOOP = [
@@ -100,6 +106,78 @@ def _trace() -> list[str]:
 
 def test_hooks_run_in_this_order() -> None:
     assert run(_trace, 1)[0] == ORDER
+
+
+# ---------------------------------------------------------------------- reading weights, waiting for the device
+
+
+class Reader(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        module: Any = pl_module
+        flat = torch.cat([p.detach().reshape(-1) for p in module.model.parameters()])
+        parts = [torch.empty_like(flat) for _ in range(trainer.world_size)]
+        torch.distributed.all_gather(parts, flat)
+        assert torch.equal(parts[0], parts[1])
+
+
+class Inherits(LearningRateMonitor):
+    """Defines nothing of its own."""
+
+
+@pytest.mark.parametrize(("callback", "waits"), [(Reader, True), (Inherits, False)])
+def test_parameters_are_whole_for_hooks_that_may_read_them(callback: type[pl.Callback], waits: bool) -> None:
+    assert run(_fit_and_tell, 2, callback) == [waits] * 2
+
+
+def _fit_and_tell(callback: type[pl.Callback]) -> bool:
+    how: Any = MegatronStrategy(data_parallel=DataParallel(bucket_size=500))
+    runner = trainer(
+        how, callbacks=[callback()], use_distributed_sampler=False, limit_val_batches=0, logger=DummyLogger()
+    )
+    runner.fit(WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED))
+    return bool(how._whole_between_steps)
+
+
+class Reads(TorchDispatchMode):
+    """Where values are read off the device: each ``item()``, ``float()`` or ``bool()`` of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()]
+            self.places.append(next(f for f in reversed(frames) if "/torch/" not in f and __file__ not in f))
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(WithData):
+    """Watches everything from the start of its batches to their end."""
+
+    reads: Reads
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.reads.__enter__()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.reads.__exit__(None, None, None)
+
+
+def _waits(precision: str) -> list[str]:
+    module = Watched(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.reads = Reads()
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=1), use_distributed_sampler=False, limit_val_batches=0,
+        gradient_clip_val=1.0, precision=precision, logger=DummyLogger(), log_every_n_steps=100,
+    )  # fmt: skip
+    runner.fit(module)
+    return [place for place in module.reads.places if "optim/adam.py" not in place]  # its step counter is on the host
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_no_step_waits_for_the_device(precision: str) -> None:
+    assert run(_waits, 2, precision) == [[], []]
 
 
 # ---------------------------------------------------------------------- Lightning's private names

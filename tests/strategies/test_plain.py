@@ -190,6 +190,42 @@ def test_overridden_steps_of_optimization_are_called() -> None:
     close(found, by_hand(Plain("SGD"), dealt(8, 4, 1)))
 
 
+def _clipped(algorithm: str) -> list[list[float]]:
+    module = Plain("SGD")
+    fit(module, batches(16, 4), gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+    return weights(module)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping(algorithm: str) -> None:
+    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[algorithm]
+    module = Plain("SGD").double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in dealt(16, 4, 2):
+        optimizer.zero_grad()
+        sum(nn.functional.mse_loss(module(x), y) / 2 for x, y in step).backward()  # type: ignore[union-attr]
+        clip(module.parameters(), 0.05)
+        optimizer.step()
+    for rank in run(_clipped, 2, algorithm):
+        close(rank, weights(module))
+
+
+class Normed(Plain):
+    def __init__(self) -> None:
+        super().__init__("SGD")
+        self.net[1] = nn.BatchNorm1d(7)
+
+
+def _synced() -> str:
+    module = Normed()
+    trainer(strategy(), sync_batchnorm=True).validate(module, batches(8, 2), verbose=False)
+    return type(module.net[1]).__name__
+
+
+def test_batch_norms_are_synced_where_asked() -> None:
+    assert run(_synced, 2) == ["SyncBatchNorm"] * 2
+
+
 def _uneven() -> list[list[float]]:
     module = Plain("SGD")
     fit(module, batches(7, 7), strategy(micro_batch_size=3))

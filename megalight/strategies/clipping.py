@@ -1,0 +1,21 @@
+"""Clipping of gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from megalight.parallel.data_parallel import DataParallelEngine
+
+
+def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_norm: float) -> None:
+    """Scale gradients down to a global norm of ``max_norm`` at most; logs the norm before as ``grad_norm``."""
+    norm = engine.grad_norm()
+    engine.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    module.log("grad_norm", norm, batch_size=1)
+
+
+def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
+    """Bring each element into ``[-limit, limit]``."""
+    for shard in engine.shards:
+        assert shard.master.grad is not None
+        shard.master.grad.clamp_(-limit, limit)
