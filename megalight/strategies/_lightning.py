@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
@@ -23,6 +24,7 @@ __all__ = [
     "WorkerOutput",
     "fire",
     "skip_backward",
+    "sync_layers",
     "zero_grad",
 ]
 
@@ -36,6 +38,10 @@ USED = {
     "strategies.launchers._MultiProcessingLauncher": "handing a sharded model back from workers",
     "strategies.launchers._SubprocessScriptLauncher": "checking the number of processes that a launcher started",
     "strategies.launchers.multiprocessing._WorkerOutput": "what workers hand back",
+    "strategy._layer_sync": "what Trainer(sync_batchnorm=True) asks for",
+    "strategy._launcher": "set by _configure_launcher, as Lightning's strategies do",
+    "strategy._precision_plugin": "the field behind strategy.precision_plugin",
+    "strategy._configure_launcher": "called by the Trainer to make the launcher",
     "call._call_callback_hooks": "fires the hooks around the backward that Lightning skips",
     "call._call_lightning_module_hook": "the same for the module's own hooks",
 }
@@ -45,6 +51,12 @@ def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook on callbacks, then on the LightningModule, as Lightning's loops do."""
     call._call_callback_hooks(trainer, hook, *args)
     call._call_lightning_module_hook(trainer, hook, *args)
+
+
+def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
+    """Replace batch norms by synchronised ones, where the Trainer was asked to."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)
 
 
 def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:

@@ -32,7 +32,7 @@ from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.shard import ShardSpec
-from megalight.strategies import refusals
+from megalight.strategies import _lightning, refusals
 from megalight.strategies.persistence import Loaded
 from megalight.strategies.tree import root_of
 
@@ -65,8 +65,7 @@ def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded
 
 
 def _split(strategy: MegatronStrategy, module: pl.LightningModule, root: nn.Module) -> dict[str, ShardSpec]:
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.apply(module)
+    _lightning.sync_layers(strategy, module)
     if isinstance(module, MegalightModule):
         plan = strategy.plan or module.plan(root)
         module.token_multiple = strategy.tensor_parallel if strategy.sequence_parallel else 1

@@ -149,6 +149,24 @@ def test_auxiliary_losses_and_metrics_do_not_depend_on_the_layout(
             assert np.linalg.norm(found["final"][name] - value) <= 1e-9 * np.linalg.norm(value), name
 
 
+class OwnStep(WithData):
+    """Writes its training_step itself."""
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+def _own_step() -> list[float]:
+    losses = Losses()
+    options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "gradient_clip_val": CLIP}
+    trainer(MegatronStrategy(), callbacks=[losses], **options).fit(OwnStep(CONFIGS["gqa"], optimizer=ADAM, seed=SEED))
+    return losses.losses
+
+
+def test_a_module_may_write_its_own_training_step() -> None:
+    assert run(_own_step, 1)[0] == pytest.approx(by_hand(CONFIGS["gqa"])["losses"], rel=1e-9)
+
+
 def rows(steps: int) -> DataLoader[Any]:
     return DataLoader(Shares(steps, 1, 0), batch_size=None)
 

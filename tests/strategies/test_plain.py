@@ -226,6 +226,32 @@ def test_batch_norms_are_synced_where_asked() -> None:
     assert run(_synced, 2) == ["SyncBatchNorm"] * 2
 
 
+class Loaders(Plain):
+    """Several loaders, without a batch index in sight."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        self.log("part", float(dataloader_idx), sync_dist=True)
+
+
+def _evaluated() -> tuple[dict[str, float], int, list[list[float]], list[list[float]]]:
+    module = Loaders()
+    runner = trainer(strategy())
+    runner.validate(module, [batches(4, 2), batches(6, 2)], verbose=False)
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    predicted = runner.predict(module, batches(5, 2))
+    assert predicted is not None
+    rows = torch.cat(predicted)  # type: ignore[arg-type]
+    whole = module.double()(samples(5)[0])[runner.global_rank :: 2].detach()
+    return metrics, len(rows), rows.tolist(), whole.tolist()
+
+
+def test_several_loaders_and_predictions_of_each_rank() -> None:
+    for rank, (metrics, count, predicted, expected) in enumerate(run(_evaluated, 2)):
+        assert metrics == {"part/dataloader_idx_0": 0.0, "part/dataloader_idx_1": 1.0}
+        assert count == (3, 2)[rank]  # nothing is predicted twice
+        close(predicted, expected)
+
+
 def _uneven() -> list[list[float]]:
     module = Plain("SGD")
     fit(module, batches(7, 7), strategy(micro_batch_size=3))
