@@ -41,7 +41,8 @@ def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
     rank = launch_rank()
     if rank and (not every_rank or _rank_zero_has_failed()):
         return
-    lines = [piece for line in message.strip().splitlines() for piece in textwrap.wrap(line, 118) or [""]]
+    fold = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)  # paths can be copied whole
+    lines = [piece for line in message.strip().splitlines() for piece in fold.wrap(line) or [""]]
     if len(lines) > MAX_LINES:
         lines = [*lines[:MAX_LINES], "... (the whole of it with --debug)"]
     where = f"{prog} [rank {rank}]" if rank else prog

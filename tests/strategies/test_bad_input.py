@@ -120,16 +120,16 @@ def place(made: Place, tmp_path: Path) -> Place:
     return copy
 
 
-def refusal(place: Place, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one message of a refused ``fit``."""
+def refusal(place: Place, words: list[str], capsys: pytest.CaptureFixture[str], verb: str = "fit") -> str:
+    """The one message of a refused command."""
     before = place.contents()
     capsys.readouterr()
-    code = main(["fit", "-c", place.recipe, *words])
+    code = main([verb, "-c", place.recipe, *words])
     text = capsys.readouterr().err
     assert code == 2, text
     assert text.count("error: ") == 1, text
     assert "Traceback" not in text
-    message = text[text.index("megalight fit: error: ") :]
+    message = text[text.index(f"megalight {verb}: error: ") :]
     assert len(message.splitlines()) <= 20
     assert not dist.is_initialized()
     assert place.contents() == before
@@ -193,6 +193,14 @@ def test_bad_words_are_refused(made: Place, words: list[str], parts: list[str], 
         assert part in message, message
 
 
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_evaluation_refuses_what_training_does(made: Place, verb: str, capsys: Any) -> None:
+    checkpoint = f"--ckpt_path={made.checkpoints / 'step=2.ckpt'}"
+    message = refusal(made, [checkpoint, f"{MODEL}ffn_hidden_size=64"], capsys, verb)
+    assert "ffn_hidden_size is 64 here and 48 in the checkpoint" in message
+    assert "3 data-parallel ranks" in refusal(made, ["--trainer.devices=3"], capsys, verb)
+
+
 def _tear(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
@@ -250,11 +258,14 @@ def test_a_flipped_bit_is_found_before_any_weight_changes(place: Place, capsys: 
     assert main(["fit", "-c", place.recipe, f"--ckpt_path={torn}", "--trainer.logger=false"]) == 2
     text = " ".join(capsys.readouterr().err.split())
     assert text.count("error: ") == 1
-    assert "checksum" in text
+    assert "is torn" in text
     assert f"newest finished checkpoint beside it is {place.checkpoints / 'step=1.ckpt'}" in text
     assert set(place.checkpoints.rglob("*")) == before
     # and the one it names works
-    assert main(["fit", "-c", place.recipe, f"--ckpt_path={place.checkpoints / 'step=1.ckpt'}"]) == 0
+    assert (
+        main(["fit", "-c", place.recipe, f"--ckpt_path={place.checkpoints / 'step=1.ckpt'}", "--trainer.logger=false"])
+        == 0
+    )
 
 
 def _uneven(size: int) -> list[float]:
