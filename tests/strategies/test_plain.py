@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
+from megalight.parallel.plan import Column, Plan, Row
 from tests.environment import trainer
+from tests.parallel.gathering import gather_canonical
 from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
 from tests.workers import run
 
@@ -94,6 +96,43 @@ def test_ranks_end_equal_with_right_metrics() -> None:
     halves = [{tuple(row) for row in rank["seen"][:6]} for rank in (first, second)]
     assert halves[0].isdisjoint(halves[1])
     assert halves[0] | halves[1] == {tuple(row) for row in samples(12)[0].tolist()}
+
+
+class Wide(Plain):
+    """Two tensor-parallel ranks can divide it; each draws weights of its own at first, but for rank 0's seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("AdamW", seed)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 2))
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].detach().clone())
+        self.log("mean", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _split() -> dict[str, Any]:
+    how = strategy(tensor_parallel=2, plan=Plan({"net.0": Column(), "net.3": Row()}), micro_batch_size=1)
+    module = Wide(torch.distributed.get_rank())
+    runner = fit(module, batches(16, 2, shuffle=True), how)
+    whole = gather_canonical(
+        {name: p.detach() for name, p in module.named_parameters()}, how.specs, how.mesh, sum_partial=False
+    )
+    return {
+        "seen": torch.cat(module.seen).tolist(),
+        "weights": [value.reshape(-1).tolist() for value in whole.values()],
+        "mean": float(runner.callback_metrics["mean"]),
+    }
+
+
+def test_a_plan_splits_a_plain_module() -> None:
+    found = run(_split, 4)  # tp2 x dp2
+    assert found[0]["seen"] == found[1]["seen"] != found[2]["seen"] == found[3]["seen"]
+    assert len({rank["mean"] for rank in found}) == 1
+    expected = by_hand(Wide(0), dealt(16, 2, 2))
+    for rank in found:
+        close(rank["weights"], expected)
 
 
 class Frozen(Plain):
