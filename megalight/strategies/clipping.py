@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 
 
 def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_norm: float) -> None:
     """Scale gradients down to a global norm of ``max_norm`` at most; logs the norm before as ``grad_norm``."""
     norm = engine.grad_norm()
-    engine.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    engine.scale_gradients(clip_coefficient(norm, max_norm))
     module.log("grad_norm", norm, batch_size=1)
 
 
