@@ -182,7 +182,8 @@ class TokenBatch:
         ]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        """A copy on ``device``."""
+        """A copy on ``device``. From page-locked memory the host never waits for it."""
+        non_blocking = non_blocking or self.tokens.is_pinned()
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=non_blocking),

@@ -163,9 +163,11 @@ def fit(
     }
 
 
-def by_hand(config: GPTConfig, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def by_hand(
+    config: GPTConfig, steps: int = 3, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> dict[str, Any]:
     """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
-    model = GPT(config).to(dtype)
+    model = GPT(config).to(device, dtype)
     initialise(model, SEED, "model.")
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -178,7 +180,7 @@ def by_hand(config: GPTConfig, steps: int = 3, dtype: torch.dtype = torch.float6
     initial = whole(model)
     losses, norms = [], []
     for step in range(steps):
-        batch = global_batch(step)
+        batch = global_batch(step).to(device)
         output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
         mask = batch.loss_mask.reshape(-1).to(dtype)
         loss = (output.losses * mask).sum() / mask.sum()
@@ -198,6 +200,7 @@ def whole(model: torch.nn.Module) -> dict[str, np.ndarray[Any, Any]]:
         .detach()
         .reshape(-1)[part.start : part.start + int(np.prod(part.shape))]
         .view(part.shape)
+        .cpu()
         .numpy()
         .copy()
         for part in parts(model)
