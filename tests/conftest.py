@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """Every test starts from the same random state, whichever tests ran before it."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # left by commands that ran in this process
+        os.environ.pop(name, None)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
