@@ -6,11 +6,12 @@ import json
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.source import ROOT
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
 
 PROBE = """
 import json
@@ -45,7 +46,7 @@ def test_the_notebook_trains_two_ranks_and_keeps_their_model(tmp_path: Path, mon
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "clear its outputs"
     notebook.cells.append(nbformat.v4.new_code_cell(PROBE))
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env={**os.environ})

@@ -15,7 +15,7 @@ from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, by_hand, global_batch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:You defined a `validation_step`")]
 
 STRICT = range(3, 9)
 """Steps in which any synchronisation is an error: after warm-up, before the end."""
