@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from abc import abstractmethod
 from typing import Any
 
@@ -10,6 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.parallel.mesh import ParallelMesh
+
+
+def end_at_exit() -> None:
+    """Close the process group before the interpreter goes: its threads must not outlive it, or the exit aborts."""
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Collectives:

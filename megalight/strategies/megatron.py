@@ -28,7 +28,7 @@ from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import _lightning, launchers, persistence, refusals, setup
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
-from megalight.strategies.collectives import Collectives
+from megalight.strategies.collectives import Collectives, end_at_exit
 from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.options import DataParallel
 from megalight.strategies.step import Stepper, StepReport, own_steps
@@ -204,6 +204,7 @@ class MegatronStrategy(Collectives, ParallelStrategy):
                 timeout=datetime.timedelta(seconds=self.timeout_seconds),
                 device_id=self.root_device if self.root_device.type == "cuda" else None,
             )
+            end_at_exit()
         if self.mesh.world_size != self.world_size:
             self.mesh = ParallelMesh(self.world_size, self.global_rank, tp=self.tensor_parallel)
         if self.streams is None:
