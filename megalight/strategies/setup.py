@@ -1,12 +1,12 @@
 """From a one-device model to this rank's part of a parallel one. The order matters:
 
-1. *Structural transforms* come before everything that looks at modules: a layer added later would not be split.
-2. *Split by the plan* works on meta tensors, so no rank ever holds more than its part.
-3. *Precision* before values: casting afterwards would round initial values twice.
-4. *Values*: draw, or read the checkpoint, straight into the local parameters; tensors are read once.
-5. *Optimizer groups* need the parameters that exist now, and say which belong together.
-6. *Data-parallel buffers* take the parameters' storage over: anything that replaces a parameter later would be lost.
-7. *The optimizer* is pointed at the buffers' shards last; its state must not be made for parameters it will not step.
+1. *Split by the plan*: on meta tensors, so no rank ever holds more than its part. Whatever changes the tree of modules
+   comes before: a layer added later would not be split.
+2. *Precision* before values: casting afterwards would round initial values twice.
+3. *Values*: draw, or read the checkpoint, straight into the local parameters; tensors are read once.
+4. *Optimizer groups* need the parameters that exist now, and say which belong together.
+5. *Data-parallel buffers* take the parameters' storage over: anything that replaces a parameter later would be lost.
+6. *The optimizer* is pointed at the buffers' shards last; its state must not be made for parameters it will not step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded | None) -> dict[str, ShardSpec]:
-    """Steps 1 to 4; returns what each local parameter and buffer of the root holds of the model."""
+    """Steps 1 to 3; returns what each local parameter and buffer of the root holds of the model."""
     root = root_of(module)
     assert strategy.streams is not None
     seed = int(strategy.broadcast(torch.initial_seed()))
@@ -52,9 +52,8 @@ def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded
     fresh = any(parameter.is_meta for parameter in root.parameters())
     materialise(root, strategy.root_device)
     module.to(strategy.root_device)
-    if (
-        fresh
-    ):  # also before a load: checkpoints lack buffers that modules compute, and what strict=False lets be missing
+    if fresh:
+        # also before a load: checkpoints lack buffers that modules compute, and what strict=False lets be missing
         initialise(root, specs, seed_of(module, seed))
     if loaded is not None:
         strategy.specs = specs
@@ -115,7 +114,7 @@ def seed_of(module: pl.LightningModule, seed: int) -> int:
 
 
 def build_engine(strategy: MegatronStrategy, module: pl.LightningModule, optimizer: Optimizer) -> DataParallelEngine:
-    """Steps 6 and 7."""
+    """Steps 5 and 6."""
     root = root_of(module)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     infos = []
