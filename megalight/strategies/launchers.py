@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,16 +23,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from megalight import checkpoint
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.strategies import preflight
+from megalight.strategies import persistence, preflight
 from megalight.strategies._lightning import (
     IS_INTERACTIVE,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     WorkerOutput,
 )
-
-if TYPE_CHECKING:
-    from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.mesh_strategy import MeshStrategy
 
 GRACE_SECONDS = 1.0
 """How long other ranks may go on when rank 0 has failed and said so: long enough to end by themselves, too short to say
@@ -42,7 +40,7 @@ the same again. Without rank 0 they cannot finish anything."""
 class ScriptLauncher(SubprocessScriptLauncher):
     """Re-runs the command once per further local rank; with one process, or under a launcher, starts nothing."""
 
-    def __init__(self, strategy: MegatronStrategy) -> None:
+    def __init__(self, strategy: MeshStrategy) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
@@ -83,7 +81,7 @@ def end(processes: list[subprocess.Popen[Any]], grace: float) -> None:
 class WorkerLauncher(MultiProcessingLauncher):
     """Runs ranks as workers of this process and hands the results back: weights, metrics, step counters."""
 
-    _strategy: MegatronStrategy
+    _strategy: MeshStrategy
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Check, start one worker per rank, and recover their results when they are done."""
@@ -118,7 +116,8 @@ class WorkerLauncher(MultiProcessingLauncher):
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
         if worker_output.weights_path is not None:
-            self._strategy.restore_in_parent(trainer, worker_output.weights_path)
+            loops = persistence.restore_whole(trainer.lightning_module, worker_output.weights_path)
+            trainer.fit_loop.load_state_dict(loops["fit_loop"])
             checkpoint.remove(worker_output.weights_path)
             os.rmdir(os.path.dirname(worker_output.weights_path))
         trainer.state = worker_output.trainer_state
@@ -129,7 +128,7 @@ def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def launcher(strategy: MegatronStrategy, start_method: str) -> Any:
+def launcher(strategy: MeshStrategy, start_method: str) -> Any:
     """The launcher for a start method.
 
     Raises:

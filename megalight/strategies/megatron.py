@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -25,11 +24,11 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.shard import ShardSpec
-from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import _lightning, launchers, persistence, refusals, setup
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
-from megalight.strategies.collectives import Collectives, end_at_exit
+from megalight.strategies.collectives import end_at_exit
 from megalight.strategies.hyperparameters import keep_plain
+from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.options import DataParallel
 from megalight.strategies.step import Stepper, StepReport, own_steps
 from megalight.strategies.tree import root_of
@@ -37,7 +36,7 @@ from megalight.strategies.tree import root_of
 log = logging.getLogger(__name__)
 
 
-class MegatronStrategy(Collectives, ParallelStrategy):
+class MegatronStrategy(MeshStrategy):
     """Tensor, sequence and data parallelism for any LightningModule.
 
     The model is written for one device. ``setup`` splits it by its plan, so a run on any layout computes the same
@@ -67,8 +66,6 @@ class MegatronStrategy(Collectives, ParallelStrategy):
         specs: what each local parameter holds of the model.
         engine: the data-parallel engine; None outside ``fit``.
         report: what the last training step did; None before the first.
-        extra_shard_states: name -> one flat tensor per engine shard: saved and loaded by canonical name, as
-            ``<name>.<canonical>`` (a moving average of the weights, say).
 
     Raises:
         LayoutError: degrees that do not fit the number of processes, or the model.
@@ -76,8 +73,6 @@ class MegatronStrategy(Collectives, ParallelStrategy):
     """
 
     strategy_name = "megatron"
-    is_distributed = True
-    reduces_totals = True
 
     def __init__(
         self,
@@ -143,44 +138,6 @@ class MegatronStrategy(Collectives, ParallelStrategy):
         self._left_out: set[str] = set()
 
     # ------------------------------------------------------------------ ranks and launching
-
-    @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes per node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which share of the data this rank reads: all ranks of one replica read the same."""
-        return {"num_replicas": self.mesh.dp, "rank": self.mesh.rank("dp")}
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """Lightning's precision plugin, in our form."""
-        return self._precision_plugin if self._precision_plugin is not None else MegatronPrecision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else MegatronPrecision.of(plugin)
-
-    @property
-    def precision(self) -> MegatronPrecision:
-        """The precision plugin, typed."""
-        plugin = self.precision_plugin
-        assert isinstance(plugin, MegatronPrecision)
-        return plugin
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
 
     def _configure_launcher(self) -> None:
         ParallelMesh(self.num_nodes * self.num_processes, tp=self.tensor_parallel)  # refuse before a process starts
@@ -396,12 +353,6 @@ class MegatronStrategy(Collectives, ParallelStrategy):
         """Read masters, moments and random states."""
         assert self._loaded is not None
         self._loaded.read_optimizer(self)
-
-    def restore_in_parent(self, trainer: pl.Trainer, path: str) -> None:
-        """Whole weights and step counters into the process that started the workers."""
-        assert self.lightning_module is not None
-        loops = persistence.restore_whole(self.lightning_module, path)
-        trainer.fit_loop.load_state_dict(loops["fit_loop"])
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a folder, atomically."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,10 +21,8 @@ from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
+from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.tree import root_of, tensors_of
-
-if TYPE_CHECKING:
-    from megalight.strategies.megatron import MegatronStrategy
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors take the place of."""
@@ -32,7 +30,7 @@ NOT_STORED = ("state_dict", "optimizer_states")
 remove = checkpoint.remove
 
 
-def save(strategy: MegatronStrategy, entries: dict[str, Any], path: str) -> None:
+def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
     """Write Lightning's entries and every canonical tensor as one folder, from all ranks."""
     common = {name: value for name, value in entries.items() if name not in NOT_STORED}
     common["megalight"] = {
@@ -55,7 +53,7 @@ def save(strategy: MegatronStrategy, entries: dict[str, Any], path: str) -> None
     )
 
 
-def model_views(strategy: MegatronStrategy) -> dict[str, View]:
+def model_views(strategy: MeshStrategy) -> dict[str, View]:
     """The model's canonical tensors as this rank holds them."""
     assert strategy.lightning_module is not None
     tensors = tensors_of(root_of(strategy.lightning_module))
@@ -137,7 +135,7 @@ class Loaded:
         options = common.pop("optimizer", None)
         return {**common, "state_dict": {}, **({} if options is None else {"optimizer_states": [options]})}
 
-    def read_model(self, strategy: MegatronStrategy) -> None:
+    def read_model(self, strategy: MeshStrategy) -> None:
         """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
         _clear_padding(strategy)
         views = model_views(strategy)
@@ -146,7 +144,7 @@ class Loaded:
         if not wide.keys().isdisjoint(self.saved.tensors):
             self.saved.load(_renamed(wide), strict=False)
 
-    def read_optimizer(self, strategy: MegatronStrategy) -> None:
+    def read_optimizer(self, strategy: MeshStrategy) -> None:
         """Masters, optimizer state, group options and random states.
 
         Raises:
@@ -198,7 +196,7 @@ STATE = "optimizer."
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 
-def _group_options(strategy: MegatronStrategy) -> dict[str, Any]:
+def _group_options(strategy: MeshStrategy) -> dict[str, Any]:
     """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states."""
     assert strategy.engine is not None
     optimizer = strategy.optimizers[0]
@@ -218,7 +216,7 @@ def _group_options(strategy: MegatronStrategy) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-def _optimizer_views(strategy: MegatronStrategy) -> Iterator[tuple[str, View]]:
+def _optimizer_views(strategy: MeshStrategy) -> Iterator[tuple[str, View]]:
     """Masters that are copies, element-wise optimizer states, and whatever callbacks keep per shard."""
     engine, optimizer = strategy.engine, strategy.optimizers[0]
     assert engine is not None
@@ -238,7 +236,7 @@ def _optimizer_views(strategy: MegatronStrategy) -> Iterator[tuple[str, View]]:
 
 
 @torch.no_grad()
-def _clear_padding(strategy: MegatronStrategy) -> None:
+def _clear_padding(strategy: MeshStrategy) -> None:
     """Zero tensors that hold more than pieces (a vocabulary rounded up): no checkpoint fills the rest."""
     assert strategy.lightning_module is not None
     for name, tensor in tensors_of(root_of(strategy.lightning_module)).items():
@@ -259,7 +257,7 @@ def _renamed(views: dict[str, View]) -> dict[str, View]:
     return {name: View(name, view.shape, view.boxes) for name, view in views.items()}
 
 
-def _files(strategy: MegatronStrategy) -> dict[str, bytes]:
+def _files(strategy: MeshStrategy) -> dict[str, bytes]:
     """Files that the module or the data say belong into a checkpoint (a tokenizer, say)."""
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,16 +13,14 @@ from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
+from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.persistence import Loaded
-
-if TYPE_CHECKING:
-    from megalight.strategies.megatron import MegatronStrategy
 
 NAMED = ("best", "last", "hpc")
 """Values of ``ckpt_path`` that Lightning resolves later."""
 
 
-def check(strategy: MegatronStrategy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Check what the trainer's ``function`` is about to be called with.
 
     Modules may bring checks of their own: ``check_data(datamodule)`` and ``check_checkpoint(entries)``.
@@ -49,7 +47,7 @@ def check(strategy: MegatronStrategy, function: Callable[..., Any], *args: Any, 
             module.check_checkpoint(entries)
 
 
-def _split_on_meta(strategy: MegatronStrategy, module: Any, mesh: ParallelMesh) -> None:
+def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> None:
     """Build the model without memory and split it as rank 0 will."""
     built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
     if mesh.world_size == 1 or built_elsewhere or module.model is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,16 +33,14 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.shard import ShardSpec
 from megalight.strategies import _lightning, refusals
+from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.persistence import Loaded
 from megalight.strategies.tree import root_of
-
-if TYPE_CHECKING:
-    from megalight.strategies.megatron import MegatronStrategy
 
 log = logging.getLogger(__name__)
 
 
-def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded | None) -> dict[str, ShardSpec]:
+def build(strategy: MeshStrategy, module: pl.LightningModule, loaded: Loaded | None) -> dict[str, ShardSpec]:
     """Steps 1 to 3; returns what each local parameter and buffer of the root holds of the model."""
     root = root_of(module)
     assert strategy.streams is not None
@@ -63,7 +61,7 @@ def build(strategy: MegatronStrategy, module: pl.LightningModule, loaded: Loaded
     return specs
 
 
-def _split(strategy: MegatronStrategy, module: pl.LightningModule, root: nn.Module) -> dict[str, ShardSpec]:
+def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> dict[str, ShardSpec]:
     _lightning.sync_layers(strategy, module)
     if isinstance(module, MegalightModule):
         plan = strategy.plan or module.plan(root)
@@ -91,7 +89,7 @@ SPLIT: weakref.WeakKeyDictionary[nn.Module, tuple[str, dict[str, ShardSpec]]] = 
 """Models that are split already: another Trainer in this process may go on with them."""
 
 
-def _split_before(strategy: MegatronStrategy, root: nn.Module) -> dict[str, ShardSpec] | None:
+def _split_before(strategy: MeshStrategy, root: nn.Module) -> dict[str, ShardSpec] | None:
     """What the tensors of a model hold that an earlier strategy of the same layout has split."""
     if root not in SPLIT:
         return None
@@ -104,7 +102,7 @@ def _split_before(strategy: MegatronStrategy, root: nn.Module) -> dict[str, Shar
     return specs
 
 
-def _layout(strategy: MegatronStrategy) -> str:
+def _layout(strategy: MeshStrategy) -> str:
     return f"{strategy.mesh.describe()}{', sequence parallel' if strategy.sequence_parallel else ''}"
 
 
@@ -113,7 +111,7 @@ def seed_of(module: pl.LightningModule, seed: int) -> int:
     return module.seed if isinstance(module, MegalightModule) else seed % 2**63
 
 
-def build_engine(strategy: MegatronStrategy, module: pl.LightningModule, optimizer: Optimizer) -> DataParallelEngine:
+def build_engine(strategy: MeshStrategy, module: pl.LightningModule, optimizer: Optimizer) -> DataParallelEngine:
     """Steps 5 and 6."""
     root = root_of(module)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -176,7 +174,7 @@ def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer)
     return False
 
 
-def _equalise(strategy: MegatronStrategy, root: nn.Module) -> None:
+def _equalise(strategy: MeshStrategy, root: nn.Module) -> None:
     """Give every rank the weights of rank 0: a plain module may have drawn different ones on each."""
     if strategy.world_size == 1:
         return
@@ -189,7 +187,7 @@ def _equalise(strategy: MegatronStrategy, root: nn.Module) -> None:
                 tensor.copy_(host)
 
 
-def _apply_precision(strategy: MegatronStrategy, module: pl.LightningModule, root: nn.Module) -> None:
+def _apply_precision(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> None:
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
