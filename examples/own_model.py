@@ -73,7 +73,8 @@ def main() -> None:
         enable_progress_bar=False,
     )
     trainer.fit(Classifier(), DataLoader(data, batch_size=64, shuffle=True), DataLoader(data, batch_size=256))
-    print(f"validation loss: {float(trainer.callback_metrics['val_loss']):.5f}")
+    if trainer.is_global_zero:
+        print(f"validation loss: {float(trainer.callback_metrics['val_loss']):.5f}")
 
 
 if __name__ == "__main__":

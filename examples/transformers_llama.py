@@ -78,7 +78,8 @@ def main() -> None:
         enable_progress_bar=False,
     )
     trainer.fit(LlamaModule(), DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, batch_size=128))
-    print(f"validation loss: {float(trainer.callback_metrics['val_loss']):.5f}")
+    if trainer.is_global_zero:
+        print(f"validation loss: {float(trainer.callback_metrics['val_loss']):.5f}")
 
 
 if __name__ == "__main__":

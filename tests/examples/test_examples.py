@@ -67,9 +67,7 @@ def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) 
         timeout=240,
     )
     assert run.returncode == 0, run.stderr
-    losses = {float(found) for found in LOSS.findall(run.stdout)}
-    assert len(losses) == 1  # the same on every rank that prints it
-    (loss,) = losses
+    (loss,) = map(float, LOSS.findall(run.stdout))  # told once
     assert loss < LEARNED[name]
     if name in SPLIT:  # the same global batches, split otherwise
         assert loss == pytest.approx(one_device, rel=1e-3)
