@@ -1,0 +1,7 @@
+"""The few types that every floor shares: packed sequences, token batches, losses."""
+
+from megalight.types.batch import TokenBatch as TokenBatch
+from megalight.types.loss import Loss as Loss
+from megalight.types.packed import ContextShare as ContextShare
+from megalight.types.packed import PackedSequences as PackedSequences
+from megalight.types.packed import to_device as to_device
