@@ -11,7 +11,13 @@ from typing import Any
 
 from megalight.errors import MissingPackageError
 
-EXTRAS = {"transformers": "transformers", "pyarrow": "parquet", "matplotlib": "plot"}
+EXTRAS = {
+    "transformers": "transformers",
+    "pyarrow": "parquet",
+    "matplotlib": "plot",
+    "transformer_engine": "te",
+    "flash_attn": "flash-attn",
+}
 """Import name of an optional package -> the pip extra of Megalight that brings it."""
 
 

@@ -2,6 +2,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def pyproject() -> dict[str, object]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        tomllib = pytest.importorskip("tomli")
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -67,7 +64,8 @@ def test_packages_asked_for_by_name_have_an_extra() -> None:
     """An optional package that some module requires can be installed with the command that its error message names."""
     known = {*EXTRAS, "triton"}  # torch brings triton for GPUs; alone, it has the name of its package
     for path in (ROOT / "megalight").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "from megalight.imports import" in text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "require":
                 package = node.args[0]
                 assert isinstance(package, ast.Constant), f"{path}:{node.lineno}"

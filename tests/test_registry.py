@@ -6,7 +6,7 @@ import pytest
 
 from megalight import registry
 from megalight.errors import BackendError, MegalightError
-from megalight.registry import PLUGIN_GROUP, Backend, BackendRegistry, Registry, load_plugins
+from megalight.registry import PLUGIN_GROUP, Backend, BackendRegistry, Registry, load_plugins, remembered
 
 
 class Entry:
@@ -143,8 +143,37 @@ def test_plugins_are_loaded_when_a_registry_is_asked(
 def test_plugins_add_backends(install: Callable[..., None]) -> None:
     made = backends()
     better = Backend("better", lambda: "better", 50, lambda spec: None)
-    install(Entry("bakery", lambda: lambda: made.register(better)))
-    assert made.select(2).name == "better"
+    asked: list[int] = []
+    other = Backend("other", lambda: "other", 60, lambda spec: asked.append(spec) or "no oven")
+    install(Entry("bakery", lambda: lambda: [made.register(each) for each in (better, other)]))
+    assert made.select(2).name == "fast", "nothing is switched on just by being installed"
+    assert not asked, "a plugin that nobody named is not even asked"
+    assert made.select(2, "better").plugin == "bakery"
+    assert made.select(2, "fast").plugin is None
+    with pytest.raises(BackendError, match=r"other: no oven; better: can serve when asked for by name; absent: .*"):
+        made.select(2, "other")
+
+
+def test_auto_can_be_a_named_backend() -> None:
+    made = backends()
+    calls: list[tuple[int, str]] = []
+
+    @remembered
+    def choose(spec: int, name: str = "auto") -> str:
+        calls.append((spec, name))
+        return made.select(spec, name).name
+
+    assert [choose(2), choose(2), choose(3)] == ["fast", "fast", "reference"]
+    assert calls == [(2, "auto"), (3, "auto")]
+    made.prefer("reference")
+    assert [choose(2), choose(2, "fast")] == ["reference", "fast"]
+    made.prefer("fast")
+    with pytest.raises(BackendError, match="backend 'fast' of doubling cannot serve 3"):
+        choose(3)
+    made.prefer("auto")
+    assert choose(2) == "fast"
+    with pytest.raises(BackendError, match=r"has no backend 'fasst'; it has absent, fast, reference\. Did you mean"):
+        made.prefer("fasst")
 
 
 def test_a_broken_plugin_is_named_and_harms_nobody(

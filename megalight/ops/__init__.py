@@ -5,7 +5,19 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
-OPS = ("attention", "norm", "rotary", "activation", "linear", "cross_entropy", "adam")
+OPS = (
+    "attention",
+    "attention_block",
+    "attention_merge",
+    "norm",
+    "rotary",
+    "activation",
+    "linear",
+    "cross_entropy",
+    "adam",
+    "quantize",
+    "scaled_mm",
+)
 """Names of the packages below, one per op."""
 
 

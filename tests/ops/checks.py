@@ -13,8 +13,11 @@ from torch import Tensor
 
 from megalight.ops.activation import reference as activation_reference
 from megalight.ops.adam import reference as adam_reference
+from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.norm import reference as norm_reference
+from megalight.ops.quantize import Scheme, cast
+from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
 
@@ -212,3 +215,42 @@ def check_weight_gradient(
     fn(main_grad, grad_y, x)
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
     assert error(main_grad, expected) <= tolerance, error(main_grad, expected)
+
+
+def check_merge(
+    fn: Callable[..., None], device: str, dtype: torch.dtype, other_dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    """Into other tensors, and the second half of the queries in place."""
+    batch, queries, heads, _ = shape
+    outs = [torch.randn(shape, device=device).to(kind) for kind in (dtype, other_dtype)]
+    logs = [3 * torch.randn(batch, heads, queries, device=device, dtype=wide(dtype)) for _ in range(2)]
+    logs[1][..., -1] = -torch.inf
+    exact_lse = torch.logaddexp(logs[0].double(), logs[1].double())
+    weights = [(lse.double() - exact_lse).exp().mT[..., None] for lse in logs]
+    exact = weights[0] * outs[0].double() + weights[1] * outs[1].double()
+    out, lse = torch.full_like(outs[0], torch.nan, dtype=wide(dtype)), torch.full_like(logs[0], torch.nan)
+    fn(outs[0], logs[0], outs[1], logs[1], out, lse)
+    assert error(out, exact) <= TOLERANCE[wide(dtype)]
+    assert error(lse, exact_lse) <= TOLERANCE[wide(dtype)]
+    half = queries // 2
+    before = outs[0].clone()
+    into = outs[0][:, half:], logs[0][:, :, half:]
+    fn(*into, outs[1][:, half:], logs[1][:, :, half:], *into)
+    assert torch.equal(outs[0][:, :half], before[:, :half])
+    assert error(outs[0][:, half:], exact[:, half:]) <= TOLERANCE[dtype]
+    assert error(logs[0][:, :, half:], exact_lse[:, :, half:]) <= TOLERANCE[wide(dtype)]
+
+
+def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Scheme, dtype: torch.dtype) -> None:
+    """Codes and scales of a matrix and of its transpose, bit for bit. Codes may come in float32, not yet rounded."""
+    x = (torch.randn(tokens, features) * torch.logspace(-3, 3, tokens)[:, None]).to(device, dtype)
+    x[tokens // 2] = 0
+    expected = cast(x, scheme, scheme, backend="reference")
+    with poisoned():
+        found = module.cast(x, scheme, scheme)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours.scale, theirs.scale)
+        codes = ours.data if ours.data.dtype == theirs.data.dtype else to_fp8(ours.data, scheme.format)
+        assert torch.equal(codes.view(torch.uint8), theirs.data.view(torch.uint8))

@@ -81,9 +81,12 @@ def main() -> None:
     from megalight.ops.activation import KINDS
     from megalight.ops.activation import triton as activations
     from megalight.ops.adam import triton as adam
+    from megalight.ops.attention_merge import triton as blocks
     from megalight.ops.cross_entropy import triton as rows
     from megalight.ops.linear import triton as linear
     from megalight.ops.norm import triton as norms
+    from megalight.ops.quantize import Scheme
+    from megalight.ops.quantize import triton as casts
     from megalight.ops.rotary import triton as rotary
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
@@ -109,8 +112,14 @@ def main() -> None:
         adam.adam_step(
             *state, lr=lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2, grad_scale=scale, out=out
         )
+    for dim, dtype in ((128, HALF), (80, torch.float32)):
+        out, lse = torch.randn(2, 64, 4, dim), torch.randn(2, 4, 64)
+        blocks.merge(out.to(dtype), lse, out.to(HALF), lse, out, lse)
     for tokens, width_out, width in ((64, 6144, 4096), (63, 500, 300)):
         linear.accumulate(torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width))
+    for tile in casts.MODES:
+        for columns in (None, Scheme("e5m2", tile, "power")):
+            casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
 
 
 if __name__ == "__main__":

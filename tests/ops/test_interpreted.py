@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megalight.imports import has
+from megalight.ops.quantize import Scheme
 from tests.ops import checks
 
 pytestmark = [
@@ -82,3 +83,24 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"BLOCK_OUT": 16, "BLOCK_IN": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(module, "TILE", small)
     checks.check_weight_gradient(module.accumulate, "cpu", torch.float32, torch.float32, 37, 70, 50)
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 3, 8), (1, 50, 2, 12)])
+@pytest.mark.parametrize("other_dtype", [torch.float32, torch.float16])
+def test_attention_merge(
+    shape: tuple[int, int, int, int], other_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = kernels("attention_merge")
+    monkeypatch.setattr(module, "BLOCK", 128)
+    checks.check_merge(module.merge, "cpu", torch.float32, other_dtype, shape)
+
+
+@pytest.mark.parametrize("tile", [(0, 0), (1, 0), (1, 128), (128, 128)])
+@pytest.mark.parametrize("scale", ["fp32", "power"])
+@pytest.mark.parametrize("shape", [(150, 144), (31, 16), (128, 256)])
+def test_casts(tile: tuple[int, int], scale: Any, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("quantize")
+    # the interpreter rounds to 8 bits wrongly; what comes before that is looked at
+    monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
+    for form in ("e4m3", "e5m2"):
+        checks.check_cast(module, "cpu", *shape, Scheme(form, tile, scale), torch.bfloat16)

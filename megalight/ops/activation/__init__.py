@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from megalight.errors import nearest
 from megalight.ops.activation import native, reference
 from megalight.ops.common import lazy, triton_why_not
-from megalight.registry import Backend, BackendRegistry
+from megalight.registry import Backend, BackendRegistry, remembered
 
 KINDS: tuple[str, ...] = tuple(reference.KINDS)
 """Names of the known activations."""
@@ -51,7 +50,7 @@ ACTIVATION.register(Backend("torch", native.activation, 10, _serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, _serve_all))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _choose(
     registry: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]], spec: Spec, backend: str
 ) -> Callable[[Tensor, str], Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.adam import native, reference
 from megalight.ops.common import lazy, triton_why_not
-from megalight.registry import Backend, BackendRegistry
+from megalight.registry import Backend, BackendRegistry, remembered
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
 ADAM.register(Backend("reference", reference.adam_step, 0, _serve_all))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _choose(spec: Spec, backend: str) -> Callable[..., None]:
     return ADAM.select(spec, backend).fn
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from megalight.errors import LayoutError
 from megalight.ops.attention import cudnn, reference, sdpa, varlen
 from megalight.ops.common import HALF, cuda_why_not
-from megalight.registry import Backend, BackendRegistry
+from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
@@ -95,7 +94,7 @@ ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
 ATTENTION.register(Backend("reference", reference.attention, 0, _serve_all))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
     return ATTENTION.select(spec, backend).fn
 
@@ -132,12 +131,17 @@ def attention(
         ``[Tq, H, Dv]``.
 
     Raises:
-        LayoutError: head counts that do not divide.
+        LayoutError: head counts that do not divide, or tokens that are one share of cut sequences.
         BackendError: no backend can serve, or the named one cannot.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads:
         raise LayoutError(f"{heads} query heads cannot share {kv_heads} key heads; the first must be a multiple.")
+    if sequences.context is not None:
+        raise LayoutError(
+            "these tokens are a share of their sequences, and plain attention sees no other share. Make the model "
+            "parallel with parallelize() on a mesh with cp > 1, and a plan with ContextRegion() for its attention."
+        )
     keys = sequences.keys
     spec = Spec(
         q.device.type,

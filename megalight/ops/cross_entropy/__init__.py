@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megalight.ops.common import lazy, triton_why_not
 from megalight.ops.cross_entropy import chunked, native, reference
 from megalight.ops.cross_entropy.chunked import Combine, Rows
-from megalight.registry import Backend, BackendRegistry
+from megalight.registry import Backend, BackendRegistry, remembered
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _T
 CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, _serve_all))
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
     return CROSS_ENTROPY.select(spec, backend).fn
 

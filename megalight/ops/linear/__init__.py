@@ -10,6 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalight.ops.linear import wgrad
+from megalight.ops.linear.deferred import queue_for
+from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.quantize import Quantized
 from megalight.registry import BackendRegistry
 
 REGISTRIES: tuple[BackendRegistry[wgrad.Spec, Any], ...] = (wgrad.WGRAD,)
@@ -21,38 +25,74 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     A weight or bias with the attribute ``main_grad`` (a tensor of its own shape) receives its gradient there: the
     backward adds to it, calls ``mark_grad_ready()``, and gives autograd nothing. Others get ordinary gradients.
+    Of an ``x`` with a recipe (:mod:`megalight.ops.linear.inputs`) the recipe is kept, and the backward makes it again.
+    A weight with the attribute ``precision`` (:mod:`megalight.ops.linear.low_precision`) is multiplied as that says.
     """
-    if getattr(weight, "main_grad", None) is not None or getattr(bias, "main_grad", None) is not None:
+    precision = precision_of(weight)
+    if precision is not None and not torch.is_grad_enabled():
+        return precision.product(x, weight, bias)
+    own = recipe_of(x) is not None or precision is not None
+    if own or any(getattr(p, "main_grad", None) is not None for p in (weight, bias)):
         out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return out
     return F.linear(x, weight, bias)
 
 
+def precision_of(weight: Tensor) -> LowPrecision | None:
+    """How the products of a weight are formed; None: in its own type."""
+    precision: LowPrecision | None = getattr(weight, "precision", None)
+    return precision
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x W^T + b``, without a graph."""
+    precision = precision_of(weight)
+    return F.linear(x, weight, bias) if precision is None else precision.product(x, weight, bias)
+
+
+def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the forward of an autograd function of ``(x, weight, ...)``: the product, and ``x`` saved as it is needed."""
+    precision, needed = precision_of(weight), ctx.needs_input_grad[1]
+    if precision is None or recipe_of(x) is not None or not needed:
+        save_input(ctx, x, needed)
+        return product(x, weight, bias)
+    y, x_t = precision.product_and_cast(x, weight, bias)
+    save_cast(ctx, x_t)
+    return y
+
+
 def input_gradient(grad_y: Tensor, weight: Tensor) -> Tensor:
     """``grad_y [..., out] x weight [out, in] -> [..., in]``, in the type of ``grad_y``."""
-    return grad_y @ weight.to(grad_y.dtype)
+    precision = precision_of(weight)
+    return grad_y @ weight.to(grad_y.dtype) if precision is None else precision.input_gradient(grad_y, weight)
 
 
-def accumulate_weight_gradient(grad_y: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Tensor) -> Tensor | None:
     """The gradient ``grad_y^T x`` of ``weight [out, in]``, summed over all leading dims.
 
     Args:
         grad_y: ``[..., out]``.
-        x: ``[..., in]``.
+        x: ``[..., in]``; where ``weight`` has a ``precision``, perhaps cast already.
         weight: where it has ``main_grad``, the gradient is added there (in float32 for a float32 one, without a
-            temporary of that size on CUDA) and ``weight.mark_grad_ready()`` is called.
+            temporary of that size on CUDA) and ``weight.mark_grad_ready()`` is called; both later, inside
+            :func:`~megalight.ops.linear.deferred.deferring`.
 
     Returns:
-        None when it went into ``main_grad``, else the gradient in the weight's type.
+        None when it goes into ``main_grad``, else the gradient in the weight's type.
     """
+    if (queue := queue_for(weight)) is not None:
+        held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor brings its place in the graph along
+        queue.put(weight, grad_y, lambda: lambda: held)
+        return None
+    if getattr(weight, "main_grad", None) is not None:
+        wgrad.add(weight, grad_y, x)
+        return None
+    if (precision := precision_of(weight)) is not None:
+        return precision.weight_gradient(grad_y, x, weight.dtype)
+    assert isinstance(x, Tensor)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     x = x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return (grad_y.T @ x).to(weight.dtype)
-    wgrad.choose(wgrad.Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x)
-    _mark_ready(weight)
-    return None
+    return (grad_y.T @ x).to(weight.dtype)
 
 
 def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
@@ -62,31 +102,25 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)
     main_grad.add_(grad_y.sum(0, dtype=main_grad.dtype))
-    _mark_ready(bias)
+    bias.mark_grad_ready()  # type: ignore[attr-defined]
     return None
 
 
-def _mark_ready(parameter: Tensor) -> None:
-    parameter.mark_grad_ready()  # type: ignore[attr-defined]
-
-
 class _Linear(torch.autograd.Function):
-    """The linear layer of parameters that have a main gradient."""
+    """The linear layer of parameters with a main gradient or a precision, or of an input with a recipe."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
         ctx.weight, ctx.bias = weight, bias
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.x_dtype = x.dtype
-        return F.linear(x, weight, bias)
+        return product_and_save(ctx, x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (x,) = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad_x = input_gradient(grad_y, ctx.weight).to(ctx.x_dtype) if need_x else None
-        grad_weight = accumulate_weight_gradient(grad_y, x, ctx.weight) if need_weight else None
+        grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if need_weight else None
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None
         return grad_x, grad_weight, grad_bias

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import HALF, cuda_why_not, lazy, triton_why_not, wide
-from megalight.registry import Backend, BackendRegistry
+from megalight.ops.quantize import Quantized
+from megalight.registry import Backend, BackendRegistry, remembered
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,26 @@ WGRAD.register(Backend("reference", _reference, 1, _serve_all))
 WGRAD.register(Backend("matmul_add", _matmul_add, 0, _serve_all))
 
 
-@lru_cache(maxsize=64)
+@remembered
 def choose(spec: Spec, backend: str = "auto") -> Accumulate:
     """The way to accumulate for ``spec``."""
     return WGRAD.select(spec, backend).fn
+
+
+def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
+    """Add ``grad_y^T x`` to ``weight.main_grad [out, in]`` and call ``weight.mark_grad_ready()``.
+
+    Args:
+        grad_y: ``[..., out]``; all leading dims are summed over.
+        x: ``[..., in]``; where ``weight`` has a ``precision``, perhaps cast already.
+    """
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if (precision := getattr(weight, "precision", None)) is not None:
+        main_grad.add_(precision.weight_gradient(grad_y, x, main_grad.dtype))
+        weight.mark_grad_ready()  # type: ignore[attr-defined]
+        return
+    assert isinstance(x, Tensor)
+    grad_y = grad_y.reshape(-1, grad_y.shape[-1])
+    x = x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
+    choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x)
+    weight.mark_grad_ready()  # type: ignore[attr-defined]

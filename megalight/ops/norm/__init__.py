@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, triton_why_not
 from megalight.ops.norm import native, reference
-from megalight.registry import Backend, BackendRegistry
+from megalight.registry import Backend, BackendRegistry, remembered
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
 ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, _serve_all))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
     return registry.select(spec, backend).fn
 

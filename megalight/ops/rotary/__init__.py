@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from megalight.ops.common import lazy, triton_why_not
 from megalight.ops.rotary import reference
 from megalight.ops.rotary.table import RotaryScaling, rotary_table
-from megalight.registry import Backend, BackendRegistry
+from megalight.registry import Backend, BackendRegistry, remembered
 
 __all__ = ["RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
 
@@ -48,7 +47,7 @@ ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv"), 20, _triton_w
 ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, _serve_all))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
     return registry.select(spec, backend).fn
 

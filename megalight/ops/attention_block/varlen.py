@@ -1,0 +1,55 @@
+"""Blocks by torch's flash kernel, packed ones too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.types import PackedSequences
+
+aten = torch.ops.aten
+
+
+def _packing(q: Tensor, k: Tensor, sequences: PackedSequences | None) -> tuple[Any, ...]:
+    """Offsets of queries and keys, and the longest of both."""
+    if sequences is None:
+        return None, None, q.shape[1], k.shape[1]
+    keys = sequences.keys or sequences
+    # With a single query per sequence the kernel would fold heads together and order the log-sum-exp otherwise.
+    return sequences.cu_seqlens, keys.cu_seqlens, max(2, sequences.max_length), keys.max_length
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """All sequences in one kernel."""
+    packing = _packing(q, k, sequences)
+    if sequences is None:
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, *packing, 0.0, causal, False, scale=scale)
+        return out, lse
+    out, lse, *_ = aten._flash_attention_forward(q[0], k[0], v[0], *packing, 0.0, causal, False, scale=scale)
+    return out[None], lse[None]
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: PackedSequences | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block."""
+    packing, lse, no_dropout = _packing(q, k, sequences), lse.contiguous(), lse.new_empty(0)
+    tensors = (grad_out, q, k, v, out, lse)
+    if sequences is None:
+        grads = aten._flash_attention_backward(*tensors, *packing, 0.0, causal, no_dropout, no_dropout, scale=scale)
+        return grads[0], grads[1], grads[2]
+    rows = (t[0] for t in tensors)
+    grads = aten._flash_attention_backward(*rows, *packing, 0.0, causal, no_dropout, no_dropout, scale=scale)
+    return grads[0][None], grads[1][None], grads[2][None]

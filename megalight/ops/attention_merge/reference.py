@@ -1,0 +1,15 @@
+"""The merge in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes ``out`` and ``lse``, which may be one of the two."""
+    merged = torch.logaddexp(lse_a, lse_b)
+    weights = ((part - merged).exp().nan_to_num(0).mT[..., None] for part in (lse_a, lse_b))  # nan: neither saw a key
+    terms = [weight * part.to(weight.dtype) for weight, part in zip(weights, (out_a, out_b), strict=True)]
+    out.copy_(terms[0] + terms[1])
+    lse.copy_(merged)

@@ -1,0 +1,103 @@
+"""Casts to 8 and 4 bits with scales: of a matrix, and of its transpose, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.ops.common import HALF, lazy, triton_why_not
+from megalight.ops.quantize.reference import amax_of as amax_of
+from megalight.ops.quantize.reference import quantize as quantize
+from megalight.ops.quantize.reference import tile_amax as tile_amax
+from megalight.ops.quantize.types import Quantized as Quantized
+from megalight.ops.quantize.types import Scheme as Scheme
+from megalight.registry import Backend, BackendRegistry, remembered
+
+Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a cast must serve: device type, input type, and the schemes of the matrix and of its transpose."""
+
+    device: str
+    dtype: torch.dtype
+    rows: Scheme | None
+    columns: Scheme | None
+
+
+CastFn: TypeAlias = Callable[
+    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None],
+    Cast,
+]
+QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
+REGISTRIES = (QUANTIZE,)
+EXAMPLE = Spec("cpu", torch.bfloat16, Scheme("e4m3"), Scheme("e4m3"))
+
+
+def cast(
+    x: Tensor,
+    rows: Scheme | None,
+    columns: Scheme | None,
+    *,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> Cast:
+    """Cast ``x [T, f]`` for a product that contracts features, and for one that contracts tokens.
+
+    Args:
+        rows: how ``x`` is cast; None: it is not needed.
+        columns: how its transpose ``[f, T]`` is; ``T`` is padded with zeros to a multiple of ``columns.multiple``.
+        amax: the magnitudes to allow for in ``x``, ``amax_t`` in its transpose: 0-dim for one scale per matrix,
+            ``[R, 1]`` for one per row; None: the largest there are.
+        generator: for stochastic rounding.
+
+    Returns:
+        both; None for what is not needed.
+    """
+    spec = Spec(x.device.type, x.dtype, rows, columns)
+    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator)
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> CastFn:
+    return QUANTIZE.select(spec, backend).fn
+
+
+def _reference(
+    x: Tensor,
+    rows: Scheme | None,
+    columns: Scheme | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    generator: torch.Generator | None,
+) -> Cast:
+    whole = None if rows is None else quantize(x, rows, amax, generator)
+    if columns is None:
+        return whole, None
+    transposed = F.pad(x.t(), (0, -len(x) % columns.multiple))
+    return whole, quantize(transposed, columns, amax_t, generator)
+
+
+TILES = ((0, 0), (1, 0), (1, 128), (128, 128))
+"""Tiles that the Triton kernels know."""
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    for scheme in (spec.rows, spec.columns):
+        if scheme is not None and (scheme.scale not in ("fp32", "power") or scheme.tile not in TILES):
+            return f"serves fp32 scales of tiles {', '.join(map(str, TILES))} (0: all), not {scheme}"
+    if spec.dtype not in (*HALF, torch.float32):
+        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
+    return triton_why_not(spec.device, spec.dtype)
+
+
+QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"), 10, _triton_why_not))
+QUANTIZE.register(Backend("reference", _reference, 0, lambda spec: None))

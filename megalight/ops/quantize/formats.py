@@ -1,0 +1,90 @@
+"""Formats of 8 and 4 bits: their limits, and rounding to them.
+
+==== ======== ======= ========================= ===================================================
+name bits     largest type                      source
+==== ======== ======= ========================= ===================================================
+e4m3 1-4-3    448     ``float8_e4m3fn``         OCP 8-bit floating point 1.0; NaN, no infinity
+e5m2 1-5-2    57344   ``float8_e5m2``           OCP 8-bit floating point 1.0
+e2m1 1-2-1    6       ``float4_e2m1fn_x2``      OCP microscaling 1.0; no NaN; two elements a byte
+e8m0 8        2^127   ``float8_e8m0fnu``        OCP microscaling 1.0; scales alone; 255 is NaN
+==== ======== ======= ========================= ===================================================
+
+Values beyond the largest saturate: torch's own casts do so in some releases and give NaN in others.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Format: TypeAlias = Literal["e4m3", "e5m2", "e2m1"]
+LARGEST: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the codes 0 to 7; bit 3 is the sign."""
+
+
+def to_fp8(x: Tensor, name: Format) -> Tensor:
+    """Round float32 to the nearest value, ties to even, saturating; NaN stays NaN."""
+    largest = LARGEST[name]
+    return x.clamp(-largest, largest).to(DTYPES[name])
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """``uint8`` codes 0 to 15 of the nearest values, ties to even, saturating. NaN, which e2m1 lacks, becomes 0."""
+    size = x.abs()
+    # between two values; the one in the middle goes to the even code
+    steps = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0)
+    code = torch.stack([step.to(torch.uint8) for step in steps]).sum(0, dtype=torch.uint8)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
+    """Codes of one of the two neighbours, the upper one with a probability that makes the mean ``x``.
+
+    Args:
+        x: any shape.
+        uniform: draws from [0, 1) of the same shape.
+    """
+    values = torch.tensor(E2M1, dtype=torch.float32, device=x.device)
+    size = x.abs().clamp(max=E2M1[-1])
+    below = (torch.bucketize(size, values, right=True) - 1).clamp(0, 6)
+    low, high = values[below], values[below + 1]
+    code = (below + (uniform * (high - low) < size - low)).to(torch.uint8)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """``[..., n]`` codes (``n`` even) to ``float4_e2m1fn_x2 [..., n / 2]``; the first of a pair in the low bits."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous().view(torch.float4_e2m1fn_x2)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """The float32 values ``[..., n]`` of ``float4_e2m1fn_x2 [..., n / 2]``."""
+    pairs = packed.view(torch.uint8)
+    codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+    values = torch.tensor(E2M1, dtype=torch.float32, device=packed.device)[(codes & 7).long()]
+    return torch.where(codes > 7, -values, values)
+
+
+def power_below(x: Tensor) -> Tensor:
+    """The largest power of two that is not above positive normal float32 ``x``; infinity and NaN stay as they are."""
+    bits = x.view(torch.int32)
+    return torch.where(x.isfinite(), (bits & 0x7F800000).view(torch.float32), x)
+
+
+def to_e8m0(x: Tensor) -> Tensor:
+    """Positive float32 rounded *up* to a power of two, as ``float8_e8m0fnu``; 0 becomes the smallest, 2^-127."""
+    mantissa, exponent = torch.frexp(x.double())
+    code = exponent + 127 - (mantissa == 0.5).to(exponent.dtype)
+    code = torch.where(x == 0, 0, code).clamp(0, 254)
+    return torch.where(x.isfinite(), code, 255).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def e8m0_value(scale: Tensor) -> Tensor:
+    """The float64 value of ``float8_e8m0fnu``."""
+    code = scale.view(torch.uint8)
+    value = torch.exp2(code.double() - 127)
+    return torch.where(code == 255, torch.nan, value)

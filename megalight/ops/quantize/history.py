@@ -1,0 +1,56 @@
+"""The largest magnitudes of past steps, from which delayed scales are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+INPUT, WEIGHT, GRADIENT = range(3)
+"""Rows of a history: the gradient is that of the output."""
+
+
+class AmaxHistory:
+    """Of one linear layer. Nothing is read back to the host.
+
+    It is not saved: a run that begins or resumes scales by the values that are there until it has seen a step.
+
+    Args:
+        length: steps to look back.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.past: Tensor | None = None
+        self.current: Tensor | None = None
+
+    def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
+        """The magnitude to allow for: the largest of past steps, or ``amax`` while there are none.
+
+        Args:
+            role: :data:`INPUT`, :data:`WEIGHT` or :data:`GRADIENT`.
+            amax: of what is about to be cast, 0-dim.
+            record: remember it.
+        """
+        if self.past is None or self.current is None:
+            self.past = torch.zeros(self.length, 3, device=amax.device)
+            self.current = torch.zeros(3, device=amax.device)
+        if record:
+            self.current[role] = torch.maximum(self.current[role], amax)
+        known = self.past[:, role].amax()
+        return torch.where(known > 0, known, amax)
+
+    @staticmethod
+    def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
+        """End a step: every history's oldest step makes room for this one, reduced over ranks all at once."""
+        used = [history.current for history in histories if history.current is not None]
+        if not used:
+            return
+        seen = torch.stack(used)
+        if reduce is not None:
+            reduce(seen)
+        for history, row in zip([h for h in histories if h.current is not None], seen, strict=True):
+            assert history.past is not None and history.current is not None
+            history.past.copy_(torch.cat([row[None], history.past[:-1]]))
+            history.current.zero_()

@@ -1,0 +1,97 @@
+"""Casts in plain torch, exact to the formats' definitions, on any device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.ops.quantize.formats import (
+    LARGEST,
+    e2m1_codes,
+    e2m1_codes_stochastic,
+    e8m0_value,
+    pack_e2m1,
+    power_below,
+    to_e8m0,
+    to_fp8,
+)
+from megalight.ops.quantize.hadamard import rotate
+from megalight.ops.quantize.types import Quantized, Scheme, spread
+
+TINY = 1e-30
+"""Amax is not taken to be less: scales stay finite. All-zero tiles get a scale, too, and stay zero."""
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude, 0-dim float32, in one pass; NaN where there is one."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    amax: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=wide)
+    return amax.float()
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """The largest magnitude of each tile of ``[R, K]``, float32; incomplete tiles end at the edge."""
+    rows, columns = x.shape
+    height, width = tile[0] or max(rows, 1), tile[1] or max(columns, 1)
+    x = F.pad(x.abs(), (0, -columns % width, 0, -rows % height))
+    return x.reshape(len(x) // height, height, x.shape[1] // width, width).amax((1, 3)).float()
+
+
+def divide(number: float, x: Tensor) -> Tensor:
+    """``number / x``, rounded once: ``/`` would multiply by a rounded reciprocal."""
+    return torch.full_like(x, number) / x
+
+
+def multiplier(amax: Tensor, largest: float, power: bool) -> Tensor:
+    """What float32 values of magnitude up to ``amax`` are multiplied by to fill a format."""
+    factor = divide(largest, amax.clamp(min=TINY))
+    return power_below(factor) if power else factor
+
+
+def quantize(
+    x: Tensor, scheme: Scheme, amax: Tensor | None = None, generator: torch.Generator | None = None
+) -> Quantized:
+    """Cast ``[R, K]``.
+
+    Args:
+        amax: the magnitudes to allow for instead of the largest there are, 0-dim for one scale per matrix, ``[R, 1]``
+            for one per row; values beyond saturate. Smaller tiles look for their own.
+        generator: for stochastic rounding.
+    """
+    x = rotate(x) if scheme.hadamard else x.float()
+    if scheme.scale == "e8m0":
+        return _microscale(x, scheme)
+    if scheme.scale == "e4m3":
+        return _nvfp4(x, scheme, generator)
+    if amax is None:
+        amax = tile_amax(x, scheme.tile)
+    factor = multiplier(amax, LARGEST[scheme.format], scheme.scale == "power").reshape(amax.shape or (1, 1))
+    data = to_fp8(x * spread(factor, scheme.tile, *x.shape), scheme.format)
+    return Quantized(data, 1.0 / factor, scheme)
+
+
+def _microscale(x: Tensor, scheme: Scheme) -> Quantized:
+    """Scales are the least power of two with which nothing saturates."""
+    scale = to_e8m0(tile_amax(x, scheme.tile) / LARGEST[scheme.format])
+    scaled = (x.double() / spread(e8m0_value(scale), scheme.tile, *x.shape)).float()
+    data = pack_e2m1(e2m1_codes(scaled)) if scheme.format == "e2m1" else to_fp8(scaled, scheme.format)
+    return Quantized(data, scale, scheme)
+
+
+def _nvfp4(x: Tensor, scheme: Scheme, generator: torch.Generator | None) -> Quantized:
+    """https://arxiv.org/abs/2509.25149, appendix C."""
+    encode = divide(LARGEST["e4m3"] * LARGEST["e2m1"], amax_of(x).clamp(min=TINY))
+    decode = 1.0 / encode
+    scale = to_fp8(tile_amax(x, scheme.tile) / LARGEST["e2m1"] * encode, "e4m3")
+    step = scale.float() * decode
+    factor = torch.where(step == 0, 0.0, 1.0 / step)  # a tile so small that its scale is 0 is 0
+    scaled = x * spread(factor, scheme.tile, *x.shape)
+    if scheme.stochastic:
+        uniform = torch.rand(x.shape, generator=generator, device=x.device)
+        codes = e2m1_codes_stochastic(scaled, uniform)
+    else:
+        codes = e2m1_codes(scaled)
+    return Quantized(pack_e2m1(codes), scale, scheme, decode)

@@ -1,0 +1,178 @@
+"""Casts to 8 bits in one pass: read once, write the codes of the matrix, of its transpose, and their scales."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.ops.jit import Value, constexpr, jit, tl, triton
+from megalight.ops.quantize.formats import DTYPES, LARGEST
+from megalight.ops.quantize.reference import TINY
+from megalight.ops.quantize.types import Quantized, Scheme
+
+BLOCK = 128
+NONE, WHOLE, LINE, STRIP, SQUARE = 0, 1, 2, 3, 4
+"""What shares a scale: the matrix, a row of it, 128 elements of a row, 128 x 128 of them."""
+MODES = {(0, 0): WHOLE, (1, 0): LINE, (1, BLOCK): STRIP, (BLOCK, BLOCK): SQUARE}
+
+
+@jit
+def _codes(
+    x: Value,
+    amax: Value,
+    scale: Value,
+    line: Value,
+    lines: Value,
+    strip: Value,
+    block: Value,
+    strips: Value,
+    AXIS: constexpr,
+    MODE: constexpr,
+    LARGEST: constexpr,
+    SMALLEST: constexpr,
+    POWER: constexpr,
+) -> Value:
+    """Scaled and clamped ``x``, a tile whose contracted dim is ``AXIS``; writes the scales.
+
+    ``line`` numbers the tile's rows (columns for axis 0) in the matrix, of ``lines``; the tile is the ``strip``-th of
+    ``strips`` along them, and the ``block``-th across.
+    """
+    if MODE == 1:
+        largest = tl.load(amax)
+    elif MODE == 2:
+        largest = tl.load(amax + line, mask=line < lines, other=1.0)
+    elif MODE == 3:
+        largest = tl.max(tl.abs(x), AXIS)
+    else:
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
+    if POWER:
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(1.0, factor)
+    if MODE == 1:
+        tl.store(scale, inverse, mask=(strip == 0) & (block == 0))
+    elif MODE == 2:
+        tl.store(scale + line, inverse, mask=(line < lines) & (strip == 0))
+    elif MODE == 3:
+        tl.store(scale + strip.to(tl.int64) * lines + line, inverse, mask=line < lines)
+    else:
+        tl.store(scale + block * strips + strip, inverse)
+    if MODE == 2 or MODE == 3:
+        factor = tl.expand_dims(factor, AXIS)
+    y = x * factor
+    y = tl.where(y > LARGEST, LARGEST, y)  # comparisons let NaN through
+    return tl.where(y < -LARGEST, -LARGEST, y)
+
+
+@jit
+def _cast(
+    x: Value,
+    row_codes: Value,
+    row_scale: Value,
+    row_amax: Value,
+    column_codes: Value,
+    column_scale: Value,
+    column_amax: Value,
+    tokens: Value,
+    padded: Value,
+    features: Value,
+    x_stride: Value,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    ROW_LARGEST: constexpr,
+    COLUMN_LARGEST: constexpr,
+    SMALLEST: constexpr,
+    ROW_POWER: constexpr,
+    COLUMN_POWER: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    down, across = tl.program_id(0), tl.program_id(1)
+    t = down * BLOCK + tl.arange(0, BLOCK)
+    f = across * BLOCK + tl.arange(0, BLOCK)
+    inside = (t < tokens)[:, None] & (f < features)[None, :]
+    tile = tl.load(x + t.to(tl.int64)[:, None] * x_stride + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROWS != 0:
+        codes = _codes(
+            tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(features, BLOCK),
+            1, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER,
+        )  # fmt: skip
+        where = row_codes + t.to(tl.int64)[:, None] * features + f[None, :]
+        tl.store(where, codes.to(row_codes.dtype.element_ty), mask=inside)
+    if COLUMNS != 0:
+        codes = _codes(
+            tile, column_amax, column_scale, f, features, down, across, tl.cdiv(padded, BLOCK),
+            0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
+        )  # fmt: skip
+        small = codes.to(column_codes.dtype.element_ty)
+        where = column_codes + f.to(tl.int64)[:, None] * padded + t[None, :]
+        tl.store(where, tl.trans(small), mask=(f < features)[:, None] & (t < padded)[None, :])
+
+
+def cast(
+    x: Tensor,
+    rows: Scheme | None,
+    columns: Scheme | None,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """As :func:`megalight.ops.quantize.cast`."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, features = x.shape
+    padded = tokens if columns is None else tokens + -tokens % columns.multiple
+    whole = _empty(x, rows, tokens, features)
+    transposed = _empty(x, columns, features, padded)
+    amax = _amax(x, rows, amax, 1)
+    amax_t = amax if rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is None else amax_t
+    amax_t = _amax(x, columns, amax_t, 0)
+    if x.numel():
+        _cast[(triton.cdiv(padded, BLOCK), triton.cdiv(features, BLOCK))](
+            x,
+            *_arguments(x, whole, amax),
+            *_arguments(x, transposed, amax_t),
+            tokens,
+            padded,
+            features,
+            x.stride(0),
+            ROWS=NONE if rows is None else MODES[rows.tile],
+            COLUMNS=NONE if columns is None else MODES[columns.tile],
+            ROW_LARGEST=1.0 if rows is None else LARGEST[rows.format],
+            COLUMN_LARGEST=1.0 if columns is None else LARGEST[columns.format],
+            SMALLEST=TINY,
+            ROW_POWER=rows is not None and rows.scale == "power",
+            COLUMN_POWER=columns is not None and columns.scale == "power",
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+    return whole, transposed
+
+
+def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantized | None:
+    if scheme is None:
+        return None
+    data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=x.device)
+    mode = MODES[scheme.tile]
+    strips = triton.cdiv(columns, BLOCK)
+    if mode == STRIP:  # in the order in memory that products read
+        scale = torch.empty(strips, rows, device=x.device).t()
+    else:
+        shape = {WHOLE: (1, 1), LINE: (rows, 1), SQUARE: (triton.cdiv(rows, BLOCK), strips)}[mode]
+        scale = torch.empty(shape, device=x.device)
+    return Quantized(data, scale, scheme)
+
+
+def _amax(x: Tensor, scheme: Scheme | None, given: Tensor | None, dim: int) -> Tensor | None:
+    """What the kernel cannot find in one tile."""
+    mode = NONE if scheme is None else MODES[scheme.tile]
+    if given is not None or mode not in (WHOLE, LINE) or not x.numel():
+        return given
+    dims = None if mode == WHOLE else dim
+    found: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
+    return found
+
+
+def _arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and amax; where there are none, any tensor stands in."""
+    if cast is None:
+        return x, x, x
+    return cast.data, cast.scale, x if amax is None else amax.contiguous()

@@ -1,0 +1,88 @@
+"""What a cast tensor is: codes, scales, and how many elements share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalight.ops.quantize.formats import Format, e8m0_value, unpack_e2m1
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix ``[R, K]`` that a product will contract over ``K`` is cast.
+
+    Attributes:
+        format: of the elements.
+        tile: rows and columns that share one scale; 0 stands for all of them.
+        scale: of the scales: ``fp32``; ``power`` (of two, in fp32); ``e8m0`` (microscaling); ``e4m3`` (NVFP4: times one
+            fp32 scale of the whole matrix).
+        stochastic: rounding that is right in the mean (e2m1 alone).
+        hadamard: sixteen neighbours along ``K`` are mixed by a random rotation first, which spreads outliers. The other
+            factor must be mixed in the same way: products are then what they would have been.
+    """
+
+    format: Format
+    tile: tuple[int, int] = (0, 0)
+    scale: Literal["fp32", "power", "e8m0", "e4m3"] = "fp32"
+    stochastic: bool = False
+    hadamard: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What ``K`` must divide by: products in 8 bits take sixteen elements at a time, microscaling 32."""
+        return 32 if self.scale == "e8m0" else 16
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A cast matrix ``[R, K]``: ``value = code * scale (* global_scale)``.
+
+    Attributes:
+        data: ``[R, K]``; ``[R, K / 2]`` where a byte holds two.
+        scale: ``[ceil(R / tile rows), ceil(K / tile columns)]``.
+        scheme: how it was cast.
+        global_scale: 0-dim float32 (NVFP4).
+    """
+
+    data: Tensor
+    scale: Tensor
+    scheme: Scheme
+    global_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(R, K)``."""
+        rows, columns = self.data.shape
+        return rows, columns * 2 if self.scheme.format == "e2m1" else columns
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes, scales and, where there is one, the global scale: what :meth:`of_tensors` takes."""
+        return (self.data, self.scale) if self.global_scale is None else (self.data, self.scale, self.global_scale)
+
+    @staticmethod
+    def of_tensors(scheme: Scheme, *tensors: Tensor) -> Quantized:
+        """The matrix that had these :attr:`tensors`."""
+        data, scale, *rest = tensors
+        return Quantized(data, scale, scheme, *rest)
+
+    def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """``[R, K]``: exact in float64."""
+        codes = unpack_e2m1(self.data) if self.scheme.format == "e2m1" else self.data
+        scale = e8m0_value(self.scale) if self.scheme.scale == "e8m0" else self.scale.to(torch.float64)
+        if self.global_scale is not None:
+            scale = scale * self.global_scale
+        rows, columns = self.shape
+        return (codes.to(torch.float64) * spread(scale, self.scheme.tile, rows, columns)).to(dtype)
+
+
+def spread(scale: Tensor, tile: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """One scale per tile to one per element, ``[rows, columns]`` (or broadcast to it)."""
+    for dim, (size, length) in enumerate(zip(tile, (rows, columns), strict=True)):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, length)
+    return scale

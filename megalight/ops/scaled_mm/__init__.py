@@ -1,0 +1,151 @@
+"""``a b^T`` of two cast matrices.
+
+``reference`` multiplies the values that the codes stand for in float64: it serves everything everywhere, and is what
+emulation means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.ops.common import cuda_why_not
+from megalight.ops.quantize import Quantized, Scheme, quantize
+from megalight.registry import Backend, BackendRegistry, remembered
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a product must serve.
+
+    Attributes:
+        device: device type.
+        a, b: schemes of the two.
+        dtype: of the result.
+    """
+
+    device: str
+    a: Scheme
+    b: Scheme
+    dtype: torch.dtype
+
+
+ScaledMM: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
+SCALED_MM: BackendRegistry[Spec, ScaledMM] = BackendRegistry("scaled_mm")
+REGISTRIES = (SCALED_MM,)
+EXAMPLE = Spec("cpu", Scheme("e4m3"), Scheme("e4m3"), torch.bfloat16)
+
+
+def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False, backend: str = "auto") -> Tensor:
+    """``a [M, K] x b [N, K] -> [M, N]``.
+
+    Args:
+        dtype: of the result.
+        fast: sums may be formed with fewer bits than float32 has (good enough for forward passes).
+
+    Raises:
+        BackendError: the named backend has no product for these schemes on this device.
+    """
+    return choose(Spec(a.data.device.type, a.scheme, b.scheme, dtype), backend)(a, b, dtype, fast)
+
+
+@remembered
+def choose(spec: Spec, backend: str = "auto") -> ScaledMM:
+    """The way to multiply for ``spec``."""
+    return SCALED_MM.select(spec, backend).fn
+
+
+def _reference(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+    return (a.dequantize() @ b.dequantize().T).to(dtype)
+
+
+def _tensorwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+    return torch._scaled_mm(
+        a.data,
+        b.data.t(),
+        scale_a=a.scale.reshape(()),
+        scale_b=b.scale.reshape(()),
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+    y = torch._scaled_mm(
+        a.data,
+        b.data.t(),
+        scale_a=a.scale.contiguous(),
+        scale_b=b.scale.reshape(1, -1).contiguous(),
+        out_dtype=torch.bfloat16,  # the only one it has
+        use_fast_accum=fast,
+    )
+    return y.to(dtype)
+
+
+def _blockwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+    y = torch._scaled_mm(
+        a.data,
+        b.data.t(),
+        scale_a=_block_scales(a),
+        scale_b=_block_scales(b).t(),
+        out_dtype=torch.bfloat16,
+    )
+    return y.to(dtype)
+
+
+def _block_scales(q: Quantized) -> Tensor:
+    """In the order in memory that cuBLAS reads: 1 x 128 by columns, 128 x 128 by rows padded to a multiple of four."""
+    if q.scheme.tile == (1, 128):
+        return q.scale.t().contiguous().t()
+    columns = q.scale.shape[1]
+    return F.pad(q.scale, (0, -columns % 4))[:, :columns]
+
+
+def _native_why_not(spec: Spec, product: ScaledMM, tiles: tuple[tuple[int, int], ...], capability: float) -> str | None:
+    schemes = (spec.a, spec.b)
+    if any(s.scale not in ("fp32", "power") or s.tile not in tiles or s.format == "e2m1" for s in schemes):
+        return f"serves 8-bit tiles {', '.join(map(str, tiles))} (0: all) with fp32 scales"
+    if spec.a.format == spec.b.format == "e5m2":
+        return "multiplies e5m2 by e4m3 only"
+    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"gives bfloat16, float16 or float32, not {spec.dtype}"
+    if (reason := cuda_why_not(spec.device)) is not None:
+        return reason
+    major, minor = torch.cuda.get_device_capability()
+    if major + minor / 10 < capability:
+        return f"needs a GPU of compute capability {capability}, and this one has {major}.{minor}"
+    return _probe(product, spec.a, spec.b, spec.dtype)
+
+
+@lru_cache(maxsize=64)
+def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str | None:
+    """Whether this torch has the product on this GPU, and gives what the codes say: not all releases do."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        quantize((torch.randn(size, 384, generator=generator) * torch.logspace(-2, 2, size)[:, None]).cuda(), scheme)
+        for size, scheme in ((272, a), (144, b))
+    )
+    expected = _reference(left, right, torch.float64, False)
+    try:
+        found = product(left, right, dtype, False).double()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        return f"this torch refuses it here: {str(error).splitlines()[0]}"
+    wrong = float((found - expected).norm() / expected.norm())
+    return None if wrong < 1e-2 else f"this torch gives a wrong product here (relative error {wrong:.1e})"
+
+
+def _register(name: str, product: ScaledMM, priority: int, tiles: tuple[tuple[int, int], ...], needs: float) -> None:
+    why_not = partial(_native_why_not, product=product, tiles=tiles, capability=needs)
+    SCALED_MM.register(Backend(name, product, priority, why_not))
+
+
+_register("torch_tensorwise", _tensorwise, 30, ((0, 0),), 8.9)
+_register("torch_rowwise", _rowwise, 20, ((1, 0),), 9.0)
+_register("torch_blockwise", _blockwise, 10, ((1, 128), (128, 128)), 9.0)
+SCALED_MM.register(Backend("reference", _reference, 0, lambda spec: None))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.ops.linear import linear
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.quantize import Scheme, cast
+from megalight.ops.quantize.recipes import recipe
+from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
+from tests.ops.checks import check_cast, error
+from tests.ops.test_linear import with_main_grad
+
+pytestmark = pytest.mark.gpu
+
+TILES = [(0, 0), (1, 0), (1, 128), (128, 128)]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("scale", ["fp32", "power"])
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(150, 144), (4096, 1024), (8192, 14336)])
+def test_kernels_cast_as_the_reference(
+    tile: tuple[int, int], scale: Any, form: Any, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    from megalight.ops.quantize import triton as kernels
+
+    check_cast(kernels, "cuda", *shape, Scheme(form, tile, scale), dtype)
+
+
+def test_not_a_number_stays() -> None:
+    x = torch.randn(64, 64, device="cuda").bfloat16()
+    x[3, 5] = torch.nan
+    for tile in TILES:
+        rows, columns = cast(x, Scheme("e4m3", tile), Scheme("e4m3", tile), backend="triton")
+        assert rows is not None
+        assert columns is not None
+        assert bool(rows.data.float()[3, 5].isnan()) or bool(rows.scale.isnan().any())
+        assert bool(columns.data.float()[5, 3].isnan()) or bool(columns.scale.isnan().any())
+
+
+@pytest.mark.parametrize("backend", ["torch_tensorwise", "torch_rowwise", "torch_blockwise"])
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(150, 144, 272), (4096, 1024, 2048), (17, 16, 16)])
+def test_products_equal_the_reference(backend: str, gradient: Any, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    tiles = {"torch_tensorwise": ((0, 0), (0, 0)), "torch_rowwise": ((1, 0), (1, 0))}.get(
+        backend, ((1, 128), (128, 128))
+    )
+    a, b = Scheme(gradient, tiles[0]), Scheme("e4m3", tiles[1])
+    reasons = {row.name: reason for row, reason in SCALED_MM.table(Spec("cuda", a, b, torch.bfloat16))}
+    if reasons[backend] is not None:
+        pytest.skip(reasons[backend])
+    left, _ = cast(torch.randn(m, k, device="cuda").bfloat16(), a, None)
+    right, _ = cast(torch.randn(n, k, device="cuda").bfloat16(), b, None)
+    assert left is not None
+    assert right is not None
+    expected = scaled_mm(left, right, torch.float64, backend="reference")
+    assert error(scaled_mm(left, right, torch.bfloat16, backend=backend), expected) < 4e-3
+
+
+def test_an_h200_has_tensorwise_and_rowwise_products() -> None:
+    for name in ("tensorwise", "rowwise"):
+        schemes = recipe(name)
+        for a, b in ((schemes.x, schemes.weight), (schemes.gradient_t, schemes.x_t)):
+            assert SCALED_MM.select(Spec("cuda", a, b, torch.bfloat16)).name == f"torch_{name}"
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_linear_equals_its_emulation(name: str) -> None:
+    schemes = recipe(name)
+    if SCALED_MM.select(Spec("cuda", schemes.x, schemes.weight, torch.bfloat16)).name == "reference":
+        pytest.skip("no such products here")
+    data = torch.randn(256, 384, device="cuda").bfloat16()
+    x, grad_y = (torch.randn(200, size, device="cuda").bfloat16() for size in (384, 256))
+    found = []
+    for emulate in (False, True):
+        weight, session = with_main_grad(data.clone(), torch.float32), Session()
+        weight.precision = LowPrecision(schemes, session, emulate=emulate)  # type: ignore[attr-defined]
+        leaf = x.clone().requires_grad_()
+        with session.step(0):
+            out = linear(leaf, weight)
+            out.backward(grad_y)
+        found.append((out, leaf.grad, weight.main_grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) < 4e-3
