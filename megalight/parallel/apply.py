@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
 
 from megalight.errors import LayoutError, nearest
+from megalight.parallel.context.attention import ContextAttention
+from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
+from megalight.parallel.plan import ContextRegion, Plan
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.shared import Shared
 from megalight.parallel.tensor.splitter import Splitter
@@ -17,9 +19,15 @@ from megalight.parallel.tensor.styles import style_module
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, mesh: ParallelMesh, *, sequence_parallel: bool = False, prefix: str = ""
+    model: nn.Module,
+    plan: Plan,
+    mesh: ParallelMesh,
+    *,
+    sequence_parallel: bool = False,
+    context: ContextOptions | None = None,
+    prefix: str = "",
 ) -> dict[str, ShardSpec]:
-    """Split a one-device model over the ``tp`` axis of a mesh, in place.
+    """Split a one-device model over the ``tp`` axis of a mesh, and its attention over ``cp``, in place.
 
     Modules that the plan names are replaced by parallel ones under the same name, whose parameters, under the same
     names again, hold this rank's part. Real values are sliced; meta parameters stay meta.
@@ -30,6 +38,7 @@ def parallelize(
         mesh: the grid of ranks.
         sequence_parallel: hidden states between split layers hold a share of the tokens each; token counts must then
             be multiples of ``tp``.
+        context: which kind of attention its layers use under context parallelism; None is ``auto``.
         prefix: put before every canonical name.
 
     Returns:
@@ -38,18 +47,20 @@ def parallelize(
 
     Raises:
         LayoutError: the model is parallel already; something does not divide; a pattern matches nothing; a style does
-            not fit its module; under sequence parallelism, a module with parameters has no rule.
+            not fit its module; under sequence parallelism, a module with parameters has no rule; under context
+            parallelism, the plan names no attention, or a kind cannot serve a layer.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if isinstance(getattr(module, "shared", None), Shared):
+        if isinstance(module, ContextAttention) or isinstance(getattr(module, "shared", None), Shared):
             raise LayoutError(f"{name} ({type(module).__name__}) is parallel already; parallelize a model once.")
     for pattern in plan.unmatched(modules):
         raise LayoutError(
             f"pattern {pattern!r} of the plan matches no module of {type(model).__name__}; correct or remove it."
             + nearest(pattern, modules)
         )
-    shared = Shared(mesh, sequence_parallel and mesh.tp > 1, plan.sequence_dim)
+    shared = Shared(mesh, sequence_parallel and mesh.tp > 1, plan.sequence_dim, context or ContextOptions())
+    _check_context(plan, shared, modules)
     splitter = Splitter(model, shared, prefix)
     unknown = []
     for name, module in modules.items():
@@ -66,6 +77,17 @@ def parallelize(
             "of the tokens, Replicated() for those that see all, or turn sequence parallelism off."
         )
     return splitter.specs
+
+
+def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
+    """Some attention looks at all shares, and what the options say of it matches something."""
+    regions = [name for name, module in modules.items() if ContextRegion() in plan.styles_of(name, module)]
+    if shared.mesh.cp > 1 and not regions:
+        raise LayoutError(
+            f"cp={shared.mesh.cp} gives each rank a share of every sequence, but the plan has ContextRegion() for no "
+            "attention, so none would look at the other shares. Add the rule, or set cp=1."
+        )
+    shared.context.check(regions)
 
 
 @contextmanager

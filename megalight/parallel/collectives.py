@@ -11,6 +11,7 @@ region             forward                 backward
 ``join``           all-gather              own slice
 ``all_gather``     all-gather              reduce-scatter
 ``reduce_scatter`` reduce-scatter          all-gather
+``all_to_all``     all-to-all              all-to-all
 ================== ======================= =======================
 
 ``join`` hands the whole to ranks that all compute the same with it; ``all_gather`` to ranks that each compute a part.
@@ -81,6 +82,21 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) ->
     return Pending(work, lambda: out)
 
 
+def start_all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
+    """Slice ``i`` along ``dim`` goes to rank ``i``; what comes back is every rank's slice for this one.
+
+    Raises:
+        LayoutError: ``dim`` does not divide by the group's size.
+    """
+    if group is None:
+        return Pending(None, lambda: x)
+    slices = _slices(x, group, dim)
+    x = x.contiguous() if dim == 0 else torch.cat(slices)
+    out = torch.empty_like(x)
+    work = dist.all_to_all_single(out, x, group=group, async_op=True)
+    return Pending(work, lambda: out if dim == 0 else torch.cat(out.chunk(len(slices)), dim))
+
+
 def own_slice(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
     """Own slice of ``x`` along ``dim``: a view.
 
@@ -132,6 +148,10 @@ def _scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return start_reduce_scatter(x, group, dim).wait()
 
 
+def _exchange(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return start_all_to_all(x, group, dim).wait()
+
+
 def _own(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return own_slice(x, group, dim).contiguous()
 
@@ -146,6 +166,7 @@ _SPLIT = _region("Split", _own, _gather)
 _JOIN = _region("Join", _gather, _own)
 _ALL_GATHER = _region("AllGather", _gather, _scatter)
 _REDUCE_SCATTER = _region("ReduceScatter", _scatter, _gather)
+_ALL_TO_ALL = _region("AllToAll", _exchange, _exchange)
 
 
 def copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -176,3 +197,8 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
     """Own slice of the sum over the group; gradients are gathered."""
     return x if group is None else _REDUCE_SCATTER(x, group, dim)
+
+
+def all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Slice ``i`` goes to rank ``i``; gradients go back the same way."""
+    return x if group is None else _ALL_TO_ALL(x, group, dim)

@@ -5,7 +5,7 @@ Rank order is Megatron's, fastest first: ``tp, cp, dp, pp``. The same ranks seen
 
 An axis can be read as two: ``"tp%2"`` is the place within runs of 2 neighbouring ranks of ``tp``, ``"tp/2"`` the run
 (both as in the arithmetic of coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"`` counts KV heads and ``"tp%2"``
-their replicas.
+their replicas. ``"pp:0+3"`` is the ranks at the places 0 and 3 of ``pp`` alone: the stages that share a tied weight.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalight.errors import LayoutError, nearest
+from megalight.parallel.groups import new_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -34,16 +35,18 @@ class ParallelMesh:
     """Named axes over all ranks.
 
     Args:
-        world_size: number of ranks; must be ``pp * dp * cp * tp``.
+        world_size: number of ranks of the grid; must be ``pp * dp * cp * tp``.
         global_rank: this process.
         tp, cp, pp: degrees; data parallelism takes what is left.
         ep, etp: expert degrees; ``world_size / (pp * ep * etp)`` replicas of each expert (``edp``).
+        offset: first global rank of a grid that is a part of the world, one of several side by side; processes outside
+            may hold it too, but have no place and no groups in it. None: the grid is the whole world.
 
     Raises:
         LayoutError: the degrees do not divide the world size.
 
-    Process groups are made on first use and kept. Every rank must ask for the same groups in the same order, which
-    setup code that runs alike on all ranks does.
+    Process groups are made on first use and kept. The members of a group must ask for it at the same time; other ranks
+    need not know of it.
     """
 
     world_size: int = 1
@@ -53,6 +56,7 @@ class ParallelMesh:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    offset: int | None = None
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,8 +72,13 @@ class ParallelMesh:
                     f"world size {self.world_size} is not a multiple of {names} = {product}. "
                     f"Use {product} x n processes, or lower a degree."
                 )
-        if not 0 <= self.global_rank < self.world_size:
-            raise LayoutError(f"rank {self.global_rank} lies outside a world of {self.world_size}.")
+        if self.offset is None and not self.contains(self.global_rank):
+            raise LayoutError(
+                f"rank {self.global_rank} lies outside a world of {self.world_size}; a grid that is a part of the "
+                "world needs an offset."
+            )
+        if self.offset is not None and min(self.offset, self.global_rank) < 0:
+            raise LayoutError(f"offset {self.offset} and rank {self.global_rank} must be at least 0.")
 
     @property
     def dp(self) -> int:
@@ -81,78 +90,117 @@ class ParallelMesh:
         """Replicas of each expert shard."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
+    @property
+    def members(self) -> range:
+        """Global ranks of the grid."""
+        first = self.offset or 0
+        return range(first, first + self.world_size)
+
+    def contains(self, rank: int) -> bool:
+        """Whether a global rank has a place in the grid."""
+        return rank in self.members
+
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
-        return self._resolve(axis)[2]
+        known = self.global_rank if self.contains(self.global_rank) else self.members.start
+        return len(self._members(axis, self._coordinate(axis, known)))
 
     def rank(self, axis: str, of: int | None = None) -> int:
-        """Coordinate of this process along ``axis`` (or of global rank ``of``)."""
-        whole, step, size = self._resolve(axis)
-        order = _view(whole)
-        stride = prod(int(getattr(self, name)) for name in order[order.index(whole) + 1 :]) * step
-        return (self.global_rank if of is None else of) // stride % size
+        """Coordinate of this process along ``axis`` (or of global rank ``of``).
+
+        Raises:
+            LayoutError: it is not in the grid.
+        """
+        place = self._coordinate(axis, of)
+        return self._members(axis, place).index(place)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Global ranks of the group along ``axes`` that this process is in, in rank order."""
-        order = EXPERT_AXES if any(_view(self._resolve(axis)[0]) is EXPERT_AXES for axis in axes) else DENSE_AXES
-        coordinates = {axis: np.array([self.rank(axis)]) for axis in order}
-        for axis in dict.fromkeys(axes):
-            whole, step, size = self._resolve(axis)
+        """Global ranks of the group along ``axes`` that this process is in, in rank order.
+
+        Raises:
+            LayoutError: it is not in the grid.
+        """
+        order = EXPERT_AXES if any(_view(_whole(axis)) is EXPERT_AXES for axis in axes) else DENSE_AXES
+        coordinates = {axis: {self.rank(axis)} for axis in order}
+        for axis in axes:
+            whole = _whole(axis)
             if whole not in order:
                 raise LayoutError(f"axes {', '.join(axes)} mix the dense and the expert view of the mesh.")
-            steps = step * (np.arange(size) - self.rank(axis))
-            coordinates[whole] = np.unique(np.add.outer(coordinates[whole], steps))
+            coordinates[whole] = {other for place in coordinates[whole] for other in self._members(axis, place)}
         strides = [prod(self.size(axis) for axis in order[place + 1 :]) for place in range(len(order))]
-        terms = [stride * coordinates[axis] for stride, axis in zip(strides, order, strict=True)]
-        return tuple(reduce(np.add.outer, terms).flatten().tolist())
+        terms = [stride * np.array(sorted(coordinates[axis])) for stride, axis in zip(strides, order, strict=True)]
+        return tuple((reduce(np.add.outer, terms).flatten() + self.members.start).tolist())
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """The process group along one axis, or along several taken together; None where it has one member.
 
         Raises:
-            LayoutError: there are several members, but torch.distributed is not initialised.
+            LayoutError: there are several members, but torch.distributed is not initialised; this process is not in
+                the grid.
         """
         ranks = self.ranks(*axes)
         if len(ranks) == 1:
             return None
         if ranks not in self._groups:
-            if not dist.is_initialized():
-                raise LayoutError(
-                    f"the group along {' x '.join(axes)} has {len(ranks)} ranks, but torch.distributed is not "
-                    "initialised; call torch.distributed.init_process_group first."
-                )
-            if len(ranks) == self.world_size:
-                self._groups[ranks] = dist.group.WORLD  # type: ignore[assignment]
-            else:
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
-                assert isinstance(group, ProcessGroup)
-                self._groups[ranks] = group
+            whole = self.offset is None and len(ranks) == self.world_size and dist.is_initialized()
+            self._groups[ranks] = dist.group.WORLD if whole else new_group(ranks, "the mesh")  # type: ignore[assignment]
         return self._groups[ranks]
 
     def device_mesh(self, device_type: str, axes: Sequence[str] = DENSE_AXES) -> DeviceMesh:
-        """The same grid as a torch ``DeviceMesh`` (for DTensor, FSDP2 and the like)."""
-        grid = np.arange(self.world_size).reshape([self.size(axis) for axis in axes])
+        """The same grid as a torch ``DeviceMesh`` (for DTensor, FSDP2 and the like).
+
+        torch makes its groups: all processes of the world must call this, those outside of a part of it too.
+        """
+        grid = np.array(self.members).reshape([self.size(axis) for axis in axes])
         return DeviceMesh(device_type, torch.from_numpy(grid), mesh_dim_names=tuple(axes))
 
     def describe(self) -> str:
-        """One line for logs: the degrees that are not 1, and the world size."""
+        """One line for logs: the degrees that are not 1, and the ranks."""
         sizes = {axis: self.size(axis) for axis in (*DENSE_AXES, "ep", "etp")}
         shown = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}: {shown or 'one device'}"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"{ranks}{'' if self.offset is None else f' from {self.offset}'}: {shown or 'one device'}"
 
-    def _resolve(self, axis: str) -> tuple[str, int, int]:
-        """The named axis that ``axis`` lies on, the step between its ranks there, and how many they are."""
-        match = re.fullmatch(r"(\w+?)(?:([/%])(\d+))?", axis)
-        if not match or match[1] not in AXES:
-            raise LayoutError(f"unknown mesh axis {axis!r}; known: {', '.join(AXES)}." + nearest(axis, AXES))
-        whole = match[1]
+    def _coordinate(self, axis: str, of: int | None = None) -> int:
+        """Place of a rank on the whole axis that ``axis`` is part of."""
+        whole = _whole(axis)
+        order = _view(whole)
+        stride = prod(int(getattr(self, name)) for name in order[order.index(whole) + 1 :])
+        rank = self.global_rank if of is None else of
+        if not self.contains(rank):
+            raise LayoutError(
+                f"rank {rank} is not in the mesh of ranks {self.members[0]} to {self.members[-1]}; ask mesh.contains() "
+                "first."
+            )
+        return (rank - self.members.start) // stride % int(getattr(self, whole))
+
+    def _members(self, axis: str, place: int) -> Sequence[int]:
+        """Places on the whole axis of the ranks that form one group along ``axis`` with the one at ``place``."""
+        whole, sign, numbers = _parsed(axis)
         size = int(getattr(self, whole))
-        if match[2] is None:
-            return whole, 1, size
-        run = int(match[3])
+        if sign == ":":
+            some = tuple(map(int, numbers.split("+")))
+            if max(some) >= size:
+                raise LayoutError(f"axis {whole} has {size} places; {axis!r} names one beyond.")
+            return some if place in some else (place,)
+        if not sign:
+            return range(size)
+        run = int(numbers)
         if run < 1 or size % run:
             raise LayoutError(f"axis {whole} of size {size} cannot be read in runs of {run} ({axis!r}).")
-        return (whole, 1, run) if match[2] == "%" else (whole, run, size // run)
+        return range(place - place % run, place - place % run + run) if sign == "%" else range(place % run, size, run)
+
+
+def _parsed(axis: str) -> tuple[str, str, str]:
+    """The whole axis, ``/ % :`` or nothing, and the numbers behind."""
+    match = re.fullmatch(r"(\w+?)(?:([/%])(\d+)|(:)(\d+(?:\+\d+)*))?", axis)
+    if not match or match[1] not in AXES:
+        raise LayoutError(f"unknown mesh axis {axis!r}; known: {', '.join(AXES)}." + nearest(axis, AXES))
+    return match[1], match[2] or match[4] or "", match[3] or match[5] or ""
+
+
+def _whole(axis: str) -> str:
+    return _parsed(axis)[0]
 
 
 def _view(axis: str) -> tuple[str, ...]:

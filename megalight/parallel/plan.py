@@ -86,6 +86,14 @@ class HeadRegion:
 
 
 @dataclass(frozen=True)
+class ContextRegion:
+    """Attention proper (``nn.InnerAttention``), which under context parallelism looks at all shares of a sequence.
+
+    Which of the kinds does it (ring, all-gather, ...) is a matter of the layout, not of the plan.
+    """
+
+
+@dataclass(frozen=True)
 class Replicated:
     """A module that computes the same on every rank: its weights are held whole and their gradients are complete.
 
@@ -125,16 +133,27 @@ class Boundary:
 
     Attributes:
         enter: what happens to the module's first input. ``split``: take this rank's share. ``gather``: make it whole
-            for the split layers inside (:class:`Column` with ``tokens="gathered"``).
+            for the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: make it whole for a
+            module that computes the same with it on every rank.
         leave: what happens to its first output. ``join``: make it whole for all that follows.
     """
 
-    enter: Literal["split", "gather"] | None = None
+    enter: Literal["split", "gather", "join"] | None = None
     leave: Literal["join"] | None = None
 
 
 Style: TypeAlias = (
-    Column | Row | Vocab | VocabHead | SequenceRegion | HeadRegion | Replicated | Dropout | Attributes | Boundary
+    Column
+    | Row
+    | Vocab
+    | VocabHead
+    | SequenceRegion
+    | HeadRegion
+    | ContextRegion
+    | Replicated
+    | Dropout
+    | Attributes
+    | Boundary
 )
 
 

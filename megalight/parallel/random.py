@@ -23,13 +23,18 @@ class RandomStreams:
     A fork has no state of its own: its seed is drawn from the host's default generator and mixed with the rank's
     coordinates. Whatever restores the default generators therefore restores all streams: activation recompute
     (``torch.utils.checkpoint`` does), a checkpoint, a user's own ``torch.manual_seed``.
+
+    Attributes:
+        data_seed: for generators that draw data: different along ``dp`` alone; all ranks of a replica read the same.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh
+        self.data_seed = 0
 
     def seed(self, seed: int) -> None:
         """Seed the default stream: equal along ``tp``, different along ``dp``, ``cp`` and ``pp``."""
+        self.data_seed = key(seed, "data", self.mesh.rank("dp"))
         torch.manual_seed(key(seed, "random", *(self.mesh.rank(axis) for axis in ("dp", "cp", "pp"))))
 
     @contextmanager

@@ -26,8 +26,8 @@ class Piece:
         start: first element of the box in the flattened local parameter; it covers ``prod(size)`` elements, row-major.
         partial: mesh axes over which this rank's gradient is only one term of a sum (norm weights inside sequence
             regions, replicated KV heads). It must be summed over them before the optimizer sees it.
-        owner: among the model-parallel ranks (all but dp) that hold this same box, exactly one is the owner: it counts
-            the box in norms and writes it to checkpoints.
+        owner: among the model-parallel ranks (all but dp and cp) that hold this same box, exactly one is the owner: it
+            counts the box in norms and writes it to checkpoints.
     """
 
     name: str

@@ -30,6 +30,8 @@ def forwards(name: str, inputs: list[torch.Tensor], dim: int) -> torch.Tensor:
             return inputs[rank].chunk(size, dim)[rank]
         case "join" | "all_gather":
             return torch.cat(inputs, dim)
+        case "all_to_all":
+            return torch.cat([x.chunk(size, dim)[rank] for x in inputs], dim)
     return total.chunk(size, dim)[rank]
 
 
@@ -40,6 +42,7 @@ BACKWARD_OF = {
     "join": "split",
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
 }
 
 
@@ -70,9 +73,9 @@ def test_one_rank_is_the_identity() -> None:
     x = torch.randn(3, requires_grad=True)
     assert collectives.copy(x, None) is x
     assert collectives.all_reduce(x, None) is x
-    for name in ("split", "join", "all_gather", "reduce_scatter"):
+    for name in ("split", "join", "all_gather", "reduce_scatter", "all_to_all"):
         assert getattr(collectives, name)(x, None, 0) is x
-    for name in ("start_all_reduce", "start_all_gather", "start_reduce_scatter"):
+    for name in ("start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_all_to_all"):
         assert getattr(collectives, name)(x, None).wait() is x
     assert collectives.own_slice(x, None) is x
 

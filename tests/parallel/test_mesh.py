@@ -5,10 +5,12 @@ import random
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalight.errors import LayoutError
+from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh
 from tests.workers import run
 
@@ -62,13 +64,39 @@ def test_an_axis_read_as_two() -> None:
         assert mesh.ranks("dp", "tp%3") == tuple(expected)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_part_of_the_world_is_the_same_grid_elsewhere(layout: dict[str, int]) -> None:
+    size = layout["world_size"]
+    for rank in random.sample(range(size), min(size, 4)):
+        whole, part = ParallelMesh(**layout, global_rank=rank), ParallelMesh(**layout, global_rank=rank + 7, offset=7)
+        assert part.members == range(7, 7 + size)
+        for axes in (("tp",), ("dp", "cp"), ("ep", "etp"), ("pp", "tp"), ("edp",)):
+            assert part.ranks(*axes) == tuple(other + 7 for other in whole.ranks(*axes))
+        for axis in (*DENSE_AXES, *EXPERT_AXES):
+            assert part.rank(axis) == whole.rank(axis)
+            assert part.rank(axis, of=7) == 0
+
+
+def test_processes_outside_of_a_part() -> None:
+    mesh = ParallelMesh(4, 1, tp=2, offset=2)
+    assert [rank for rank in range(9) if mesh.contains(rank)] == [2, 3, 4, 5]
+    assert (mesh.size("tp"), mesh.size("dp"), mesh.dp, mesh.rank("dp", of=5)) == (2, 2, 2, 1)
+    assert mesh.describe() == "4 ranks from 2: dp2 x tp2"
+    for ask in (mesh.rank, mesh.ranks, mesh.group):
+        with pytest.raises(LayoutError, match=r"rank 1 is not in the mesh of ranks 2 to 5; ask mesh\.contains"):
+            ask("tp")
+    with pytest.raises(LayoutError, match="rank 6 is not in the mesh"):
+        mesh.rank("tp", of=6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"world_size": 6, "tp": 4}, "6 is not a multiple of tp x cp x pp = 4. Use 4 x n processes"),
         ({"world_size": 4, "tp": 0}, "tp=0; it must be at least 1"),
         ({"world_size": 4, "ep": 3}, "multiple of etp x ep x pp = 3"),
-        ({"world_size": 2, "global_rank": 2}, "rank 2 lies outside a world of 2"),
+        ({"world_size": 2, "global_rank": 2}, "rank 2 lies outside a world of 2.*needs an offset"),
+        ({"world_size": 2, "offset": -1}, "offset -1 and rank 0 must be at least 0"),
     ],
 )
 def test_impossible_layouts(options: dict[str, int], message: str) -> None:
@@ -92,7 +120,7 @@ def test_impossible_axes(axes: tuple[str, ...], message: str) -> None:
 
 def test_a_group_needs_initialised_processes() -> None:
     assert ParallelMesh().group("tp") is None
-    with pytest.raises(LayoutError, match=r"along tp has 2 ranks.*init_process_group"):
+    with pytest.raises(LayoutError, match=r"group of 2 ranks for the mesh.*init_process_group"):
         ParallelMesh(2, tp=2).group("tp")
 
 
@@ -129,5 +157,49 @@ def meet() -> tuple[int, int, list[str]]:
     return sum(one), sum(other), list(device_mesh.mesh_dim_names)
 
 
+def meet_side_by_side() -> tuple[float, bool]:
+    rank = dist.get_rank()
+    first, second = ParallelMesh(2, rank, tp=2, offset=0), ParallelMesh(2, rank, tp=2, offset=2)
+    device_meshes = [mesh.device_mesh("cpu", ("tp",)) for mesh in (first, second)]
+    value = torch.tensor(float(rank))
+    own = first if first.contains(rank) else second
+    dist.all_reduce(value, group=own.group("tp"))
+    return float(value), device_meshes[own is second].get_local_rank() == own.rank("tp")
+
+
+def test_grids_side_by_side_have_groups_of_their_own() -> None:
+    assert run(meet_side_by_side, 4) == [(1, True), (1, True), (5, True), (5, True)]
+
+
 def test_groups_join_the_ranks_they_name() -> None:
     assert [answer[:2] for answer in run(meet, 4)] == [(1, 2), (1, 4), (5, 2), (5, 4)]
+
+
+def test_some_places_of_an_axis() -> None:
+    meshes = [ParallelMesh(8, rank, tp=2, pp=4) for rank in range(8)]
+    assert [mesh.ranks("pp:0+3") for mesh in meshes[:4]] == [(0, 6), (1, 7), (2,), (3,)]
+    assert [mesh.rank("pp:0+3") for mesh in meshes] == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert meshes[6].ranks("pp:0+3", "tp") == (0, 1, 6, 7)
+    with pytest.raises(LayoutError, match="names one beyond"):
+        meshes[0].size("pp:0+4")
+
+
+def _uneven_histories() -> list[float]:
+    """Only some ranks make the first groups; all make the last."""
+    rank = dist.get_rank()
+    mesh = ParallelMesh(4, rank, pp=4)
+    ends = mesh.group("pp:0+3")
+    if rank < 2:
+        new_group((0, 1), "first")
+        new_group((0, 1), "first")
+    sums = []
+    for group in (ends, new_group(range(4), "all"), ParallelMesh(4, rank, tp=2).group("tp")):
+        value = torch.tensor(float(rank))
+        if group is not None:
+            dist.all_reduce(value, group=group)
+        sums.append(float(value))
+    return sums
+
+
+def test_ranks_meet_in_groups_whatever_groups_they_made_before() -> None:
+    assert run(_uneven_histories, 4) == [[3, 6, 1], [1, 6, 1], [2, 6, 5], [3, 6, 5]]

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from torch import nn
 
 from megalight.parallel.plan import Plan
-from megalight.parallel.plans import gpt, transformers
+from megalight.parallel.plans import bert, gpt, transformers
 from megalight.registry import Registry
 
 PLANS: Registry[Callable[[nn.Module], Plan]] = Registry("parallel plan")
 """Full name of a model type -> the plan of a model of that type."""
 
+PLANS.register("megalight.models.bert.model.Bert")(bert.plan)
 PLANS.register("megalight.models.gpt.model.GPT")(gpt.plan)
 PLANS.register("transformers.models.llama.modeling_llama.LlamaForCausalLM")(transformers.plan)
 

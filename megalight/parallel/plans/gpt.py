@@ -5,7 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm
-from megalight.parallel.plan import Column, Dropout, HeadRegion, Plan, Row, SequenceRegion, Vocab, VocabHead
+from megalight.parallel.plan import (
+    Column,
+    ContextRegion,
+    Dropout,
+    HeadRegion,
+    Plan,
+    Row,
+    SequenceRegion,
+    Vocab,
+    VocabHead,
+)
 
 FAMILY = Plan(
     {
@@ -21,7 +31,7 @@ FAMILY = Plan(
         LayerNorm: SequenceRegion(),
         LMHead: VocabHead(),
         nn.Dropout: Dropout(),
-        InnerAttention: Dropout(split=True),
+        InnerAttention: (ContextRegion(), Dropout(split=True)),
     }
 )
 """Rules for every member of the family; a member lacks some of the modules."""

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, input_gradient, linear
+from megalight.ops.linear import (
+    accumulate_bias_gradient,
+    accumulate_weight_gradient,
+    input_gradient,
+    linear,
+    product,
+    product_and_save,
+)
+from megalight.ops.linear.deferred import queue_for
+from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.parallel.collectives import join, start_all_gather, start_all_reduce, start_reduce_scatter
 from megalight.parallel.plan import Tokens
 from megalight.parallel.tensor.shared import Shared
@@ -75,17 +83,17 @@ class _WholeInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int) -> Tensor:
         # Parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
         ctx.weight, ctx.bias, ctx.group = weight, bias, group
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return F.linear(x, weight, bias)
+        return product_and_save(ctx, x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
         pending = None
         if ctx.needs_input_grad[0]:
             pending = start_all_reduce(input_gradient(grad_y, ctx.weight), ctx.group)
-        grad_weight = accumulate_weight_gradient(grad_y, x, ctx.weight) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if ctx.needs_input_grad[1] else None
+        )
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (pending.wait() if pending else None), grad_weight, grad_bias, None, None
 
@@ -100,17 +108,25 @@ class _GatheredInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int) -> Tensor:
         ctx.weight, ctx.bias, ctx.group, ctx.dim = weight, bias, group, dim
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        return F.linear(start_all_gather(x, group, dim).wait(), weight, bias)
+        save_input(ctx, x, ctx.needs_input_grad[1])
+        return product(start_all_gather(x, group, dim).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (share,) = ctx.saved_tensors
-        gathering = start_all_gather(share, ctx.group, ctx.dim) if ctx.needs_input_grad[1] else None
+        group, dim, grad_weight, share = ctx.group, ctx.dim, None, None
+        if ctx.needs_input_grad[1]:
+            kept = saved_input(ctx)
+            assert isinstance(kept, Tensor)
+            share = kept.detach()
+        later = queue_for(ctx.weight)
+        gathering = start_all_gather(share, group, dim) if share is not None and later is None else None
         scattering = None
         if ctx.needs_input_grad[0]:
-            scattering = start_reduce_scatter(input_gradient(grad_y, ctx.weight), ctx.group, ctx.dim)
-        grad_weight = accumulate_weight_gradient(grad_y, gathering.wait(), ctx.weight) if gathering else None
+            scattering = start_reduce_scatter(input_gradient(grad_y, ctx.weight), group, dim)
+        if gathering is not None:
+            grad_weight = accumulate_weight_gradient(grad_y, gathering.wait(), ctx.weight)
+        elif share is not None and later is not None:  # only the share waits; it is gathered when its turn comes
+            later.put(ctx.weight, grad_y, lambda: start_all_gather(share, group, dim).wait)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None

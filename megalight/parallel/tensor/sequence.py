@@ -41,6 +41,8 @@ def add_boundary(module: nn.Module, boundary: Boundary, shared: Shared) -> None:
 def _enter(x: Tensor, boundary: Boundary, shared: Shared) -> Tensor:
     if boundary.enter == "gather":
         return all_gather(x, shared.group, shared.sequence_dim)
+    if boundary.enter == "join":
+        return join(x, shared.group, shared.sequence_dim)
     if not x.is_floating_point():  # ids: no gradient
         return own_slice(x, shared.group, shared.sequence_dim)
     return split(x, shared.group, shared.sequence_dim)

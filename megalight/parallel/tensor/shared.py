@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Tokens
 from megalight.parallel.random import RandomStreams
@@ -21,15 +23,20 @@ class Shared:
         sequence_parallel: hidden states between split layers hold this rank's share of the tokens. Read at every
             forward, so that it can be off for a while (decoding).
         sequence_dim: the dim of hidden states that counts tokens.
+        context: which kind of attention layers use under context parallelism.
+        context_groups: the ranks along ``cp``.
         streams: random streams for dropout.
     """
 
     mesh: ParallelMesh
     sequence_parallel: bool = False
     sequence_dim: int = 0
+    context: ContextOptions = field(default_factory=ContextOptions)
+    context_groups: ContextGroups = field(init=False)
     streams: RandomStreams = field(init=False)
 
     def __post_init__(self) -> None:
+        self.context_groups = ContextGroups(self.mesh, self.context.inner)
         self.streams = RandomStreams(self.mesh)
         self._group: ProcessGroup | None = None
 

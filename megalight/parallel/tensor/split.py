@@ -16,7 +16,7 @@ from megalight.parallel.shard import Piece, ShardSpec
 def replicated(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, *, partial: bool) -> ShardSpec:
     """Every ``tp`` rank holds the whole; ``partial``: each rank's gradient is one term of a sum over ``tp``."""
     axes = ("tp",) if partial and mesh.tp > 1 else ()
-    owner = mesh.rank("tp") == 0 and mesh.rank("cp") == 0
+    owner = mesh.rank("tp") == 0
     pieces = (Piece(p.name, p.shape, (0,) * len(p.shape), p.shape, p.start, axes, owner) for p in parts)
     return ShardSpec(tuple(pieces), shape)
 
@@ -39,7 +39,7 @@ def output_features(parts: Sequence[Part], units: Sequence[int], mesh: ParallelM
         shards = mesh.tp // replicas
         size = (part.shape[0] // shards, *part.shape[1:])
         offset = (mesh.rank(f"tp/{replicas}") * size[0],) + (0,) * (len(size) - 1)
-        owner = mesh.rank(axis) == 0 and mesh.rank("cp") == 0
+        owner = mesh.rank(axis) == 0
         pieces.append(Piece(part.name, part.shape, offset, size, start, (axis,) if replicas > 1 else (), owner))
         start = pieces[-1].stop
     return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
@@ -55,7 +55,7 @@ def input_features(part: Part, mesh: ParallelMesh) -> ShardSpec:
     replicas_of(columns, mesh.tp, part.name, may_share=False)
     size = (rows, columns // mesh.tp)
     offset = (0, mesh.rank("tp") * size[1])
-    return ShardSpec((Piece(part.name, part.shape, offset, size, owner=mesh.rank("cp") == 0),), size)
+    return ShardSpec((Piece(part.name, part.shape, offset, size),), size)
 
 
 def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
@@ -73,7 +73,7 @@ def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
         )
     size = (min(rows, part.shape[0] - first), *part.shape[1:])
     offset = (first,) + (0,) * (len(size) - 1)
-    piece = Piece(part.name, part.shape, offset, size, owner=mesh.rank("cp") == 0)
+    piece = Piece(part.name, part.shape, offset, size)
     return ShardSpec((piece,), (rows, *part.shape[1:]))
 
 

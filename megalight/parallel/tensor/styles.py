@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.nn import Embedding, Linear, LMHead
+from megalight.nn import Embedding, InnerAttention, Linear, LMHead
 from megalight.nn.names import Part
 from megalight.parallel import plan as styles
+from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.plan import Boundary
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor import split
@@ -31,14 +32,18 @@ def style_module(splitter: Splitter, name: str, module: nn.Module, wanted: Seque
     """
     if not wanted:
         splitter.keep(name, module)
+    current = module
     for style in wanted:
-        replacement = _STYLES[type(style)](splitter, name, module, style)
-        if replacement is None or splitter.shared.mesh.tp == 1:
+        replacement = _STYLES[type(style)](splitter, name, current, style)
+        if replacement is None or splitter.shared.mesh.size(_AXES.get(type(style), "tp")) == 1:
             continue
-        if len(wanted) > 1:
+        wraps = any(child is current for child in replacement.children())
+        if len(wanted) > 1 and not wraps:
             raise LayoutError(f"{name}: the style {type(style).__name__} replaces the module, so it must stand alone.")
-        dress(replacement, module)
-        splitter.replace(module, replacement)
+        dress(replacement, current)
+        current = replacement
+    if current is not module:
+        splitter.replace(module, current)
 
 
 def _column(splitter: Splitter, name: str, module: nn.Module, style: styles.Column) -> nn.Module:
@@ -129,6 +134,16 @@ def _head_region(splitter: Splitter, name: str, module: nn.Module, style: styles
     splitter.keep(name, module, partial=True)
 
 
+def _context_region(splitter: Splitter, name: str, module: nn.Module, style: styles.ContextRegion) -> nn.Module | None:
+    inner: InnerAttention = _expect(name, module, style, (InnerAttention,))
+    shared = splitter.shared
+    if shared.mesh.cp == 1:
+        return None
+    outer = splitter.model.get_submodule(name.rpartition(".")[0])
+    heads = getattr(outer, "heads", None)  # its projection has been split by now, so these are the heads of this rank
+    return ContextAttention(inner, name, shared.context.kind_of(name), shared.context_groups, heads)
+
+
 def _replicated(splitter: Splitter, name: str, module: nn.Module, style: styles.Replicated) -> None:
     splitter.keep(name, module)
 
@@ -183,8 +198,12 @@ _STYLES: dict[type, Callable[[Splitter, str, nn.Module, Any], nn.Module | None]]
     styles.VocabHead: _vocab_head,
     styles.SequenceRegion: _sequence_region,
     styles.HeadRegion: _head_region,
+    styles.ContextRegion: _context_region,
     styles.Replicated: _replicated,
     styles.Dropout: _dropout,
     styles.Attributes: _attributes,
     styles.Boundary: _boundary,
 }
+
+_AXES: dict[type, str] = {styles.ContextRegion: "cp"}
+"""The axis along which a style replaces modules, where it is not ``tp``. With one rank on it they stay."""

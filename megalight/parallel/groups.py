@@ -1,0 +1,60 @@
+"""Process groups that their members make among themselves, whatever groups other ranks have made before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from megalight.errors import LayoutError
+
+
+def new_group(
+    ranks: Sequence[int], purpose: str, backend: str | None = None, max_ctas: int | None = None
+) -> ProcessGroup:
+    """A group of global ``ranks``, which all call this at the same time; nobody else takes part.
+
+    torch names such a group after its ranks and after how many groups this process has. Pipeline stages have different
+    numbers of groups and would wait for each other under different names; here the name says what the group is for.
+
+    Args:
+        purpose: groups of the same ranks for the same purpose are counted.
+        backend: ``"gloo"`` for a group on the host; None: that of the default group.
+        max_ctas: most multiprocessors of a GPU that a message occupies, also while it waits for the other side; None:
+            NCCL's own choice.
+
+    Raises:
+        LayoutError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise LayoutError(
+            f"a group of {len(ranks)} ranks for {purpose} is wanted, but torch.distributed is not initialised; "
+            "call torch.distributed.init_process_group first."
+        )
+    options = None
+    if max_ctas is not None and (backend or dist.get_backend()) == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas, options.config.min_ctas = max_ctas, 1
+    with _named(f"{purpose} {' '.join(map(str, ranks))} {backend}"):
+        group = dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+@contextmanager
+def _named(wanted: str) -> Iterator[None]:
+    """Give the next group a name made of ``wanted``, and of how many groups have it already."""
+    taken = set(c10d._world.pg_names.values())
+    count = 0
+    while (name := hashlib.sha256(f"{wanted} {count}".encode()).hexdigest()) in taken:
+        count += 1
+    original = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = original

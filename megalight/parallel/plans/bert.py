@@ -1,0 +1,47 @@
+"""How a BERT splits."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megalight.nn import InnerAttention, LayerNorm, LMHead
+from megalight.parallel.plan import (
+    Boundary,
+    Column,
+    ContextRegion,
+    Dropout,
+    Plan,
+    Replicated,
+    Row,
+    SequenceRegion,
+    Vocab,
+    VocabHead,
+)
+
+FAMILY = Plan(
+    {
+        "*embed.word": Vocab(),
+        "*embed.position": SequenceRegion(split_input=True),
+        "*embed.token_type": SequenceRegion(split_input=True),
+        "*.attention.qkv": Column(),
+        "*.attention.proj": Row(),
+        "*.mlp.up": Column(),
+        "*.mlp.down": Row(),
+        # the head looks at few tokens, masked and first ones, which may lie in any rank's share
+        "*head": Boundary(enter="join"),
+        "*head.masked.dense": Replicated(),
+        "*head.masked.lm.norm": Replicated(),
+        "*head.order.pooler.dense": Replicated(),
+        "*head.order.output": Replicated(),
+        LMHead: VocabHead(tokens="whole"),
+        LayerNorm: SequenceRegion(),
+        nn.Dropout: Dropout(),
+        InnerAttention: (ContextRegion(), Dropout(split=True)),
+    }
+)
+"""Rules for every member of the family; a member lacks some of the modules."""
+
+
+def plan(model: nn.Module) -> Plan:
+    """The plan of one BERT, or of a part of one, or of a module that contains one."""
+    return FAMILY.only(name for name, _ in model.named_modules())

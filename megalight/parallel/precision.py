@@ -1,0 +1,197 @@
+"""Which linear layers of a model multiply in 8 or 4 bits, and over which ranks their scales agree."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalight.errors import BackendError, ConfigurationError, nearest
+from megalight.nn import Linear
+from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.quantize.recipes import Recipe, recipe
+from megalight.ops.scaled_mm import SCALED_MM, Spec
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.row import RowLinear
+
+
+@dataclass(frozen=True)
+class LowPrecisionOptions:
+    """What the user says about products in 8 or 4 bits.
+
+    Args:
+        recipe: ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise``, ``mxfp8`` or ``nvfp4``; see
+            :mod:`megalight.ops.quantize.recipes`.
+        formats: ``hybrid`` (gradients e5m2) or ``e4m3``; None: as is usual for the recipe.
+        power_of_two: scales are powers of two.
+        margin: scales leave room for values ``2 ** margin`` times as large; for ``tensorwise`` and ``delayed``.
+        history: steps that ``delayed`` looks back.
+        first_layers: layers at the beginning that stay in the weights' own type.
+        last_layers: layers at the end that do.
+        modules: patterns of the linear layers inside a layer that take part (``mlp.*``). Embeddings and the output
+            layer never do.
+        reduce_amax: scales that span features of several ``tp`` ranks agree, so that results do not depend on ``tp``.
+            It costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` agrees once a step,
+            over ``tp``, ``cp`` and ``dp``, always.
+        emulate: form products in float64 from what the codes stand for: on machines that lack the real ones.
+
+    Raises:
+        ConfigurationError: a value that is not allowed, or does nothing for the recipe.
+    """
+
+    recipe: str = "tensorwise"
+    formats: Literal["hybrid", "e4m3"] | None = None
+    power_of_two: bool = False
+    margin: int = 0
+    history: int = 16
+    first_layers: int = 0
+    last_layers: int = 0
+    modules: Sequence[str] = ("*",)
+    reduce_amax: bool = False
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        self.schemes()
+        one_scale = self.recipe in ("tensorwise", "delayed")
+        if self.margin and not one_scale:
+            raise ConfigurationError(f"margin={self.margin} does nothing for recipe {self.recipe!r}; leave it out.")
+        if self.history < 1:
+            raise ConfigurationError(f"history={self.history}; it must be at least 1.")
+        if self.reduce_amax and self.recipe not in ("tensorwise", "rowwise"):
+            raise ConfigurationError(f"reduce_amax does nothing for recipe {self.recipe!r}; leave it out.")
+        if min(self.first_layers, self.last_layers) < 0:
+            raise ConfigurationError("first_layers and last_layers must not be negative.")
+
+    def schemes(self) -> Recipe:
+        """The recipe itself."""
+        return recipe(self.recipe, self.formats, self.power_of_two)
+
+
+def apply_low_precision(
+    model: nn.Module, options: LowPrecisionOptions, mesh: ParallelMesh, num_layers: int | None = None
+) -> Session:
+    """Give the weights of linear layers their ``precision``.
+
+    Args:
+        model: this rank's part, on its device; its ``layers`` are named by global index.
+        num_layers: of the whole model; None: those of ``model``.
+
+    Returns:
+        what they share; steps run inside its :meth:`~megalight.ops.linear.low_precision.Session.step`.
+
+    Raises:
+        ConfigurationError: no layer is left, a pattern matches nothing, or sizes do not divide.
+        BackendError: the device has no such products.
+    """
+    remove_low_precision(model)
+    layers = _layers(model)
+    total = len(layers) if num_layers is None else num_layers
+    kept = options.first_layers + options.last_layers
+    if kept >= total:
+        raise ConfigurationError(
+            f"first_layers={options.first_layers} and last_layers={options.last_layers} leave none of {total} layers; "
+            "lower them."
+        )
+    _check_patterns(layers, options.modules)
+    schemes = options.schemes()
+    session = Session(reduce_history=_maximum(mesh.group("dp", "cp", "tp")))
+    reduce = _maximum(mesh.group("tp")) if options.reduce_amax else None
+    checked: set[tuple[torch.device, torch.dtype]] = set()
+    for index, layer in layers.items():
+        if not options.first_layers <= index < total - options.last_layers:
+            continue
+        for name, module in _linears(layer):
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
+                continue
+            weight = module.weight
+            _check_sizes(f"layers.{index}.{name}", weight, schemes)
+            if not options.emulate and (weight.device, weight.dtype) not in checked:
+                _check_products(weight, schemes)
+                checked.add((weight.device, weight.dtype))
+            weight.precision = LowPrecision(  # type: ignore[attr-defined]
+                schemes,
+                session,
+                emulate=options.emulate,
+                margin=options.margin,
+                history=options.history,
+                reduce_amax=(
+                    reduce if isinstance(module, RowLinear) else None,
+                    reduce if isinstance(module, ColumnLinear) else None,
+                ),
+            )
+    return session
+
+
+def remove_low_precision(model: nn.Module) -> None:
+    """Let every weight be multiplied in its own type again: an earlier run may have said otherwise."""
+    for parameter in model.parameters():
+        parameter.__dict__.pop("precision", None)
+
+
+def _layers(model: nn.Module) -> dict[int, nn.Module]:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
+        raise ConfigurationError(
+            f"products in 8 bits need a model with `layers`, a ModuleDict by global index, and {type(model).__name__} "
+            "has none; give it that attribute, or choose another precision."
+        )
+    return {int(index): layer for index, layer in layers.named_children()}
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, Linear | ColumnLinear | RowLinear]]:
+    modules = layer.named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, Linear | ColumnLinear | RowLinear)]
+
+
+def _check_patterns(layers: dict[int, nn.Module], patterns: Sequence[str]) -> None:
+    names = dict.fromkeys(name for layer in layers.values() for name, _ in _linears(layer))
+    for pattern in patterns:
+        if layers and not fnmatch.filter(names, pattern):
+            raise ConfigurationError(
+                f"pattern {pattern!r} matches no linear layer inside a layer; there are {', '.join(names) or 'none'}."
+                + nearest(pattern, names)
+            )
+
+
+def _check_sizes(name: str, weight: Tensor, schemes: Recipe) -> None:
+    multiple = max(schemes.weight.multiple, schemes.weight_t.multiple)
+    if any(size % multiple for size in weight.shape):
+        raise ConfigurationError(
+            f"{name} has a weight of {tuple(weight.shape)} on this rank, and recipe {schemes.name!r} needs multiples "
+            f"of {multiple}. Change the sizes or tp, or leave the layer out with modules=..."
+        )
+
+
+def _check_products(weight: Tensor, schemes: Recipe) -> None:
+    """Whether the device has all three products."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    for a, b, dtype in (
+        (schemes.x, schemes.weight, weight.dtype),
+        (schemes.gradient, schemes.weight_t, weight.dtype),
+        (schemes.gradient_t, schemes.x_t, wide),
+    ):
+        spec = Spec(weight.device.type, a, b, dtype)
+        if SCALED_MM.select(spec).name == "reference":
+            rows = SCALED_MM.table(spec)
+            reasons = "; ".join(f"{backend.name}: {reason}" for backend, reason in rows if reason is not None)
+            raise BackendError(
+                f"recipe {schemes.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
+                "which is exact and slow."
+            )
+
+
+def _maximum(group: ProcessGroup | None) -> Reduce | None:
+    if group is None:
+        return None
+
+    def reduce(amax: Tensor) -> None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+
+    return reduce

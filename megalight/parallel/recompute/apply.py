@@ -1,0 +1,92 @@
+"""Making a model chunk recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.recompute.discard import Discarding
+from megalight.parallel.recompute.group import make_group
+from megalight.parallel.recompute.options import Recompute
+from megalight.parallel.recompute.override import Override
+from megalight.parallel.recompute.region import Region
+from megalight.parallel.recompute.selection import DISCARDED, Layer, check_pattern, layers_of, selected
+
+
+def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Sequence[int]] = ()) -> None:
+    """Whether ``recompute`` means something for a whole, uncut model with ``layers``.
+
+    Args:
+        chunks: indices of the layers of each chunk, of a model that will be cut.
+
+    Raises:
+        ConfigurationError: the model has no ``layers``; a pattern matches nothing, or nothing whose recompute would
+            save memory; more layers than there are.
+    """
+    if recompute.granularity == "none":
+        return
+    layers = layers_of(model)
+    if recompute.granularity == "full":
+        _check_number(layers, recompute)
+        for chunk in chunks:
+            _check_number([layers[index] for index in chunk], recompute)
+        return
+    for pattern in recompute.modules:
+        check_pattern(layers, pattern, recompute.modules)
+
+
+def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = True) -> None:
+    """Make one model chunk recompute, in place; what was applied to it before is taken back first.
+
+    It acts while gradients are enabled and the layer is in training mode: evaluation and generation run as before. Call
+    it when modules are final (after ``parallelize``).
+
+    Args:
+        chunk: a model with ``layers``, a ``ModuleDict`` or ``ModuleList``.
+        whole: the chunk is the whole model, so that :func:`check_recompute` holds for it. A part of a model that was
+            checked before may lack what a pattern names.
+
+    Raises:
+        ConfigurationError: as :func:`check_recompute`; more layers than the chunk has; a group of layers with forward
+            hooks; a module whose ``forward`` somebody else replaced.
+    """
+    for module in chunk.modules():
+        if isinstance(module.__dict__.get("forward"), Override):
+            del module.forward
+    if recompute.granularity == "none":
+        return
+    if whole:
+        check_recompute(chunk, recompute)
+    layers = layers_of(chunk)
+    if recompute.granularity == "full":
+        _apply_full(layers, recompute)
+        return
+    for layer in layers:
+        for name, module in selected(layer, recompute.modules):
+            kind = Discarding if isinstance(module, DISCARDED) else Region
+            kind(f"layers.{layer[0]}" + (f".{name}" if name else ""), module)
+
+
+def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
+    assert recompute.num_layers is not None
+    _check_number(layers, recompute)
+    if recompute.method == "block":
+        groups = [[layer] for layer in layers[: recompute.num_layers]]
+    else:
+        groups = [layers[i : i + recompute.num_layers] for i in range(0, len(layers), recompute.num_layers)]
+    for group in groups:
+        if len(group) == 1:
+            Region(f"layers.{group[0][0]}", group[0][1])
+        else:
+            make_group(group)
+
+
+def _check_number(layers: list[Layer], recompute: Recompute) -> None:
+    assert recompute.num_layers is not None
+    if 0 < len(layers) < recompute.num_layers:
+        raise ConfigurationError(
+            f"recompute.num_layers={recompute.num_layers}, but a model chunk has {len(layers)} layers "
+            f"({layers[0][0]} to {layers[-1][0]}); choose at most that many."
+        )

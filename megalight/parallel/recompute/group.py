@@ -1,0 +1,94 @@
+"""Consecutive layers as one region."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.recompute.override import Override
+from megalight.parallel.recompute.region import Draws, run_region
+from megalight.parallel.recompute.selection import Layer
+
+
+def make_group(layers: list[Layer]) -> None:
+    """Make consecutive layers one region."""
+    group = Group(Draws([layer for _, layer in layers]))
+    for name, layer in layers:
+        gathering = getattr(layer, "gathering", None)  # a hook of the data-parallel engine: may be called twice
+        allowed = set() if gathering is None else {gathering.id}
+        if {*layer._forward_hooks, *layer._forward_pre_hooks} - allowed:
+            raise ConfigurationError(
+                f"layers.{name} has forward hooks, which recompute of groups of layers would call twice; choose "
+                "recompute.num_layers=1."
+            )
+        group.members.append(Member(f"layers.{name}", layer, group, len(group.members)))
+
+
+@dataclass(eq=False)
+class Group:
+    """Consecutive layers that are run at once when the first of them is called; the others pass the result on.
+
+    So the model's own loop stays as it is. What it does between two layers would be skipped, and other arguments for
+    another layer ignored; both are refused.
+
+    Attributes:
+        draws: whether the layers draw random numbers.
+        members: the layers.
+        running: members run their layers.
+        expected: arguments with which the other members must be called now: what the first call gave, and that call's
+            other arguments.
+    """
+
+    draws: Draws
+    members: list[Member] = field(default_factory=list)
+    running: bool = False
+    expected: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        """All layers."""
+        self.running = True
+        try:
+            hidden = self.members[0].plain(hidden, *args, **kwargs)
+            for member in self.members[1:]:
+                hidden = member.module(hidden, *args, **kwargs)
+            return hidden
+        finally:
+            self.running = False
+
+
+class Member(Override):
+    """One layer of a group."""
+
+    def __init__(self, name: str, module: nn.Module, group: Group, place: int) -> None:
+        super().__init__(name, module)
+        self.group = group
+        self.place = place
+
+    def recomputed(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole group gives."""
+        group = self.group
+        if group.running:
+            return self.plain(*args, **kwargs)
+        if self.place == 0:
+            result = run_region(group.run, group.draws(), args, kwargs)
+            group.expected = (result, *args[1:]), kwargs
+            return result
+        if group.expected is None or not _same(args, kwargs, *group.expected):
+            raise ConfigurationError(
+                f"{self.name} is recomputed together with the layer before it, but is not called with exactly what "
+                "that one returned, first, and with the same other arguments; choose recompute.num_layers=1."
+            )
+        if self.place == len(group.members) - 1:
+            group.expected = None
+        return args[0]
+
+
+def _same(args: tuple[Any, ...], kwargs: dict[str, Any], args_: tuple[Any, ...], kwargs_: dict[str, Any]) -> bool:
+    """Whether two calls got the very same objects."""
+    if len(args) != len(args_) or kwargs.keys() != kwargs_.keys():
+        return False
+    return all(map(operator.is_, args, args_)) and all(kwargs[key] is kwargs_[key] for key in kwargs)

@@ -1,0 +1,94 @@
+"""Which modules of a layer are meant by names and patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from megalight.errors import ConfigurationError, nearest
+from megalight.nn import Activation, Embedding, LayerNorm, Linear, RMSNorm
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.dropout import ParallelDropout
+from megalight.parallel.tensor.row import RowLinear
+
+Layer: TypeAlias = tuple[str, nn.Module]
+"""Global index and layer."""
+DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)
+"""Modules whose output the next linear layer makes again."""
+USELESS: dict[tuple[type[nn.Module], ...], str] = {
+    (Linear, ColumnLinear, RowLinear, nn.Linear): "a linear layer keeps its input alone, and so would its recompute",
+    (nn.Dropout, ParallelDropout): "dropout keeps a mask, and its recompute would keep its input, which is larger",
+    (Embedding, nn.Embedding): "an embedding keeps token ids alone",
+    (nn.ModuleDict, nn.ModuleList): "it is a container, which nobody calls",
+}
+"""Modules whose recompute saves nothing, and why."""
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of a model by global index.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
+        raise ConfigurationError(
+            f"recompute needs a model with `layers`, a ModuleDict by global index, and {type(model).__name__} has "
+            "none; give it that attribute, or leave recompute out."
+        )
+    return list(layers.named_children())
+
+
+def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules of a layer that a pattern names, inside it or as a whole; the layer's own name is empty."""
+    index, module = layer
+    found = []
+    for name, part in module.named_modules():
+        whole = f"layers.{index}.{name}" if name else f"layers.{index}"
+        if (name and fnmatch.fnmatchcase(name, pattern)) or fnmatch.fnmatchcase(whole, pattern):
+            found.append((name, part))
+    return found
+
+
+def selected(layer: Layer, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """What to recompute in a layer: no module that another one in the list contains."""
+    found = {name: module for p in patterns for name, module in _matches(layer, p) if not _why_useless(module)}
+    return [
+        (name, module)
+        for name, module in found.items()
+        if not any(name != other and (not other or name.startswith(f"{other}.")) for other in found)
+    ]
+
+
+def _why_useless(module: nn.Module) -> str | None:
+    if getattr(module, "inplace", False):
+        return "it overwrites its input, which is then not there for a second run"
+    return next((reason for types, reason in USELESS.items() if isinstance(module, types)), None)
+
+
+def check_pattern(layers: list[Layer], pattern: str, patterns: Sequence[str]) -> None:
+    """Whether a pattern, among others, names something whose recompute saves memory.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    found = [(layer, name, module) for layer in layers for name, module in _matches(layer, pattern)]
+    if not found:
+        names = dict.fromkeys(name for _, layer in layers for name, _ in layer.named_modules() if name)
+        raise ConfigurationError(
+            f"pattern {pattern!r} of recompute.modules matches no module of any layer; modules inside a layer are "
+            f"{', '.join(names)}." + nearest(pattern, names)
+        )
+    useful = [one for one in found if not _why_useless(one[2])]
+    if not useful:
+        raise ConfigurationError(
+            f"{pattern!r} of recompute.modules would save nothing: {_why_useless(found[0][2])}. Leave it out."
+        )
+    if not any(name in dict(selected(layer, patterns)) for layer, name, _ in useful):
+        raise ConfigurationError(
+            f"{pattern!r} of recompute.modules lies inside another module of the list, which is recomputed as a whole; "
+            "leave out one of the two."
+        )
