@@ -1,0 +1,97 @@
+"""What is wrong with a layout, and what would work instead: the second half of error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megalight.parallel.pipeline.grammar import compose
+from megalight.parallel.pipeline.picture import picture
+
+
+def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:
+    """Why the symbols of ``stages`` are not a model of ``num_layers`` layers; empty if they are."""
+    whole = "".join(stages)
+    for symbol, name, place in (("E", "embedding", 0), ("L", "loss", -1)):
+        end = "last" if place else "first"
+        if whole.count(symbol) != 1:
+            return f"{symbol!r} ({name}) stands {whole.count(symbol)} times. Write it once, in the {end} stage."
+        if not stages[place] or stages[place][place] != symbol:
+            return f"{symbol!r} ({name}) must be the {end} symbol of the {end} stage. Move it there."
+    if whole.count("m") != num_mtp:
+        has = f"{num_mtp}. Write as many." if num_mtp else "none. Remove them."
+        return f"it names {whole.count('m')} multi-token-prediction layers 'm', but the model has {has}"
+    if num_mtp and not any("m" * num_mtp in stage for stage in stages):
+        return "multi-token-prediction layers 'm' lie on different stages. Put them on one."
+    if "t" in whole[whole.find("m") :] and num_mtp:
+        return "layers 't' follow multi-token-prediction layers 'm'. Put the layers first."
+    if (found := whole.count("t")) != num_layers:
+        much = f"{abs(found - num_layers)} too {'many' if found > num_layers else 'few'}"
+        return f"it names {found} layers 't', but the model has {num_layers}: {much}."
+    return ""
+
+
+def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int) -> str:
+    """What to do when ``num_layers`` do not fill the stages evenly.
+
+    Args:
+        num_layers: of the model.
+        pp, vpp: pipeline ranks and chunks.
+        counted: layers with what counts as one.
+    """
+    stages = pp * vpp
+    low = counted // stages * stages - (counted - num_layers)
+    near = [str(count) for count in (low, low + stages) if count >= stages and count != num_layers]
+    ways = [f"take {' or '.join(near)} layers", *_counting(num_layers, stages)]
+    return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp)])
+
+
+def instead_of_uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> str:
+    """What to do when the ranks between the first and the last cannot share the layers that are left."""
+    ways = [] if num_layers % (pp * vpp) else ["leave first and last out, for an even split"]
+    return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp, first, last)])
+
+
+def _advice(num_layers: int, pp: int, vpp: int, ways: list[str]) -> str:
+    """``ways``, and a layout that works with its picture."""
+    if num_layers + 2 < pp * vpp:
+        return f"{num_layers} layers, embedding and loss fill {num_layers + 2} stages at most; lower pp or vpp."
+    layout = balanced(num_layers, pp * vpp)
+    text = ", or ".join([*ways, f"give this layout: {compose(layout)!r}"])
+    return f"{text[0].upper()}{text[1:]}\n{picture(layout, pp)}"
+
+
+def balanced(num_layers: int, stages: int) -> tuple[str, ...]:
+    """Symbols of stages as equal as can be, where embedding and loss weigh a layer each; needs ``stages > 1``.
+
+    Stages hold a layer less rather than more at the ends, so that the ends are not what the others wait for.
+    """
+    share, more = divmod(num_layers + 2, stages)
+    start = (stages - more + 1) // 2
+    counts = [share + (start <= index < start + more) for index in range(stages)]
+    held = ["t" * (count - (index in (0, stages - 1))) for index, count in enumerate(counts)]
+    return ("E" + held[0], *held[1:-1], held[-1] + "L")
+
+
+def _counting(num_layers: int, stages: int) -> Iterator[str]:
+    """Counting embedding or loss as a layer, where that divides."""
+    if (num_layers + 1) % stages == 0 and num_layers >= 2 * stages - 1:
+        yield "count the embedding or the loss as a layer"
+    if (num_layers + 2) % stages == 0 and num_layers >= 2 * stages - 2:
+        yield "count the embedding and the loss as layers"
+
+
+def _ends(num_layers: int, pp: int, vpp: int, first: int | None = None, last: int | None = None) -> Iterator[str]:
+    """Numbers of layers for the first and the last rank that divide: near to those given, or to an equal share."""
+    if pp < 3 or num_layers < pp * vpp:
+        return
+    near = [num_layers / pp if count is None else count for count in (first, last)]
+    counts = [sorted(range(vpp, num_layers, vpp), key=lambda count: abs(count - at))[:8] for at in near]
+    fits = [
+        (a, b)
+        for a in counts[0]
+        for b in counts[1]
+        if (rest := num_layers - a - b) > 0 and rest % ((pp - 2) * vpp) == 0
+    ]
+    if fits:
+        a, b = min(fits, key=lambda pair: (abs(pair[0] - near[0]) + abs(pair[1] - near[1]), pair[0] > pair[1]))
+        yield f"let the first rank hold {a} layers and the last {b}"

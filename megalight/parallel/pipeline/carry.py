@@ -1,0 +1,109 @@
+"""What travels between stages: named tensors, and how the two sides know their shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Carry: TypeAlias = dict[str, Tensor]
+
+
+class Entry(NamedTuple):
+    """One tensor of a carry, without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Room for the values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+Form: TypeAlias = tuple[Entry, ...]
+"""A carry without its values."""
+
+
+class Forms:
+    """The forms that both ends of an edge remember. They see the same messages in the same order, and forget alike."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self.most = most
+        self._known: dict[Hashable, Form] = {}
+
+    def get(self, key: Hashable | None) -> Form | None:
+        """The form remembered under ``key``; None where there is none."""
+        return None if key is None else self._known.get(key)
+
+    def put(self, key: Hashable | None, form: Form) -> None:
+        """Remember a form, in place of the oldest one where there are too many. Without a key it is not kept."""
+        if key is not None:
+            self._known[key] = form
+            if len(self._known) > self.most:
+                del self._known[next(iter(self._known))]
+
+
+def form_of(carry: Mapping[str, Tensor]) -> Form:
+    """What the receiver of a carry must know in advance."""
+    return tuple(Entry(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in carry.items())
+
+
+def check_carry(carry: Any, where: str) -> Carry:
+    """Refuse what cannot travel.
+
+    Raises:
+        TypeError: not a dict of tensors by name.
+    """
+    step = "it must return a dict of tensors (hidden states for the next chunk, or what loss_step reads)."
+    if not isinstance(carry, dict):
+        raise TypeError(f"forward_step returned {type(carry).__name__} on {where}; {step}")
+    for name, value in carry.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise TypeError(f"forward_step returned {name!r}: {type(value).__name__} on {where}; {step}")
+    return carry
+
+
+def encode(form: Form) -> bytes:
+    """A form as JSON."""
+    rows = [(e.name, e.shape, str(e.dtype).removeprefix("torch."), e.requires_grad) for e in form]
+    return json.dumps(rows).encode()
+
+
+def decode(text: bytes) -> Form:
+    """The form that :func:`encode` wrote."""
+    return tuple(Entry(n, tuple(shape), getattr(torch, dtype), grad) for n, shape, dtype, grad in json.loads(text))
+
+
+def signature(batch: Any) -> Hashable | None:
+    """Everything about a micro-batch that shapes can depend on: equal signatures promise carries of equal form.
+
+    All ranks of a pipeline see the same micro-batches, so both sides of an edge know at once whether a form is known.
+    None where the batch holds objects whose parts cannot be seen.
+    """
+    try:
+        return _signature(batch)
+    except TypeError:
+        return None
+
+
+def _signature(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((key, _signature(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_signature, value))
+    if dataclasses.is_dataclass(value):
+        return type(value), tuple(_signature(getattr(value, field.name)) for field in dataclasses.fields(value))
+    raise TypeError(f"unknown parts: {type(value).__name__}")

@@ -1,0 +1,293 @@
+"""Running a schedule: this rank's actions in turn, with messages to and from the neighbours under way meanwhile."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalight.errors import ConfigurationError
+from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.parallel import trace
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.actions import Action, Actions, Kind
+from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
+from megalight.parallel.pipeline.inbox import Inbox
+from megalight.parallel.pipeline.layout import PipelineLayout, Stage
+from megalight.parallel.pipeline.p2p import Edges, Message
+from megalight.types import Loss
+
+ForwardStep: TypeAlias = Callable[[nn.Module, Any, Carry | None], Carry]
+LossStep: TypeAlias = Callable[[Carry, Any], Loss]
+Objective: TypeAlias = Callable[[Loss], Tensor]
+
+
+@dataclass
+class Flight:
+    """One micro-batch inside one chunk, between its forward and the end of its backward.
+
+    The output itself is not kept once it is sent: the backward needs no more than its place in the graph.
+
+    Attributes:
+        inputs: what came from the previous stage: leaves that collect gradients.
+        outputs: places in the graph of the outputs that want gradients.
+        form: of those outputs.
+        loss: on the last stage.
+        weights: weight gradients still to be computed.
+    """
+
+    inputs: Carry
+    outputs: list[GradientEdge] = field(default_factory=list)
+    form: Form = ()
+    loss: Loss | None = None
+    weights: WeightGradients | None = None
+
+
+class Executor:
+    """Runs micro-batches through the chunks of this rank, as a schedule says.
+
+    Args:
+        chunks: the parts of the model on this rank, in model order.
+        layout: all stages; one for a model that is not cut.
+        device: where the chunks are.
+        varying: carries may change form between micro-batches of equal form: every message is preceded by a header.
+
+    Attributes:
+        peak: most micro-batches (of any chunk) that were in flight at once in the last step.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        layout: PipelineLayout,
+        mesh: ParallelMesh,
+        device: torch.device,
+        varying: bool = False,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.layout = layout
+        self.stages = layout.of_rank(mesh.rank("pp"))
+        self.device = device
+        self.varying = varying
+        self.edges = Edges.between(mesh, around=layout.vpp > 1)
+        self.coming, self.going = Forms(), Forms()
+        self.peak = 0
+
+    def train(
+        self,
+        actions: Actions,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        loss_step: LossStep,
+        objective: Objective,
+    ) -> list[Loss]:
+        """Forward and backward of every micro-batch.
+
+        Args:
+            actions: this rank's part of a schedule of as many micro-batches.
+            objective: the scalar to differentiate, from a micro-batch's loss.
+
+        Returns:
+            on the last stage the losses, detached, by micro-batch; elsewhere nothing.
+        """
+        run = _Run(self, actions, micro_batches, forward_step, loss_step, objective)
+        run.play()
+        self.peak = run.peak
+        return [run.losses[index] for index in sorted(run.losses)]
+
+    def forward(self, actions: Actions, micro_batches: Sequence[Any], forward_step: ForwardStep) -> list[Carry]:
+        """Forward alone, without gradients; on the last stage what the last chunk returned, elsewhere nothing."""
+        with torch.no_grad():
+            run = _Run(self, actions, micro_batches, forward_step)
+            run.play()
+        return [run.carries[index] for index in sorted(run.carries)]
+
+
+class _Run:
+    """One pass through a schedule."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        actions: Actions,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        loss_step: LossStep | None = None,
+        objective: Objective | None = None,
+    ) -> None:
+        self.executor = executor
+        self.actions = actions
+        self.micro_batches = micro_batches
+        self.forward_step = forward_step
+        self.loss_step = loss_step
+        self.objective = objective
+        self.signatures = [None if executor.varying else signature(batch) for batch in micro_batches]
+        self.flights: dict[tuple[int, int], Flight] = {}
+        self.losses: dict[int, Loss] = {}
+        self.carries: dict[int, Carry] = {}
+        self.sent: dict[tuple[Kind | None, int, int], Message] = {}
+        self.peak = 0
+        edges, device = executor.edges, executor.device
+        stages = executor.stages
+        self.activations = Inbox(
+            edges.activations_in,
+            [(a.chunk, a.micro_batch) for a in actions if a.kind is Kind.FORWARD and not self._first(stages[a.chunk])],
+            self._known,
+            self._ask,
+            device,
+        )
+        returning = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        self.gradients = Inbox(
+            edges.gradients_in,
+            [(a.chunk, a.micro_batch) for a in actions if a.kind in returning and not self._last(stages[a.chunk])],
+            lambda chunk, index: flight.form if (flight := self.flights.get((chunk, index))) else None,
+            lambda chunk, index: self.flights[chunk, index].form,
+            device,
+        )
+
+    def play(self) -> None:
+        work = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
+        }
+        self.activations.post()
+        for action in self.actions:
+            span = trace.span(action.kind.name.lower(), chunk=action.chunk, micro_batch=action.micro_batch)
+            with self._named(action), span:
+                work[action.kind](action.chunk, action.micro_batch)
+            self.peak = max(self.peak, len(self.flights))
+            self.sent = {place: message for place, message in self.sent.items() if not message.done()}
+        for message in self.sent.values():
+            message.wait()
+        del self.activations, self.gradients  # they refer to this run: now all that it holds is freed with it, at once
+
+    def _forward(self, chunk: int, index: int) -> None:
+        stage, batch = self.executor.stages[chunk], self.micro_batches[index]
+        inputs = None if self._first(stage) else self._received(chunk, index)
+        outputs = self.forward_step(self.executor.chunks[chunk], batch, inputs)
+        outputs = check_carry(outputs, str(stage))
+        flight = Flight(inputs or {})
+        if self._last(stage):
+            if self.loss_step is None:
+                self.carries[index] = outputs
+            else:
+                flight.loss = self.loss_step(outputs, batch)
+                self.losses[index] = flight.loss.detach()
+        else:
+            form = form_of(outputs)
+            self._announce(stage, index, form)
+            assert self.executor.edges.activations_out is not None
+            sent = self.executor.edges.activations_out.send(list(outputs.values()))
+            self.sent[Kind.FORWARD, chunk, index] = sent
+            flight.form = tuple(entry for entry in form if entry.requires_grad)
+            flight.outputs = [get_gradient_edge(outputs[entry.name]) for entry in flight.form]
+        if torch.is_grad_enabled():
+            self.flights[chunk, index] = flight
+            self.gradients.post()
+
+    def _received(self, chunk: int, index: int) -> Carry:
+        form, tensors = self.activations.take()
+        return {e.name: tensor.requires_grad_(e.requires_grad) for e, tensor in zip(form, tensors, strict=True)}
+
+    def _backward(self, chunk: int, index: int) -> None:
+        self._differentiate(chunk, index, self.flights.pop((chunk, index)))
+
+    def _input_gradient(self, chunk: int, index: int) -> None:
+        flight = self.flights[chunk, index]
+        flight.weights = WeightGradients()
+        with deferring(flight.weights):
+            self._differentiate(chunk, index, flight)
+
+    def _weight_gradient(self, chunk: int, index: int) -> None:
+        weights = self.flights.pop((chunk, index)).weights
+        assert weights is not None
+        weights.run()
+
+    def _differentiate(self, chunk: int, index: int, flight: Flight) -> None:
+        stage = self.executor.stages[chunk]
+        if flight.loss is not None:
+            assert self.objective is not None
+            torch.autograd.backward(self.objective(flight.loss))
+        else:
+            _, gradients = self.gradients.take()
+            if gradients and (sent := self.sent.pop((Kind.FORWARD, chunk, index), None)):
+                sent.wait()  # it has arrived: what it became is back (gloo never says so of its own accord)
+            if gradients:
+                torch.autograd.backward(flight.outputs, gradients)
+        wanted = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
+        if not self._first(stage):
+            assert self.executor.edges.gradients_out is not None
+            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
+            self.sent[Kind.INPUT_GRADIENT, chunk, index] = self.executor.edges.gradients_out.send(found)
+        flight.inputs, flight.outputs, flight.loss = {}, [], None
+
+    # ------------------------------------------------------------------ forms of messages
+
+    def _key(self, stage_index: int, micro_batch: int) -> Hashable | None:
+        """Under what the form of the carry into a stage is remembered; None: it is not."""
+        seen = self.signatures[micro_batch]
+        return None if seen is None else (stage_index, seen, torch.is_grad_enabled())
+
+    def _known(self, chunk: int, index: int) -> Form | None:
+        return self.executor.coming.get(self._key(self.executor.stages[chunk].index, index))
+
+    def _ask(self, chunk: int, index: int) -> Form:
+        """Wait for the header that :meth:`_announce` sends."""
+        assert self.executor.edges.activations_in is not None
+        form = decode(self.executor.edges.activations_in.receive_text())
+        self.executor.coming.put(self._key(self.executor.stages[chunk].index, index), form)
+        return form
+
+    def _announce(self, stage: Stage, index: int, form: Form) -> None:
+        """Tell the next stage the form of what comes, unless it knows."""
+        key = self._key(stage.index + 1, index)
+        known = self.executor.going.get(key)
+        if known is None:
+            assert self.executor.edges.activations_out is not None
+            self.sent[None, stage.index, index] = self.executor.edges.activations_out.send_text(encode(form))
+            self.executor.going.put(key, form)
+        elif known != form:
+            raise ConfigurationError(
+                f"forward_step returned ({', '.join(map(str, form))}) on stage {stage.index} and earlier, for a "
+                f"micro-batch of the same form, ({', '.join(map(str, known))}). Let the carry's names and shapes "
+                "follow from the micro-batch, or set varying_carry = True on the module: stages then ask every time."
+            )
+
+    # ------------------------------------------------------------------ small things
+
+    def _first(self, stage: Stage) -> bool:
+        return stage.index == 0
+
+    def _last(self, stage: Stage) -> bool:
+        return stage.index == len(self.executor.layout.stages) - 1
+
+    @contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        """Say of an error where in the schedule it came up."""
+        try:
+            yield
+        except Exception as error:
+            stage = self.executor.stages[action.chunk]
+            layer = layer_of(error, self.executor.chunks[action.chunk])
+            error.add_note(
+                f"(pipeline: {action.kind.name.lower().replace('_', ' ')} of micro-batch {action.micro_batch}"
+                f"{'' if layer is None else f' in layers.{layer}'} on {stage} of {len(self.executor.layout.stages)}, "
+                f"pipeline rank {stage.rank})"
+            )
+            raise
+
+
+def layer_of(error: Exception, chunk: nn.Module) -> str | None:
+    """The global index of the layer in whose forward an error came up."""
+    layers = getattr(chunk, "layers", None)
+    names = {id(layer): name for name, layer in layers.named_children()} if isinstance(layers, nn.Module) else {}
+    called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((names[id(module)] for module in called if id(module) in names), None)

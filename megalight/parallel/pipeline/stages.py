@@ -1,0 +1,118 @@
+"""Cutting a model into the stages of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from megalight.errors import LayoutError
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.layout import PipelineLayout, Stage
+from megalight.parallel.shard import ShardSpec
+
+ENDS = ("embed", "head")
+PARTS = ("embed", "layers", "head")
+
+
+def check_protocol(model: nn.Module) -> int:
+    """The number of layers of a model that can be cut.
+
+    Raises:
+        LayoutError: it is not ``embed | layers | head``; names what is missing.
+    """
+    name = type(model).__name__
+    missing = [part for part in PARTS if not hasattr(model, part)]
+    if missing:
+        raise LayoutError(
+            f"{name} has no attribute {missing[0]!r}: a pipeline cuts models made of embed | layers | head. Give it "
+            "these three (embed and head may be None), or wrap it in a module that has them."
+        )
+    layers = model.layers
+    keys = list(layers) if isinstance(layers, nn.ModuleDict) else []
+    if not isinstance(layers, nn.ModuleDict) or keys != [str(index) for index in range(len(keys))]:
+        raise LayoutError(
+            f"{name}.layers is a {type(layers).__name__}{f' with keys {keys[:4]}' if keys else ''}; a pipeline needs "
+            "an nn.ModuleDict keyed '0', '1', ... by global index, so that names stay the same."
+        )
+    return len(keys)
+
+
+def shell(model: nn.Module) -> nn.Module:
+    """Another object of the same model: it shares modules, parameters and hooks, but not the list of its children."""
+    twin = copy.copy(model)
+    twin.__dict__["_modules"] = dict(model._modules)
+    return twin
+
+
+def cut(
+    model: nn.Module, specs: Mapping[str, ShardSpec], layout: PipelineLayout, mesh: ParallelMesh
+) -> tuple[dict[str, ShardSpec], list[nn.Module]]:
+    """Leave in ``model`` what this pipeline rank holds, and make its chunks.
+
+    A parameter that several ranks hold (a tied embedding, or one outside of embed, layers and head) belongs to the
+    first of them; its gradient is summed over all.
+
+    Args:
+        model: split over the other axes already, on meta or not.
+        specs: what :func:`megalight.parallel.apply.parallelize` returned for it.
+
+    Returns:
+        what the parameters and buffers that are left hold, by the names that they keep; and one callable model per
+        stage that lies here, in model order. These share their modules with ``model``, which has those of all.
+
+    Raises:
+        LayoutError: the model is not ``embed | layers | head``, or the layout is of another number of layers.
+    """
+    num_layers = check_protocol(model)
+    if num_layers != layout.num_layers:
+        raise LayoutError(
+            f"the layout places {layout.num_layers} layers and {type(model).__name__} has {num_layers}; give a layout "
+            f"for {num_layers} layers.\n{layout.draw()}"
+        )
+    by_tensor = {id(tensor): specs[name] for name, tensor in _tensors(model).items() if name in specs}
+    holders: dict[int, set[int]] = {}
+    for stage in layout.stages:
+        for tensor in _tensors(_part(model, [stage])).values():
+            holders.setdefault(id(tensor), set()).add(stage.rank)
+    here = layout.of_rank(mesh.rank("pp"))
+    chunks = [_part(model, [stage]) for stage in here]
+    model._modules.update(_part(model, here)._modules)
+    kept = {name: tensor for name, tensor in _tensors(model).items() if id(tensor) in by_tensor}
+    for ranks in sorted({tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}):
+        if mesh.rank("pp") in ranks:
+            mesh.group(_axis(ranks, mesh))
+    return {n: _shared(by_tensor[id(t)], sorted(holders[id(t)]), mesh) for n, t in kept.items()}, chunks
+
+
+def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
+    """The model with the parts of some stages only."""
+    part = shell(model)
+    layers = model._modules["layers"]
+    assert isinstance(layers, nn.ModuleDict)
+    held = [str(index) for stage in stages for index in stage.layers]
+    part._modules["layers"] = nn.ModuleDict({key: layers[key] for key in held})
+    for name in ENDS:
+        if not any(getattr(stage, name) for stage in stages) and name in part._modules:
+            part._modules[name] = None
+    return part
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _axis(ranks: Sequence[int], mesh: ParallelMesh) -> str:
+    return "pp" if len(ranks) == mesh.pp else f"pp:{'+'.join(map(str, ranks))}"
+
+
+def _shared(spec: ShardSpec, ranks: Sequence[int], mesh: ParallelMesh) -> ShardSpec:
+    """The spec of a tensor that several pipeline ranks hold."""
+    if len(ranks) < 2:
+        return spec
+    first = mesh.rank("pp") == ranks[0]
+    axis = _axis(ranks, mesh)
+    pieces = (replace(p, partial=(axis, *p.partial), owner=p.owner and first) for p in spec.pieces)
+    return replace(spec, pieces=tuple(pieces))

@@ -1,0 +1,251 @@
+"""A schedule played on paper: who waits for whom, how long a step takes, what lives at once, and a picture of it.
+
+``F`` of a stage waits for ``F`` of the stage before it, ``B`` (or ``I``) for that of the stage after it and for its own
+``F``, ``W`` for its own ``I``. A rank does its list in order, one action at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from typing import TypeAlias
+
+from megalight.errors import LayoutError
+from megalight.parallel.pipeline.actions import Action, Actions, Kind
+
+Number: TypeAlias = "int | float | Fraction"
+Place: TypeAlias = tuple[str, int, int]
+"""What another action waits for: ``"F"`` or ``"I"`` (an input gradient is done), stage, micro-batch."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long the work of one chunk for one micro-batch takes, and a transfer from rank to rank; in any unit."""
+
+    forward: Number = 1
+    backward: Number = 2
+    input_gradient: Number = 1
+    weight_gradient: Number = 1
+    transfer: Number = 0
+
+    def of(self, kind: Kind) -> Number:
+        """The time of one action."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT_GRADIENT: self.input_gradient,
+            Kind.WEIGHT_GRADIENT: self.weight_gradient,
+        }[kind]
+
+    def per_chunk(self, vpp: int) -> Costs:
+        """Costs of a whole rank's layers as those of one of its ``vpp`` chunks; a transfer stays as it is."""
+        forward, backward, inputs, weights = (Fraction(self.of(kind)) / vpp for kind in Kind)
+        return Costs(forward, backward, inputs, weights, self.transfer)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action and its time."""
+
+    action: Action
+    start: Number
+    end: Number
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every rank does what.
+
+    Attributes:
+        ranks: each rank's actions, in order.
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def total(self) -> Number:
+        """From the first start to the last end."""
+        return max(spans[-1].end for spans in self.ranks)
+
+    @property
+    def busy(self) -> tuple[Number, ...]:
+        """Time that each rank works."""
+        return tuple(sum((span.end - span.start for span in spans), start=0) for spans in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """Waiting over work of the busiest rank: what ``(pp - 1) / (m * vpp)`` is the formula for."""
+        return float(self.total / max(self.busy)) - 1
+
+    @property
+    def peak(self) -> tuple[int, ...]:
+        """Most activations that each rank holds at once, counted in chunks: from forward to (weight) gradient."""
+        return tuple(_peak([span.action for span in spans]) for spans in self.ranks)
+
+    def draw(self, width: int = 160) -> str:
+        """A line per rank, a column per unit of time, cut off at ``width`` characters.
+
+        ``F3`` is the forward of micro-batch 3, ``F3.1`` that of chunk 1; ``=`` goes on with what stands before it and
+        ``.`` waits. Ends are rounded to units.
+        """
+        several = any(span.action.chunk for spans in self.ranks for span in spans)
+        labels = [[str(s.action) if several else str(s.action).split(".")[0] for s in spans] for spans in self.ranks]
+        cell = max(len(label) for line in labels for label in line) + 1
+        name = len(f"rank {len(self.ranks) - 1}")
+        lines = []
+        for rank, (spans, names) in enumerate(zip(self.ranks, labels, strict=True)):
+            line = ["."] * round(float(self.total))
+            for span, label in zip(spans, names, strict=True):
+                start, end = round(float(span.start)), round(float(span.end))
+                line[start:end] = [label, *["="] * (end - start - 1)][: end - start]
+            text = f"{f'rank {rank}':<{name}}  " + "".join(f"{slot:<{cell}}" for slot in line).rstrip()
+            lines.append(text if len(text) <= width else text[: width - 3] + "...")
+        return "\n".join(lines)
+
+
+def simulate(schedules: Sequence[Actions], costs: Costs | None = None) -> Timeline:
+    """Play the lists of all ranks.
+
+    Args:
+        schedules: each pipeline rank's list; the numbers of chunks and micro-batches are read off them.
+        costs: what an action takes; a backward is two forwards unless told otherwise.
+
+    Raises:
+        LayoutError: work is missing or done twice, ranks wait for each other for ever, or a rank would take what
+            another sends in a different order than it is sent.
+    """
+    costs = costs or Costs()
+    vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
+    _check_complete(schedules, vpp)
+    check_transfers(schedules)
+    pp = len(schedules)
+    done: dict[Place, tuple[Number, int]] = {}
+    spans: list[list[Span]] = [[] for _ in schedules]
+    waiting: dict[Place, list[int]] = defaultdict(list)
+    ready = list(range(pp))
+    while ready:
+        rank = ready.pop()
+        while len(spans[rank]) < len(schedules[rank]):
+            action = schedules[rank][len(spans[rank])]
+            needs = _needs(action, rank, pp, vpp)
+            if missing := [place for place in needs if place not in done]:
+                waiting[missing[0]].append(rank)
+                break
+            start = spans[rank][-1].end if spans[rank] else 0
+            for place in needs:
+                end, other = done[place]
+                start = max(start, end + (costs.transfer if other != rank else 0))
+            spans[rank].append(Span(action, start, start + costs.of(action.kind)))
+            if (gives := _gives(action, rank, pp)) is not None:
+                done[gives] = (spans[rank][-1].end, rank)
+                ready += waiting.pop(gives, [])
+    if waiting:
+        raise LayoutError(_deadlock(schedules, spans, waiting))
+    return Timeline(tuple(tuple(line) for line in spans))
+
+
+def check_transfers(schedules: Sequence[Actions]) -> None:
+    """Whether every rank takes what comes from another in the order in which the other sends it.
+
+    Activations and gradients are looked at apart: each has a channel of its own.
+
+    Raises:
+        LayoutError: on some channel the orders differ, so that messages would be mixed up or never meet.
+    """
+    pp = len(schedules)
+    vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
+    sent: dict[tuple[int, int, str], list[Place]] = defaultdict(list)
+    taken: dict[tuple[int, int, str], list[Place]] = defaultdict(list)
+    for rank, actions in enumerate(schedules):
+        for action in actions:
+            if (place := _comes(action, rank, pp, vpp)) is not None and place[1] % pp != rank:
+                taken[place[1] % pp, rank, place[0]].append(place)
+            if (gives := _gives(action, rank, pp)) is not None:
+                to = gives[1] + (1 if gives[0] == "F" else -1)
+                if 0 <= to < pp * vpp and to % pp != rank:
+                    sent[rank, to % pp, gives[0]].append(gives)
+    for source, target, what in taken:
+        pairs = zip(sent[source, target, what], taken[source, target, what], strict=False)
+        if wrong := next(((a, b) for a, b in pairs if a != b), None):
+            raise LayoutError(
+                f"rank {source} sends rank {target} {_name(wrong[0])} where that rank takes {_name(wrong[1])}. "
+                "Order the work of both alike."
+            )
+
+
+def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
+    """What must be done before."""
+    stage = action.chunk * pp + rank
+    if action.kind is Kind.WEIGHT_GRADIENT:
+        return [("I", stage, action.micro_batch)]
+    own: list[Place] = [] if action.kind is Kind.FORWARD else [("F", stage, action.micro_batch)]
+    comes = _comes(action, rank, pp, vpp)
+    return own if comes is None else [*own, comes]
+
+
+def _comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
+    """What another stage sends for this."""
+    if action.kind is Kind.WEIGHT_GRADIENT:
+        return None
+    forward = action.kind is Kind.FORWARD
+    stage = action.chunk * pp + rank + (-1 if forward else 1)
+    return ("F" if forward else "I", stage, action.micro_batch) if 0 <= stage < pp * vpp else None
+
+
+def _gives(action: Action, rank: int, pp: int) -> Place | None:
+    """What other actions may wait for."""
+    if action.kind is Kind.WEIGHT_GRADIENT:
+        return None
+    return ("F" if action.kind is Kind.FORWARD else "I", action.chunk * pp + rank, action.micro_batch)
+
+
+def _peak(actions: Actions) -> int:
+    live = most = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            most = max(most, live := live + 1)
+        elif action.kind is not Kind.INPUT_GRADIENT:
+            live -= 1
+    return most
+
+
+def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
+    """Every chunk and micro-batch once: forward alone everywhere, or with its backward, whole or in two."""
+    micro_batches = 1 + max((action.micro_batch for actions in schedules for action in actions), default=0)
+    trains = any(action.kind is not Kind.FORWARD for actions in schedules for action in actions)
+    wanted = set(product(range(vpp), range(micro_batches)))
+    for rank, actions in enumerate(schedules):
+        kinds: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
+        for action in actions:
+            if (action.chunk, action.micro_batch) in kinds[action.kind]:
+                raise LayoutError(f"rank {rank} does {action} more than once. List it once.")
+            kinds[action.kind].add((action.chunk, action.micro_batch))
+        forward, whole, inputs, weights = kinds.values()
+        wrong = (
+            (wanted - forward) | (inputs ^ weights) | (whole & inputs) | (wanted - whole - inputs if trains else set())
+        )
+        if wrong:
+            chunk, i = min(wrong)
+            found = "+".join(kind.value for kind in Kind if (chunk, i) in kinds[kind])
+            raise LayoutError(
+                f"rank {rank} does {found or 'nothing'} for micro-batch {i} on chunk {chunk}; "
+                f"it must do {'F and B, or F, I and W' if trains else 'F'}."
+            )
+
+
+def _deadlock(schedules: Sequence[Actions], spans: list[list[Span]], waiting: dict[Place, list[int]]) -> str:
+    lines = [
+        f"rank {rank} does {schedules[rank][len(spans[rank])]} (its action {len(spans[rank])}) after {_name(place)} of "
+        f"rank {place[1] % len(schedules)}"
+        for place, ranks in sorted(waiting.items(), key=lambda item: item[1])
+        for rank in ranks
+    ]
+    return "these ranks wait for each other for ever; put what others wait for first:\n  " + "\n  ".join(lines)
+
+
+def _name(place: Place) -> str:
+    what = "the activations" if place[0] == "F" else "the gradient"
+    return f"{what} of micro-batch {place[2]} from stage {place[1]}"

@@ -1,0 +1,69 @@
+"""Schedules under the harshest transfers: nothing is buffered but what a receiver has made room for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megalight.parallel.pipeline.actions import Actions, Kind
+
+
+def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:
+    """Run to the end; what each stuck rank was about to do, empty if none is stuck.
+
+    Every directed edge has a channel for activations and one for gradients. A receiver makes room for the next
+    ``depth`` messages of a channel that it has not taken yet (for a gradient: once it has done the forward before it).
+    A sender goes on only when its message found room.
+    """
+    pp = len(schedules)
+    last = pp * vpp - 1
+    incoming: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(
+        list
+    )  # (rank, forward) -> (chunk, i), in order
+    for rank, actions in enumerate(schedules):
+        for kind, chunk, i in actions:
+            stage = chunk * pp + rank
+            if kind is not Kind.WEIGHT_GRADIENT and stage != (0 if kind is Kind.FORWARD else last):
+                incoming[rank, kind is Kind.FORWARD].append((chunk, i))
+    arrived: dict[tuple[int, bool], int] = defaultdict(int)
+    taken: dict[tuple[int, bool], int] = defaultdict(int)
+    outgoing: list[tuple[int, bool] | None] = [None] * pp
+    place = [0] * pp
+
+    def room(channel: tuple[int, bool]) -> bool:
+        rank, forward = channel
+        if arrived[channel] >= taken[channel] + depth:
+            return False
+        chunk, i = incoming[channel][arrived[channel]]
+        return forward or (Kind.FORWARD, chunk, i) in schedules[rank][: place[rank]]
+
+    def step(rank: int) -> bool:
+        if (channel := outgoing[rank]) is not None:
+            if not room(channel):
+                return False
+            arrived[channel] += 1
+            outgoing[rank] = None
+            return True
+        if place[rank] == len(schedules[rank]):
+            return False
+        kind, chunk, i = schedules[rank][place[rank]]
+        forward, stage = kind is Kind.FORWARD, chunk * pp + rank
+        if kind is not Kind.WEIGHT_GRADIENT:
+            channel = rank, forward
+            if stage != (0 if forward else last):
+                if arrived[channel] == taken[channel]:
+                    return False
+                assert incoming[channel][taken[channel]] == (chunk, i)
+                taken[channel] += 1
+            if stage != (last if forward else 0):
+                outgoing[rank] = (stage + (1 if forward else -1)) % pp, forward
+        place[rank] += 1
+        return True
+
+    while sum(step(rank) for rank in range(pp)):  # one step of every rank that can make one
+        pass
+    return [
+        f"rank {rank}: {'send' if outgoing[rank] else schedules[rank][place[rank]]}"
+        for rank in range(pp)
+        if outgoing[rank] or place[rank] < len(schedules[rank])
+    ]
