@@ -1,0 +1,251 @@
+"""Ring attention (arXiv 2310.01889): queries stay, keys and values go round, one neighbour per step.
+
+While a rank computes the block of its queries and the keys at hand, the next keys are under way. Outputs of blocks are
+merged by their log-sum-exps. In the backward pass keys and values go round again, and with them the sums of their
+gradients, which arrive at home after a last step. Only a rank's own share outlives a step. Shares are cut zigzag, so
+that under a causal mask all ranks have equal work (:mod:`megalight.parallel.context.blocks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megalight.errors import LayoutError
+from megalight.nn import InnerAttention
+from megalight.ops.attention_block import block_attention, block_attention_backward
+from megalight.ops.attention_merge import merge
+from megalight.ops.common import wide
+from megalight.parallel.context.blocks import Block, Blocks, Rows, blocks_of
+from megalight.parallel.context.spec import ContextGroups, ContextSpec
+from megalight.types import PackedSequences
+
+
+def why_not(spec: ContextSpec) -> str | None:
+    """Blocks of scores have neither cap nor dropout, and the ring brings all keys, near or far."""
+    if spec.window:
+        return "has no window: it would send all keys past every rank, of which few see them; all_gather has"
+    if spec.softcap:
+        return "has no soft cap on scores"
+    if spec.dropout:
+        return "has no dropout of attention weights"
+    return None
+
+
+def attend(
+    inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
+) -> Tensor:
+    """This rank's share of attention: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
+    return ring_attention(q, k, v, sequences, groups.all, causal=inner.causal, scale=inner.scale, backend=inner.backend)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    group: ProcessGroup | None,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``softmax(q k^T * scale) v`` within each sequence, whose tokens are spread over the group.
+
+    Args:
+        q: ``[T, H, D]``, this rank's share of the tokens.
+        k: ``[T, Hkv, D]``; ``H`` is a multiple of ``Hkv``.
+        v: ``[T, Hkv, Dv]``.
+        sequences: this rank's share, from :meth:`PackedSequences.zigzag`.
+        group: the ranks, in the order of their shares; None for one.
+        causal: a query sees no later key.
+        scale: factor on scores; ``1 / sqrt(D)`` by default.
+        backend: of :func:`megalight.ops.attention_block.block_attention`.
+
+    Returns:
+        ``[T, H, Dv]``. Outputs of padding have no meaning.
+
+    Raises:
+        LayoutError: the sequences are not cut, or for another number of ranks or another rank.
+        BackendError: no backend of a block can serve, or the named one cannot.
+    """
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    share = sequences.context
+    if share is None or (share.size, share.rank) != (size, rank):
+        cut = "not cut" if share is None else f"share {share.rank} of {share.size}"
+        raise LayoutError(
+            f"the sequences are {cut}, but this is rank {rank} of a ring of {size}; "
+            "cut them with PackedSequences.zigzag(rank, size)."
+        )
+    ring = _Ring(group, blocks_of(sequences, causal), scale, backend)
+    out: Tensor = _RingAttention.apply(q, torch.cat((k, v), -1), ring)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The ranks, and what this one computes."""
+
+    group: ProcessGroup | None
+    blocks: Blocks
+    scale: float | None
+    backend: str
+
+    def fold(self, x: Tensor) -> Tensor:
+        """``[T, heads, D]`` as ``[B, S, heads, D]``: a view."""
+        return x.view(self.blocks.batch, -1, *x.shape[1:])
+
+    def columns(self, kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, S, Hkv, D]`` and values ``[B, S, Hkv, Dv]``: views."""
+        return self.fold(kv)[..., :head_dim], self.fold(kv)[..., head_dim:]
+
+    def block(self, block: Block, kv: Tensor, head_dim: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """A block's keys and values, and the options of its op."""
+        keys, values = (block.keys.take(part) for part in self.columns(kv, head_dim))
+        options = {"causal": block.causal, "scale": self.scale, "backend": self.backend}
+        return (keys, values), {"sequences": block.sequences, **options}
+
+    def send(self, x: Tensor) -> _Flight:
+        """Start sending ``x`` to the next rank, and receiving what the previous one sends alike."""
+        assert self.group is not None
+        rank, size = self.group.rank(), self.group.size()
+        arriving = torch.empty_like(x)
+        leave = dist.P2POp(dist.isend, x, group=self.group, group_peer=(rank + 1) % size)
+        arrive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=(rank - 1) % size)
+        return _Flight(dist.batch_isend_irecv([leave, arrive]), x, arriving)
+
+
+@dataclass
+class _Flight:
+    """A tensor under way. What leaves is held until it has left."""
+
+    works: list[dist.Work]
+    leaving: Tensor | None
+    arriving: Tensor
+
+    def wait(self) -> Tensor:
+        """What arrived; on a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        self.leaving = None
+        return self.arriving
+
+
+class _Taken:
+    """Rows of tensors ``[B, S, ...]`` or ``[B, H, S]``, kept for as long as the same ones are wanted."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self.rows: Rows | None = None
+        self.found: tuple[Tensor, ...] = ()
+
+    def of(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Contiguous: kernels then need no copies of their own, step after step."""
+        if rows is not self.rows:
+            self.found = ()  # frees what was taken before
+            self.found = tuple(rows.take(t, 1 if t.ndim == 4 else 2).contiguous() for t in self.tensors)
+            self.rows = rows
+        return self.found
+
+
+class _Output:
+    """The output ``[B, S, H, Dv]`` and log-sum-exp ``[B, H, S]``, merged over the blocks so far."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, block: Block, part: tuple[Tensor, Tensor]) -> None:
+        """Merge in what a block gave."""
+        if block.all_queries and self.found is None:
+            self.found = part
+            return
+        out, lse = self.found or self._nothing(part[1])
+        if block.all_queries:  # the first merge makes sums out of the blocks' narrower outputs
+            self.found = merge(out, lse, *part, into=(out, lse) if out.dtype == wide(self.dtype) else None)
+            return
+        self.found = out, lse = out.to(wide(self.dtype)), lse
+        mine = block.queries.take(out), block.queries.take(lse, 2)
+        merge(*mine, *part, into=mine)
+        block.queries.put_(out, mine[0])
+        block.queries.put_(lse, mine[1], 2)
+
+    def _nothing(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length, heads, _ = self.shape
+        return like.new_zeros(self.shape), like.new_full((batch, heads, length), -torch.inf)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The output in the inputs' type, and the log-sum-exp."""
+        assert self.found is not None  # there is a first chunk of each sequence, which some step brings
+        return self.found[0].to(self.dtype).contiguous(), self.found[1].contiguous()
+
+
+class _RingAttention(torch.autograd.Function):
+    """``q [T, H, D]`` and ``kv [T, Hkv, D + Dv]``, keys beside values so that they travel as one, to ``[T, H, Dv]``."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
+        steps, last, here = ring.blocks.steps, len(ring.blocks.steps) - 1, kv
+        query = ring.fold(q)
+        queries = _Taken(query)
+        output = _Output((*query.shape[:3], kv.shape[-1] - q.shape[-1]), q.dtype)
+        for step, block in enumerate(steps):
+            flight = ring.send(here) if step < last else None
+            if block is not None:
+                (mine,) = queries.of(block.queries)
+                (keys, values), options = ring.block(block, here, q.shape[-1])
+                output.add(block, block_attention(mine, keys, values, **options))
+            if flight is not None:
+                here = flight.wait()
+        out, lse = output.result()
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.ring = ring
+        return out.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        steps, last, here = ring.blocks.steps, len(ring.blocks.steps) - 1, kv
+        queries = _Taken(ring.fold(grad), ring.fold(q), out, lse)
+        grad_q: Tensor | None = None
+        grad_kv = torch.zeros_like(kv, dtype=wide(kv.dtype))
+        for step, block in enumerate(steps):
+            flight = ring.send(here) if step < last else None
+            # The sums of gradients follow the keys that they belong to, one step behind.
+            sums = ring.send(grad_kv) if step else None
+            parts: list[Tensor] = []
+            if block is not None:
+                grad_out, query, output, logs = queries.of(block.queries)
+                (keys, values), options = ring.block(block, here, q.shape[-1])
+                part, *parts = block_attention_backward(grad_out, query, keys, values, output, logs, **options)
+                grad_q = _add(grad_q, ring.fold(q), block, part)
+            if flight is not None:
+                here = flight.wait()
+            if sums is not None:
+                grad_kv = sums.wait()
+            if block is not None:
+                for columns, part in zip(ring.columns(grad_kv, q.shape[-1]), parts, strict=True):
+                    block.keys.add_(columns, part)
+        grad_kv = grad_kv.to(kv.dtype)
+        if last:  # nothing is added any more: the way home, which no block hides, is made in the narrower type
+            grad_kv = ring.send(grad_kv).wait()
+        assert grad_q is not None
+        return grad_q.flatten(0, 1).to(q.dtype), grad_kv, None
+
+
+def _add(total: Tensor | None, like: Tensor, block: Block, part: Tensor) -> Tensor:
+    """The gradient of queries ``like`` with what a block adds."""
+    if total is None and block.all_queries:
+        return part.to(wide(like.dtype))
+    total = torch.zeros_like(like, dtype=wide(like.dtype)) if total is None else total
+    block.queries.add_(total, part)
+    return total

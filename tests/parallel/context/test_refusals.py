@@ -1,0 +1,149 @@
+"""What a kind cannot do, and what is misspelt, is said when the model is made parallel."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megalight.errors import LayoutError
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.config import AttentionConfig, DropoutConfig
+from megalight.nn import InnerAttention
+from megalight.ops.attention import attention
+from megalight.parallel.apply import parallelize
+from megalight.parallel.context.attention import ContextAttention
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.spec import ContextGroups
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import ContextRegion, Plan
+from megalight.parallel.plans import gpt
+from megalight.parallel.tensor.dropout import OwnStream
+from megalight.types import PackedSequences
+from tests.parallel.test_apply import BASE
+
+WINDOW = {"attention": AttentionConfig(window=3, window_pattern=(False, True))}
+SOFTCAP = {"attention": AttentionConfig(softcap=3.0)}
+DROPOUT = {"dropout": DropoutConfig(attention=0.1)}
+
+
+def meta(**options) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(**{**BASE, **options}))
+
+
+def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
+    options = ContextOptions(**context)
+    parallelize(model, gpt.plan(model), ParallelMesh(tp * cp, 0, tp=tp, cp=cp), context=options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "context", "message"),
+    [
+        ({}, 2, {"kind": "all_to_all"}, r"layers\.0\.attention\.inner: .*has 2 query heads for 4 ranks"),
+        ({"num_heads": 6, "head_dim": 4}, 1, {"kind": "all_to_all", "cp": 3}, None),
+        ({"num_heads": 12, "num_kv_heads": 6}, 1, {"kind": "all_to_all"}, None),
+        ({"num_heads": 4, "num_kv_heads": 4}, 1, {"kind": "all_to_all", "cp": 3}, r"4 query heads for 3 ranks"),
+        ({"num_heads": 10, "num_kv_heads": 2}, 1, {"kind": "all_to_all", "cp": 5}, None),
+        (WINDOW, 1, {"kind": "ring"}, r"layers\.1\.attention\.inner: .*ring: has no window"),
+        (SOFTCAP, 1, {"kind": "ring"}, r"ring: has no soft cap"),
+        (DROPOUT, 1, {"kind": "ring"}, r"ring: has no dropout"),
+        (WINDOW, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no window"),
+        ({}, 1, {"kind": "all_to_all_ring"}, r"set ContextOptions\.inner"),
+        ({}, 1, {"kind": "all_to_all_ring", "inner": 4}, r"it must divide cp and be smaller"),
+        ({}, 1, {"kind": "all_to_all_ring", "inner": 3}, r"it must divide cp and be smaller"),
+        ({"num_heads": 3}, 1, {"kind": "all_to_all_ring", "inner": 2}, r"3 query heads for 2 ranks"),
+        (
+            {},
+            1,
+            {"kind": {"*layers.1.*": "all_together"}},
+            r"layers\.1\..*no backend 'all_together'.*Did you mean 'all_",
+        ),
+        (
+            {},
+            1,
+            {"kind": {"*layer.1.*": "ring"}},
+            r"'\*layer\.1\.\*' matches no attention .* layers\.0\.attention\.inner",
+        ),
+    ],
+)
+def test_kinds_that_cannot_serve_a_layer(options: dict, tp: int, context: dict, message: str | None) -> None:
+    context = {"cp": 4, **context}
+    if message is None:
+        made(meta(**options), tp, **context)
+        return
+    with pytest.raises(LayoutError, match=message):
+        made(meta(**options), tp, **context)
+
+
+def test_layers_have_their_own_kinds() -> None:
+    model = made(meta(**WINDOW), kind={"*.1.*": "all_gather", "*": "ring"})
+    assert [layer.attention.inner.kind for layer in model.layers.values()] == ["ring", "all_gather"]
+    assert repr(model.layers["1"].attention.inner).startswith("ContextAttention(\n  kind=all_gather, cp=4")
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "chosen"),
+    [({}, 1, "exchange"), ({}, 2, "ring"), ({**SOFTCAP, "num_kv_heads": 2}, 2, "gather")],
+)
+def test_auto_takes_the_first_that_can(options: dict, tp: int, chosen: str) -> None:
+    inner = made(meta(**options), tp).layers["0"].attention.inner
+    assert inner._choose((4 // tp, 4 // tp)).__module__ == f"megalight.parallel.context.{chosen}"
+
+
+def test_all_gather_refuses_a_window_to_one_side_only() -> None:
+    groups = ContextGroups(ParallelMesh(2, 0, cp=2))
+    with pytest.raises(LayoutError, match="has no window without a causal mask"):
+        ContextAttention(InnerAttention(causal=False, window=3), "it", "all_gather", groups)
+
+
+def test_dropout_keeps_its_own_stream_around_it() -> None:
+    inner = made(meta(**DROPOUT), 2).layers["0"].attention.inner
+    assert isinstance(inner, OwnStream)
+    assert isinstance(inner.module, ContextAttention)
+
+
+def test_one_rank_changes_nothing() -> None:
+    assert isinstance(made(meta(), cp=1, kind="ring").layers["0"].attention.inner, InnerAttention)
+
+
+def test_a_model_without_attention_that_looks_further() -> None:
+    with pytest.raises(LayoutError, match=r"cp=4 .* ContextRegion\(\) for no attention"):
+        parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)), Plan(), ParallelMesh(4, 0, cp=4))
+
+
+def test_foreign_attention() -> None:
+    model = torch.nn.ModuleDict({"it": torch.nn.Linear(2, 2)})
+    with pytest.raises(LayoutError, match="ContextRegion meets it, a Linear"):
+        parallelize(model, Plan({"it": ContextRegion()}), ParallelMesh(4, 0, cp=4))
+
+
+def test_made_parallel_once() -> None:
+    model = made(meta())
+    with pytest.raises(LayoutError, match="is parallel already"):
+        made(model)
+
+
+def test_inner_size() -> None:
+    with pytest.raises(LayoutError, match=r"inner=1 ranks; it needs at least 2"):
+        ContextOptions(inner=1)
+
+
+def test_shares_for_other_ranks_and_for_plain_attention() -> None:
+    share, _ = PackedSequences.of_lengths([8, 5]).zigzag(0, 2)
+    q = torch.zeros(share.num_tokens, 4, 6)
+    inner = made(meta()).layers["0"].attention.inner
+    with pytest.raises(LayoutError, match="cut into 2 shares, but cp=4"):
+        inner(q, q, q, share)
+    with pytest.raises(LayoutError, match="plain attention sees no other share"):
+        attention(q, q, q, share)
+
+
+def test_whole_sequences_need_no_other_rank() -> None:
+    """Generation: there is no process group here."""
+    sequences = PackedSequences.of_lengths([8, 5])
+    q, k, v = torch.randn(3, 13, 4, 6)
+    inner = copy.deepcopy(made(meta()).layers["0"].attention.inner)
+    assert torch.equal(inner(q, k, v, sequences), attention(q, k, v, sequences))
