@@ -1,0 +1,314 @@
+"""The calls that carry messages from one model's mesh to another's, and gradients back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.errors import LayoutError, MegalightError
+from megalight.parallel.bridge.header import Header, joined
+from megalight.parallel.bridge.lanes import Lane, lanes
+from megalight.parallel.bridge.rules import checked_gradients, rows_of, spec_of
+from megalight.parallel.bridge.transfer import (
+    Receiving,
+    Rows,
+    Sending,
+    as_bytes,
+    receive_header,
+    send_header,
+    send_rows,
+    start_receive_rows,
+)
+from megalight.parallel.groups import new_group
+from megalight.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class _Crossed:
+    """A message whose gradients are still to come back: its tensors that want one."""
+
+    tensors: dict[str, Tensor]
+    header: Header
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A message under way to this rank. All ranks of a replica wait for it, once, and for messages in their order."""
+
+    bridge: BridgeCommunicator
+    tensors: dict[str, Tensor]
+    header: Header
+    receiving: Receiving | None
+
+    def wait(self) -> dict[str, Tensor]:
+        """Its tensors; on a GPU the current stream waits, not the host."""
+        if self.receiving is not None:
+            self.receiving.wait()
+        self.bridge.share(self.tensors)
+        for name, spec in self.header.items():
+            self.tensors[name].requires_grad_(spec.gradient)
+        return self.tensors
+
+
+class BridgeCommunicator:
+    """Joins two models on disjoint meshes: a vision tower and a language model, a teacher and a student.
+
+    Messages are dicts of tensors. They leave the last pipeline stage of the source mesh and arrive at the first stage
+    of the destination mesh; all ranks of these two stages make the same calls in the same order::
+
+        # the source                                  # the destination
+        bridge.send_forward({"x": encoder(images)})   x = bridge.recv_forward()["x"]
+                                                      loss(decoder(x)).backward()
+        bridge.backward()                             bridge.send_backward()
+        bridge.finish()                               bridge.finish()
+
+    **Replicas.** One of the data-parallel degrees must divide the other. Several source replicas that face one
+    destination replica have their rows joined along the batch dim (fan-in), in the order of replicas; the rows of one
+    that faces several are split (fan-out). Replicas may send different numbers of rows. Gradients go back in exactly
+    the parts that came.
+
+    **Inside a replica** one leader communicates. The source's tensors must be the same on all its ``tp`` ranks (after
+    the layer that ends a sequence-parallel region, say), and all of them get the gradients. All ``tp x cp`` ranks of
+    the destination get the whole tensors; their gradients must be whole and equal on all ``tp`` ranks, as those of
+    split layers are, and each ``cp`` rank's is taken for one term of a sum. Nothing is scaled.
+
+    **Gradients.** A received tensor requires a gradient where the sent one did. A message with such a tensor must be
+    answered by one ``send_backward``; answers come in the order of the messages. Other messages are never answered.
+
+    **Order.** Sends do not wait, and each direction has a channel of its own: both sides may send first. A receive
+    waits for the message's header (names, shapes, dtypes; host memory); for its data, a GPU's stream waits, not the
+    host. Tensors that were sent must not be written before :meth:`finish`.
+
+    Args:
+        src_mesh, dest_mesh: both with this process's ``global_rank``; all ranks of both make the bridge at the same
+            time. Ranks in neither may make it too, but not use it.
+        batch_dim: along which rows are joined and split, of all tensors or by name; the sender's counts.
+        device: of received tensors. None: the current CUDA device, or the CPU where the backend is gloo.
+
+    Raises:
+        LayoutError: the meshes share ranks or reach beyond the world; neither data-parallel degree divides the other;
+            the source has ``cp > 1``, whose ranks would each hold a share of every sequence.
+
+    Attributes:
+        is_source: this rank is in the last stage of the source mesh.
+        is_destination: this rank is in the first stage of the destination mesh.
+    """
+
+    def __init__(
+        self,
+        src_mesh: ParallelMesh,
+        dest_mesh: ParallelMesh,
+        *,
+        batch_dim: int | Mapping[str, int] = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if src_mesh.global_rank != dest_mesh.global_rank:
+            raise LayoutError(
+                f"the bridge's meshes are of ranks {src_mesh.global_rank} and {dest_mesh.global_rank}; "
+                "both must be given this process's global rank."
+            )
+        found = lanes(src_mesh, dest_mesh)
+        last = max(src_mesh.members[-1], dest_mesh.members[-1])
+        if dist.is_initialized() and last >= dist.get_world_size():
+            raise LayoutError(
+                f"the bridge's meshes reach to rank {last}, but there are {dist.get_world_size()} processes."
+            )
+        self.src_mesh, self.dest_mesh = src_mesh, dest_mesh
+        self.batch_dim = batch_dim
+        rank = src_mesh.global_rank
+        self.is_source = any(rank in replica for lane in found for replica in lane.sources)
+        self.is_destination = any(rank in replica for lane in found for replica in lane.destinations)
+        self._crossed: deque[_Crossed] = deque()
+        self._sending: list[Sending] = []
+        if not (self.is_source or self.is_destination):
+            return
+        self._lane = next(lane for lane in found if rank in sum(lane.sources + lane.destinations, ()))
+        self._device = torch.device(device) if device is not None else _default_device()
+        self._connect(self._lane, rank)
+
+    def _connect(self, lane: Lane, rank: int) -> None:
+        """Make the groups: the replica's own, one on the host for headers, one for each direction's data.
+
+        On a GPU two directions need two communicators: the operations of one run one after another, so that two sides
+        that both send first would wait for each other.
+        """
+        replica = next(replica for replica in lane.sources + lane.destinations if rank in replica)
+        mesh = self.src_mesh if self.is_source else self.dest_mesh
+        self._replica, self._context = mesh.group("cp", "tp"), mesh.group("cp")
+        self._leader = replica[-1] if self.is_source else replica[0]
+        self._leads = rank == self._leader
+        if self._leads or self.is_destination:
+            listeners = sum(lane.destinations, ())
+            self._headers = new_group(sorted(lane.source_leaders + listeners), "headers of a bridge", "gloo")
+        if self._leads:
+            leaders = sorted(lane.source_leaders + lane.destination_leaders)
+            self._forward, self._backward = (new_group(leaders, f"a bridge, {way}") for way in ("forward", "backward"))
+            for group in (self._forward, self._backward):  # connects all members, before one may have nothing to send
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+
+    def send_forward(self, tensors: Mapping[str, Tensor], parts: Rows | None = None) -> None:
+        """Send a message from the source; returns at once.
+
+        Args:
+            tensors: equal on all ``tp`` ranks; of any dtype, with the batch dim.
+            parts: name -> rows for each destination replica, where these are not as even as can be (packed
+                tokens, which are split between sequences).
+
+        Raises:
+            LayoutError: this rank is not in the source's last stage; a tensor has no batch dim or lies on another kind
+                of device; ``parts`` do not add up.
+        """
+        lane = self._ends("send_forward", source=True)
+        tensors = dict(sorted(tensors.items()))
+        header = {name: spec_of(name, tensor, self.batch_dim, self._device) for name, tensor in tensors.items()}
+        rows = rows_of(header, parts or {}, len(lane.destinations))
+        if self._leads:
+            for place, replica in enumerate(lane.destinations):
+                own = {name: spec.with_rows(rows[name][place]) for name, spec in header.items()}
+                self._keep(send_header(own, replica, self._headers))
+            self._keep(send_rows(tensors, header, rows, lane.destination_leaders, self._forward))
+        self._remember(tensors, header, rows)
+
+    def recv_forward(self) -> dict[str, Tensor]:
+        """The next message, at the destination: whole tensors, equal on all ranks of a replica.
+
+        Raises:
+            LayoutError: this rank is not in the destination's first stage; source replicas sent different tensors.
+        """
+        return self.start_recv_forward().wait()
+
+    def start_recv_forward(self) -> Arriving:
+        """Wait for the next message's header alone; its data travels while this rank computes something else.
+
+        Raises:
+            LayoutError: as :meth:`recv_forward`.
+        """
+        lane = self._ends("recv_forward", source=False)
+        headers = {leader: receive_header(leader, self._headers) for leader in lane.source_leaders}
+        header = joined(headers)
+        rows = {name: [found[name].rows for found in headers.values()] for name in header}
+        tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=self._device) for name, s in header.items()}
+        receiving = None
+        if self._leads:
+            receiving = start_receive_rows(tensors, header, rows, lane.source_leaders, self._forward)
+        self._remember(tensors, header, rows)
+        return Arriving(self, tensors, header, receiving)
+
+    def send_backward(self, grads: Mapping[str, Tensor | None] | None = None) -> None:
+        """Answer the oldest message that is still to be answered; returns at once.
+
+        Args:
+            grads: by name, for the tensors that require one; None, or a name left out, is a gradient of zeros. Not
+                given: the ``grad`` of the received tensors.
+
+        Raises:
+            MegalightError: no message waits for an answer.
+            LayoutError: this rank is not in the destination's first stage; a gradient that nobody asked for, or that
+                does not look like its tensor.
+        """
+        lane = self._ends("send_backward", source=False)
+        message = self._oldest("send_backward")
+        given = {name: tensor.grad for name, tensor in message.tensors.items()} if grads is None else grads
+        answer = checked_gradients(given, message.tensors)
+        if self._context is not None and self.dest_mesh.rank("tp") == 0:
+            answer = {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in answer.items()}
+            for grad in answer.values():
+                dist.reduce(grad, self._leader, group=self._context)
+        if self._leads:
+            self._keep(send_rows(answer, message.header, message.rows, lane.source_leaders, self._backward))
+        self._crossed.popleft()
+
+    def recv_backward(self) -> dict[str, Tensor]:
+        """The gradients of the oldest message that has none yet, at the source: those of its tensors that require one.
+
+        Raises:
+            MegalightError: no message waits for an answer.
+            LayoutError: this rank is not in the source's last stage.
+        """
+        lane = self._ends("recv_backward", source=True)
+        message = self._oldest("recv_backward")
+        grads = {
+            name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in message.tensors.items()
+        }
+        if self._leads:
+            start_receive_rows(grads, message.header, message.rows, lane.destination_leaders, self._backward).wait()
+        self.share(grads)
+        self._crossed.popleft()
+        return grads
+
+    def send_forward_recv_backward(self, tensors: Mapping[str, Tensor], parts: Rows | None = None) -> dict[str, Tensor]:
+        """Send a message and take the oldest answer still to come: an earlier message's, or its own."""
+        self.send_forward(tensors, parts)
+        return self.recv_backward()
+
+    def send_backward_recv_forward(self, grads: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+        """Answer the oldest message and take the next one."""
+        self.send_backward(grads)
+        return self.recv_forward()
+
+    def backward(self) -> None:
+        """At the source: receive the oldest message's gradients and run the backward pass of its tensors with them."""
+        self._ends("backward", source=True)
+        message = self._oldest("backward")
+        grads = self.recv_backward()
+        torch.autograd.backward(list(message.tensors.values()), list(grads.values()))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left; call it once per step, after the last receive.
+
+        Tensors that were sent are kept until then, or under NCCL until a later send finds that they have left.
+        """
+        for sending in self._sending:
+            sending.wait()
+        self._sending.clear()
+
+    def _keep(self, sending: Sending) -> None:
+        self._sending.append(sending)
+        self._sending = [sending for sending in self._sending if not sending.done]
+
+    def _remember(self, tensors: Mapping[str, Tensor], header: Header, rows: Rows) -> None:
+        wanted = {name: tensor for name, tensor in tensors.items() if header[name].gradient}
+        if wanted:
+            self._crossed.append(_Crossed(wanted, header, rows))
+
+    def _oldest(self, call: str) -> _Crossed:
+        if not self._crossed:
+            raise MegalightError(
+                f"{call}: no message waits for gradients. Each message with a tensor that requires a gradient is "
+                "answered once, and others never; send or receive one first."
+            )
+        return self._crossed[0]
+
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a replica's tensors from its leader to its other ranks, which hold memory for them."""
+        if self._replica is not None:
+            for tensor in tensors.values():
+                if tensor.numel():
+                    dist.broadcast(as_bytes(tensor), self._leader, group=self._replica)
+
+    def _ends(self, call: str, source: bool) -> Lane:
+        """This rank's lane, if it stands on the right side."""
+        if self.is_source if source else self.is_destination:
+            return self._lane
+        rank = self.src_mesh.global_rank
+        place = "neither mesh"
+        for side, mesh in (("source", self.src_mesh), ("destination", self.dest_mesh)):
+            if mesh.contains(rank):
+                place = f"stage {mesh.rank('pp')} of {mesh.pp} of the {side} mesh"
+        side, stage, flag = ("source", "last", "is_source") if source else ("destination", "first", "is_destination")
+        raise LayoutError(
+            f"{call} is a call of the {side} mesh's {stage} pipeline stage, and rank {rank} is in {place}. "
+            f"Ask bridge.{flag} first."
+        )
+
+
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

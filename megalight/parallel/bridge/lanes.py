@@ -1,0 +1,73 @@
+"""Which ranks of two meshes talk to each other. Arithmetic only; nothing here communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalight.errors import LayoutError
+from megalight.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Data-parallel replicas that exchange messages: several sources and one destination, the reverse, or one each.
+
+    Attributes:
+        sources: the global ranks of each source replica's last pipeline stage; the last one leads.
+        destinations: the global ranks of each destination replica's first pipeline stage; the first one leads.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    destinations: tuple[tuple[int, ...], ...]
+
+    @property
+    def source_leaders(self) -> tuple[int, ...]:
+        """Who sends activations and receives gradients: one rank per source replica."""
+        return tuple(replica[-1] for replica in self.sources)
+
+    @property
+    def destination_leaders(self) -> tuple[int, ...]:
+        """Who receives activations and sends gradients: one rank per destination replica."""
+        return tuple(replica[0] for replica in self.destinations)
+
+
+def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
+    """Cut both sides' replicas into the same number of runs of neighbours, so that rows keep their order.
+
+    Raises:
+        LayoutError: the meshes share ranks; neither data-parallel degree divides the other; the source has context
+            parallelism.
+    """
+    shared = sorted(set(src.members) & set(dest.members))
+    if shared:
+        raise LayoutError(
+            f"both meshes of the bridge hold ranks {_shown(shared)}; they must be disjoint. Give the second one an "
+            "offset: ParallelMesh(..., offset=n) begins at global rank n."
+        )
+    if src.dp % dest.dp and dest.dp % src.dp:
+        raise LayoutError(
+            f"data-parallel degrees {src.dp} (source) and {dest.dp} (destination) of the bridge do not divide one "
+            "another; every replica must face a whole number of others. Change a degree of one mesh."
+        )
+    if src.cp > 1:
+        raise LayoutError(
+            f"the source mesh of the bridge has cp = {src.cp}: each rank would hold a share of every sequence, and "
+            "only one rank per replica sends. Use cp = 1 on the source; the destination may have any cp."
+        )
+    count = min(src.dp, dest.dp)
+    sources, destinations = _runs(src, src.pp - 1, count), _runs(dest, 0, count)
+    return tuple(Lane(*pair) for pair in zip(sources, destinations, strict=True))
+
+
+def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, ...], ...]]:
+    """The replicas' ranks in one pipeline stage, in ``count`` runs of neighbouring replicas."""
+    replicas: list[list[int]] = [[] for _ in range(mesh.dp)]
+    for rank in mesh.members:
+        if mesh.rank("pp", of=rank) == stage:
+            replicas[mesh.rank("dp", of=rank)].append(rank)
+    length = mesh.dp // count
+    return [tuple(map(tuple, replicas[first : first + length])) for first in range(0, mesh.dp, length)]
+
+
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")

@@ -1,0 +1,109 @@
+"""What moves between the two sides: headers from host to host, rows of tensors as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+
+from megalight.parallel.bridge.header import Header, decode, encode
+
+Rows = Mapping[str, Sequence[int]]
+"""Name of a tensor -> how many of its rows belong to each peer."""
+
+Parts = Sequence[tuple[int, Tensor]]
+"""Contiguous tensors, each with the global rank that it goes to or comes from."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Sends under way, and the memory that they read."""
+
+    works: list[dist.Work]
+    parts: Parts
+
+    @property
+    def done(self) -> bool:
+        """Whether all are known to have left. gloo knows only after :meth:`wait`."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Until all have left; on a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """Receives under way, and the rows that landed beside their place because their memory has gaps."""
+
+    works: list[dist.Work]
+    strided: Sequence[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        """Until all are in their place; on a GPU the current stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        for place, buffer in self.strided:
+            place.copy_(buffer)
+
+
+def send_header(header: Header, peers: Sequence[int], group: ProcessGroup) -> Sending:
+    """Start to send a header to global ranks."""
+    text = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
+    length = torch.tensor([text.numel()])
+    parts = [(peer, tensor) for peer in peers for tensor in (length, text)]
+    return Sending(_start(dist.isend, parts, group), parts)
+
+
+def receive_header(peer: int, group: ProcessGroup) -> Header:
+    """Wait for the next header of a global rank."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(as_bytes(length), peer, group=group)
+    text = torch.zeros(int(length), dtype=torch.uint8)
+    dist.recv(text, peer, group=group)
+    return decode(text.numpy().tobytes())
+
+
+def send_rows(
+    tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
+) -> Sending:
+    """Start to send each of the global ranks ``peers`` its rows."""
+    parts = [(peer, part.contiguous()) for peer, part in _cut(tensors, header, rows, peers)]
+    return Sending(_start(dist.isend, parts, group), parts)
+
+
+def start_receive_rows(
+    tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
+) -> Receiving:
+    """Start to fill ``tensors`` with the rows of each of the global ranks ``peers``."""
+    parts = _cut(tensors, header, rows, peers)
+    buffers = [part if part.is_contiguous() else part.new_empty(part.shape) for _, part in parts]
+    landing = [(peer, buffer) for (peer, _), buffer in zip(parts, buffers, strict=True)]
+    strided = [(part, buffer) for (_, part), buffer in zip(parts, buffers, strict=True) if buffer is not part]
+    return Receiving(_start(dist.irecv, landing, group), strided)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: backends need not know its dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int]) -> Parts:
+    """Views of each peer's rows, in an order that both sides share."""
+    return [
+        (peer, part)
+        for name, tensor in tensors.items()
+        for peer, part in zip(peers, torch.split(tensor.detach(), list(rows[name]), header[name].dim), strict=True)
+    ]
+
+
+def _start(operation: Callable[..., Any], parts: Parts, group: ProcessGroup) -> list[dist.Work]:
+    """All at once: what is meant for one peer must not wait for what is meant for another. Nothing empty travels."""
+    operations = [P2POp(operation, as_bytes(part), peer, group) for peer, part in parts if part.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []

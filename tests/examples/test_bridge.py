@@ -1,0 +1,49 @@
+"""The example of two models on ranks of their own: one process, or several under torchrun, with the same loss."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.source import ROOT
+
+EXAMPLE = str(ROOT / "examples" / "bridge.py")
+LEARNED = 0.1
+"""Validation loss below which it has learned; untrained it is at 2.8."""
+
+
+def loss(*command: str) -> float:
+    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
+    run = subprocess.run(
+        [sys.executable, *command, "--accelerator", "cpu"],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    (told,) = re.findall(r"^validation loss: (.*)$", run.stdout, re.MULTILINE)
+    return float(told)
+
+
+@pytest.fixture(scope="module")
+def one_device() -> float:
+    return loss(EXAMPLE)
+
+
+def test_it_learns(one_device: float) -> None:
+    assert one_device < LEARNED
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(4, "--encoder-ranks 2 --decoder-tensor-parallel 2"), (3, "--encoder-ranks 1")],
+    ids=["two encoders, one split decoder", "one encoder, two decoders"],
+)
+def test_ranks_of_their_own_give_the_same_loss(ranks: int, words: str, one_device: float) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), EXAMPLE, *words.split())
+    assert loss(*command) == pytest.approx(one_device, rel=1e-3)
