@@ -27,6 +27,7 @@ class Adam(Optimizer):
         weight_decay: decay coefficient.
         decoupled_weight_decay: the decay scales the parameter (AdamW); otherwise it is added to the gradient.
         capturable: keep step counts on the device, so that a step can be captured in a CUDA graph.
+        backend: of the adam op.
 
     Attributes:
         elementwise: each element is updated from its own gradient alone, so that flat shards can be stepped on.
@@ -48,6 +49,7 @@ class Adam(Optimizer):
         weight_decay: float = 0.01,
         decoupled_weight_decay: bool = True,
         capturable: bool = False,
+        backend: str = "auto",
     ) -> None:
         for name, value, good in (
             ("lr", lr, lr >= 0),
@@ -65,6 +67,7 @@ class Adam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "capturable": capturable,
         }
+        self.backend = backend
         self.grad_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
         super().__init__(params, defaults)
@@ -106,4 +109,5 @@ class Adam(Optimizer):
             decoupled=group["decoupled_weight_decay"],
             grad_scale=self.grad_scale,
             out=self.copies.get(parameter),
+            backend=self.backend,
         )

@@ -39,6 +39,7 @@ def parameter_groups(
     weight_decay: float,
     rules: Sequence[GroupRule] = (),
     decay_all: bool = False,
+    part: bool = False,
 ) -> list[dict[str, Any]]:
     """Groups for any torch optimizer, each with ``params``, ``lr``, ``weight_decay`` and a ``name`` for logs.
 
@@ -48,14 +49,20 @@ def parameter_groups(
         weight_decay: decay coefficient of parameters that decay.
         rules: the first whose pattern matches a name decides.
         decay_all: let norms and biases decay as well.
+        part: these are parameters of a part of a model (a pipeline's stage), which may lack what the rules are for;
+            :func:`check_rules` looks at the whole.
 
     Returns:
-        the groups that have parameters, in an order that depends on the rules alone.
+        groups that depend on the rules alone, some maybe without parameters: all stages of a pipeline have the same.
 
     Raises:
         ConfigurationError: no trainable parameter, or a pattern that matches none.
     """
-    members: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    usual = [True] if decay_all else [True, False]
+    kinds = [(i, decay) for i, r in enumerate(rules) for decay in (usual if r.weight_decay is None else [True])]
+    members: dict[tuple[int, bool], list[nn.Parameter]] = {
+        kind: [] for kind in [*((-1, decay) for decay in usual), *kinds]
+    }
     seen: set[int] = set()
     names: list[str] = []
     for name, parameter in named_parameters:
@@ -66,7 +73,33 @@ def parameter_groups(
         matches = (index for index, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern))
         index = next(matches, -1)
         fixed = index >= 0 and rules[index].weight_decay is not None
-        members.setdefault((index, fixed or decay_all or decays(name, parameter)), []).append(parameter)
+        members[index, fixed or decay_all or decays(name, parameter)].append(parameter)
+    if not part:
+        check_rules(names, rules)
+    groups = []
+    for index, decay in members:
+        rule = rules[index] if index >= 0 else GroupRule("")
+        factor = weight_decay if rule.weight_decay is None else rule.weight_decay
+        groups.append(
+            {
+                "params": members[index, decay],
+                "lr": lr * rule.lr_scale,
+                "weight_decay": factor if decay else 0.0,
+                "name": "/".join(filter(None, (rule.pattern, "decay" if decay else "no_decay"))),
+            }
+        )
+    return groups
+
+
+def check_rules(names: Sequence[str], rules: Sequence[GroupRule]) -> None:
+    """Whether every rule is for something.
+
+    Args:
+        names: of the trainable parameters of a whole model.
+
+    Raises:
+        ConfigurationError: no trainable parameter, or a pattern that matches none.
+    """
     if not names:
         raise ConfigurationError("no parameter requires gradients; unfreeze some, or train without an optimizer.")
     for rule in rules:
@@ -75,16 +108,3 @@ def parameter_groups(
                 f"parameter pattern {rule.pattern!r} matches none of the {len(names)} trainable parameters."
                 + nearest(rule.pattern, names)
             )
-    groups = []
-    for index, decay in sorted(members, key=lambda key: (key[0], not key[1])):
-        rule = rules[index] if index >= 0 else GroupRule("")
-        usual = weight_decay if rule.weight_decay is None else rule.weight_decay
-        groups.append(
-            {
-                "params": members[index, decay],
-                "lr": lr * rule.lr_scale,
-                "weight_decay": usual if decay else 0.0,
-                "name": "/".join(filter(None, (rule.pattern, "decay" if decay else "no_decay"))),
-            }
-        )
-    return groups

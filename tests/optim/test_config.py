@@ -26,8 +26,8 @@ def test_builds_optimizer_and_scheduler() -> None:
     optimizer, scheduler = config.build(model.named_parameters(), max_steps=100)
     assert isinstance(optimizer, Adam)
     assert scheduler is not None
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.0125])
-    assert [group["initial_lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025, 0.0125, 0.0125])
+    assert [group["initial_lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.05, 0.05])
     assert AdamConfig().build(model.named_parameters())[1] is None
 
 

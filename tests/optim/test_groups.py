@@ -38,11 +38,14 @@ def test_the_first_matching_rule_decides() -> None:
     groups = parameter_groups(model.named_parameters(), lr=0.1, weight_decay=0.2, rules=rules)
     assert _names(model, groups) == {
         "decay": ["up.weight"],
+        "no_decay": [],
         "embed.*/decay": ["embed.weight"],
+        "embed.*/no_decay": [],
         "*.bias/decay": ["norm.bias", "up.bias"],
+        "norm.*/decay": [],
         "norm.*/no_decay": ["norm.weight"],
     }
-    assert [(group["lr"], group["weight_decay"]) for group in groups] == [
+    assert [(group["lr"], group["weight_decay"]) for group in groups if group["params"]] == [
         (0.1, 0.2),
         (0.05, 0.2),
         (0.1, 0.3),
@@ -63,3 +66,14 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'up\.wieght' matches none of the 5.*Did you mean 'up\.weight'"):
         parameter_groups(_model().named_parameters(), lr=1, weight_decay=0, rules=[GroupRule("up.wieght")])
+
+
+def test_every_part_of_a_model_has_the_same_groups() -> None:
+    model, rules = _model(), [GroupRule("embed.*", lr_scale=0.5), GroupRule("*.bias", weight_decay=0.3)]
+    whole = parameter_groups(model.named_parameters(), lr=0.1, weight_decay=0.2, rules=rules)
+    named = list(model.named_parameters())
+    for part in (named[:1], named[1:3], []):
+        found = parameter_groups(part, lr=0.1, weight_decay=0.2, rules=rules, part=True)
+        assert [{**group, "params": []} for group in found] == [{**group, "params": []} for group in whole]
+        assert sum(len(group["params"]) for group in found) == len(part)
+        torch.optim.AdamW(found)

@@ -24,7 +24,7 @@ def gather_canonical(
     Args:
         tensors: local tensors by parameter name: parameters, gradients, optimizer state.
         specs: what they hold.
-        mesh: of this rank; data-parallel copies are not looked at.
+        mesh: of this rank; data- and context-parallel copies are not looked at.
         sum_partial: sum each piece over its partial axes first (gradients; not parameters).
 
     Fails where owners cover an element twice or not at all, or where holders of the same box differ.
@@ -37,7 +37,7 @@ def gather_canonical(
             if sum_partial and group is not None:
                 dist.all_reduce(value, group=group)
             pieces.append((piece.name, piece.shape, piece.box, piece.owner, value.cpu().double().numpy()))
-    group = mesh.group("pp", "cp", "tp")
+    group = mesh.group("pp", "tp")
     everyone = [pieces]
     if group is not None:
         everyone = [None] * group.size()

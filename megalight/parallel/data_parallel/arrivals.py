@@ -16,10 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """Counts gradients as they arrive, and sends the buckets that are complete while the last micro-batch still runs.
+    """Counts gradients as they arrive, and sends the buckets that are complete while the last passes still run.
 
-    A parameter's gradient may arrive several times in one micro-batch (tied weights, an op that adds to ``main_grad``
-    beside autograd). How often is learned from the micro-batches seen so far.
+    A parameter's gradient may arrive several times per micro-batch (tied weights, an op that adds to ``main_grad``
+    beside autograd). How often is learned from the steps seen so far. Only the sum over all micro-batches counts, so
+    backward passes may come in any order, and in parts (pipelines, delayed weight gradients).
 
     Args:
         buckets: they are sent strictly in this order, so that all ranks start the same collectives alike.
@@ -42,33 +43,36 @@ class Arrivals:
         self._main_stream: torch.cuda.Stream | None = None
         self._sending = False
         self._next = 0
+        self._micro_batches = 0
         self._counts = [[0] * len(bucket.infos) for bucket in buckets]
-        self._expected = [[0] * len(bucket.infos) for bucket in buckets]
+        self._usual = [[0] * len(bucket.infos) for bucket in buckets]
+        """Arrivals per micro-batch, at most."""
         for index, bucket in enumerate(buckets):
             for place, info in enumerate(bucket.infos):
                 reaches_buffer = bucket.grads.dtype == info.parameter.dtype or has_grad_dtype()
                 land_gradients(info.parameter, self._on_arrival(index, place), reaches_buffer)
 
-    def begin(self, last: bool) -> None:
-        """A micro-batch begins."""
+    def begin(self, micro_batches: int, send: bool) -> None:
+        """The passes of so many micro-batches begin; ``send``: no more follow before the reduction."""
         self._counts = [[0] * len(bucket.infos) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.arrived = 0
         self._next = 0
-        self._sending = last and self.overlap
+        self._micro_batches = micro_batches
+        self._sending = send and self.overlap
         if self._stream is not None:
             self._main_stream = torch.cuda.current_stream(self._stream.device)
 
     def stop(self) -> None:
-        """A micro-batch ended, well or not."""
+        """They ended, well or not."""
         self._sending = False
 
     def learn(self) -> None:
-        """A micro-batch ended well."""
-        first = not any(map(any, self._expected))
-        self._expected = [
-            [max(pair) for pair in zip(expected, counts, strict=True)]
-            for expected, counts in zip(self._expected, self._counts, strict=True)
+        """They ended well."""
+        first = not any(map(any, self._usual))
+        self._usual = [
+            [max(usual, -(-count // self._micro_batches)) for usual, count in zip(*rows, strict=True)]
+            for rows in zip(self._usual, self._counts, strict=True)
         ]
         if first and self.overlap:
             self._tell_unused()
@@ -76,14 +80,14 @@ class Arrivals:
     def _tell_unused(self) -> None:
         unused = [
             info.name
-            for bucket, expected in zip(self.buckets, self._expected, strict=True)
-            for info, count in zip(bucket.infos, expected, strict=True)
+            for bucket, usual in zip(self.buckets, self._usual, strict=True)
+            for info, count in zip(bucket.infos, usual, strict=True)
             if not count
         ]
-        if unused and any(map(any, self._expected)):
+        if unused and any(map(any, self._usual)):
             log.info(
-                "%d parameters got no gradient in the first micro-batch (%s ...): their buckets and all later ones are "
-                "reduced after the backward pass only; freeze what is never used",
+                "%d parameters got no gradient in the first step (%s ...): their buckets and all later ones are "
+                "reduced after the backward passes only; freeze what is never used",
                 len(unused),
                 unused[0],
             )
@@ -101,14 +105,14 @@ class Arrivals:
         bucket = self.buckets[index]
         if bucket.sent:
             raise MegalightError(
-                f"a gradient of {bucket.infos[place].name} arrived after its bucket was reduced. Either this "
-                "micro-batch uses it more often than those before it did: switch overlap_grad_reduce off; or a new "
-                "step began without zero_grad()."
+                f"a gradient of {bucket.infos[place].name} arrived after its bucket was reduced. Either this step "
+                "uses it more often than those before it did: switch overlap_grad_reduce off; or a new step began "
+                "without zero_grad()."
             )
         if self._stream is not None and (now := torch.cuda.current_stream(self._stream.device)) != self._main_stream:
             self._stream.wait_stream(now)
         self._counts[index][place] += 1
-        if self._sending and self._counts[index][place] == self._expected[index][place]:
+        if self._sending and self._counts[index][place] == self._usual[index][place] * self._micro_batches:
             bucket.arrived += 1
             while self._next < len(self.buckets) and self._complete(self.buckets[self._next]):
                 self._send(self.buckets[self._next])

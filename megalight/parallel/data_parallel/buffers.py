@@ -22,12 +22,14 @@ class ParamInfo:
         parameter: the object; it keeps its identity, its storage moves into a flat buffer.
         spec: which canonical pieces it holds.
         group: index of the optimizer's parameter group that it belongs to.
+        chunk: which of the model's parts on this rank holds it, in model order.
     """
 
     name: str
     parameter: nn.Parameter
     spec: ShardSpec
     group: int
+    chunk: int = 0
 
 
 @dataclass(eq=False)

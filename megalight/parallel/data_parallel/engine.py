@@ -17,6 +17,8 @@ from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, l
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.trace import span, spanned
 
 DATA_AXES = ("dp", "cp")
 """Mesh axes whose ranks hold the same parameters and see different tokens."""
@@ -30,8 +32,8 @@ class DataParallelEngine:
     One optimizer step::
 
         engine.zero_grad()
-        for batch in micro_batches:
-            with engine.micro_batch(last=batch is micro_batches[-1]):
+        with engine.micro_batches(len(batches)):
+            for batch in batches:
                 loss(batch).backward()
         engine.finish_grad_sync()
         norm = engine.grad_norm()
@@ -50,10 +52,11 @@ class DataParallelEngine:
         master_dtype: of the tensors the optimizer updates; None: float32 for half-precision parameters, else the
             parameters' own, and then no copy is kept.
         bucket_size: elements; None: 40 million, or 1 million per rank where that is more.
-        overlap_grad_reduce: start a bucket's reduction in the last micro-batch as soon as its gradients are complete.
-            How often each parameter's gradient arrives per micro-batch is learned from the micro-batches seen so far;
-            the first one of all therefore never overlaps.
+        overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. How
+            often each parameter's gradient arrives is learned from the steps seen so far; the first one of all
+            therefore never overlaps.
         overlap_param_gather: let the gathering of updated parameters run on after :meth:`publish`.
+        device: of numbers that ranks exchange, where there is no parameter to tell (a pipeline's stage without any).
 
     Attributes:
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
@@ -75,6 +78,7 @@ class DataParallelEngine:
         bucket_size: int | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -85,7 +89,8 @@ class DataParallelEngine:
         rank = mesh.ranks(*DATA_AXES).index(mesh.global_rank)
 
         kinds = [
-            Kind(info.parameter.dtype, grad_dtype or _wide(info.parameter.dtype), info.group) for info in self.infos
+            Kind(i.parameter.dtype, grad_dtype or _wide(i.parameter.dtype), i.group, _shared(i.spec), i.chunk)
+            for i in self.infos
         ]
         sizes = [info.parameter.numel() for info in self.infos]
         layouts = plan_buckets(sizes, kinds, world, bucket_size or default_bucket_size(world))
@@ -99,7 +104,7 @@ class DataParallelEngine:
             for layout in layouts
         ]
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
-        self.device = self.buckets[0].params.device if self.buckets else torch.device("cpu")
+        self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
 
         self._reducer = Reducer(group, self.level.state, reduce_dtype, reduction)
         self._partial = PartialReducer(self.shards, mesh, self.device)
@@ -130,20 +135,24 @@ class DataParallelEngine:
             torch._foreach_zero_([bucket.grads for bucket in self.buckets])
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of one micro-batch; in the last one complete buckets are sent off.
+    def micro_batches(self, count: int, reduce: bool = True) -> Iterator[None]:
+        """Around the forward and backward passes of ``count`` micro-batches; complete buckets are sent off inside.
 
         Parameters still on their way are waited for here, unless :meth:`attach_gather_hooks` lets modules do it.
+
+        Args:
+            reduce: these are the last ones before :meth:`finish_grad_sync`.
         """
         if not self._gather_hooks:
             self.sync_parameters()
-        self._arrivals.begin(last)
+        self._arrivals.begin(count, reduce)
         try:
             yield
         finally:
             self._arrivals.stop()
         self._arrivals.learn()
 
+    @spanned("finish_gradients")
     def finish_grad_sync(self) -> None:
         """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere (once a step).
 
@@ -196,10 +205,11 @@ class DataParallelEngine:
         bucket.sent = True
         with torch.no_grad():
             if self._stream is None:
-                self._pending.append(self._reducer.start(bucket))
+                with span("reduce_gradients", elements=bucket.layout.numel):
+                    self._pending.append(self._reducer.start(bucket))
                 return
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), span("reduce_gradients", elements=bucket.layout.numel):
                 reduced = self._reducer.start(bucket)()
             self._pending.append(lambda: reduced)
 
@@ -227,6 +237,7 @@ class DataParallelEngine:
                 shard.master.grad_dtype = None
         return written
 
+    @spanned("gather_parameters")
     def publish(self) -> None:
         """Bring the updated masters into the parameters of every data-parallel rank (or start to)."""
         self.sync_parameters()
@@ -273,6 +284,11 @@ class DataParallelEngine:
             "gradients": sum(bucket.grads.nbytes for bucket in self.buckets),
             "masters": sum(b.shard.master.nbytes for b in self.buckets if not b.master_is_own_params),
         }
+
+
+def _shared(spec: ShardSpec) -> str:
+    """The tensor's name where other pipeline stages hold it as well."""
+    return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

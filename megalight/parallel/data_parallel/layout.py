@@ -1,9 +1,9 @@
 """Where every parameter lies in the flat buffers, and which part each data-parallel rank holds: arithmetic only.
 
-Parameters that share dtypes and an optimizer group are laid end to end in *reverse* registration order, so that the
-first bucket is the first to be complete in the backward pass. Every parameter starts at a multiple of :data:`ALIGNMENT`
-elements, every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``: all ranks then hold equal, aligned intervals,
-and one parameter may straddle ranks.
+Parameters that share dtypes, an optimizer group and a pipeline chunk are laid end to end in *reverse* registration
+order, so that the first bucket is the first to be complete in the backward pass. Every parameter starts at a multiple
+of :data:`ALIGNMENT` elements, every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``: all ranks hold equal,
+aligned intervals, and one parameter may straddle ranks.
 """
 
 from __future__ import annotations
@@ -64,11 +64,16 @@ class Kind:
         param_dtype: dtype of the parameters.
         grad_dtype: dtype of the gradient buffer.
         group: index of the optimizer's parameter group.
+        shared: name of a tensor that other pipeline stages hold as well: it has a bucket of its own, so that its
+            intervals are the same on each of them.
+        chunk: of the model's parts on this rank. The last micro-batch leaves them at different times.
     """
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     group: int
+    shared: str = ""
+    chunk: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,17 +42,18 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def global_norm(views: Sequence[Tensor], groups: Sequence[ProcessGroup | None], device: torch.device) -> Tensor:
-    """L2 norm of ``views`` of all ranks of ``groups`` together: a 0-dim tensor, without waiting for the device."""
+    """L2 norm of ``views`` of all ranks of ``groups`` together: a 0-dim tensor, without waiting for the device.
+
+    Ranks sum squares in float64, as one without ``views`` does not know the type of the others'.
+    """
+    dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float32
+    square = torch.zeros((), dtype=torch.float64, device=device)
     if views:
-        dtype = torch.promote_types(views[0].dtype, torch.float32)
-        norms = torch._foreach_norm(list(views), 2, dtype=dtype)
-        square = torch.stack(norms).square_().sum()
-    else:
-        square = torch.zeros((), device=device)
+        square += torch.stack(torch._foreach_norm(list(views), 2, dtype=dtype)).square_().sum()
     for group in groups:
         if group is not None:
             dist.all_reduce(square, group=group)
-    return square.sqrt_()
+    return square.sqrt_().to(dtype)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

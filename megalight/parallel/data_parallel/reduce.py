@@ -124,7 +124,7 @@ class PartialReducer:
         for axes in sorted({piece.partial for piece in pieces if piece.partial}):
             group = mesh.group(*axes)
             if group is not None:
-                _check_agreement(axes, runs.get(axes, []), group, device)
+                _check_agreement(axes, shards, group, device)
                 self.runs.append((group, runs.get(axes, [])))
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
@@ -141,14 +141,20 @@ class PartialReducer:
 
 
 def _check_agreement(
-    axes: tuple[str, ...], runs: list[tuple[int, int, int]], group: ProcessGroup, device: torch.device
+    axes: tuple[str, ...], shards: Sequence[FlatShard], group: ProcessGroup, device: torch.device
 ) -> None:
-    fingerprint = zlib.crc32(repr(runs).encode())
+    parts = [
+        (piece.name, piece.offset, first, last)
+        for shard in shards
+        for piece, first, last, _ in shard.intervals()
+        if piece.partial == axes
+    ]
+    fingerprint = zlib.crc32(repr(parts).encode())
     extremes = torch.tensor([fingerprint, -fingerprint], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     highest, lowest = extremes.tolist()
     if highest != -lowest:
         raise LayoutError(
-            f"ranks along {' x '.join(axes)} keep partial gradients at different places of their buffers; parameters "
-            "whose gradients are summed over these axes must come in the same order and sizes on each of them."
+            f"ranks along {' x '.join(axes)} keep different parts of partial gradients; parameters whose gradients are "
+            "summed over these axes must come in the same order and sizes on each of them."
         )

@@ -47,8 +47,8 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 def accumulate(engine: DataParallelEngine, model: nn.Module, inputs: Tensor) -> None:
     """All micro-batches ``[micro, 4, 5]`` of a step, and the reduction."""
     engine.zero_grad()
-    for index, x in enumerate(inputs):
-        with engine.micro_batch(last=index == len(inputs) - 1):
+    with engine.micro_batches(len(inputs)):
+        for x in inputs:
             loss(model, x).backward()
     engine.finish_grad_sync()
 

@@ -191,23 +191,23 @@ def test_tied_and_unused_parameters(world: int) -> None:
 
 
 def _sent_early() -> list[int]:
-    """How many buckets were under way before the last backward pass of each of three steps had ended."""
+    """How many buckets were under way when the last backward pass of each of three steps ended."""
     model = build()
     engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
     sent = []
     for step in range(3):
         engine.zero_grad()
-        for x, last in zip(batches(step, 1, 2)[0], (False, True), strict=True):
-            with engine.micro_batch(last):
+        with engine.micro_batches(2):
+            for x, last in zip(batches(step, 1, 2)[0], (False, True), strict=True):
                 loss(model, x).backward()
-            assert last or not any(bucket.sent for bucket in engine.buckets)
+                assert last or not any(bucket.sent for bucket in engine.buckets)
         sent.append(sum(bucket.sent for bucket in engine.buckets))
         engine.finish_grad_sync()
     return sent
 
 
-def test_buckets_are_sent_during_the_last_backward() -> None:
-    assert run(_sent_early, 2) == [[6, 6, 6]] * 2
+def test_buckets_are_sent_during_the_last_backward_once_it_is_known_what_arrives() -> None:
+    assert run(_sent_early, 2) == [[0, 6, 6]] * 2
 
 
 def _given_up_halfway() -> None:
@@ -217,7 +217,7 @@ def _given_up_halfway() -> None:
     inputs = batches(0, dist.get_world_size(), 1)
     accumulate(engine, model, inputs[dist.get_rank()])
     engine.zero_grad()
-    with suppress(KeyboardInterrupt), engine.micro_batch(last=True):
+    with suppress(KeyboardInterrupt), engine.micro_batches(1):
         loss(model, 100 * inputs[dist.get_rank()]).backward()
         assert all(bucket.sent for bucket in engine.buckets)
         raise KeyboardInterrupt
@@ -245,7 +245,7 @@ def test_a_parameter_never_used_before_is_waited_for(caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO"):
         accumulate(engine, model, batches(0, 1, 2)[0])
     (message,) = caplog.messages
-    assert "1 parameters got no gradient in the first micro-batch (skip" in message
+    assert "1 parameters got no gradient in the first step (skip" in message
     model.use_skip = True
     accumulate(engine, model, batches(1, 1, 1)[0])
     model.use_skip = False
@@ -302,7 +302,7 @@ def test_meta_parameters_are_refused() -> None:
 def test_a_model_without_trainable_parameters() -> None:
     engine = DataParallelEngine(infos(build().requires_grad_(False)), ParallelMesh())
     engine.zero_grad()
-    with engine.micro_batch(last=True):
+    with engine.micro_batches(1):
         pass
     engine.finish_grad_sync()
     engine.scale_gradients(torch.tensor(0.5))

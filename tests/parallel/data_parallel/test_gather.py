@@ -22,7 +22,7 @@ def _hooks_wait_for_their_own_parameters() -> None:
     waiting = engine._gatherer._waits
     assert len(waiting) == len(engine.buckets)
     x = batches(0, 1, 1)[0, 0]
-    with engine.micro_batch(last=False):  # leaves the waiting to the modules
+    with engine.micro_batches(1, reduce=False):  # leaves the waiting to the modules
         assert len(waiting) == len(engine.buckets)
         hidden = model[0](x)
         assert len(waiting) == len(engine.buckets) - 2
@@ -71,7 +71,7 @@ def _without_hooks(overlap: bool) -> None:
         shard.master.data.fill_(1 + dist.get_rank())
     engine.publish()
     assert bool(waiting) == overlap
-    with engine.micro_batch(last=True):
+    with engine.micro_batches(1):
         assert not waiting
     world = dist.get_world_size()
     for bucket in engine.buckets:

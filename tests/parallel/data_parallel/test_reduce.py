@@ -131,7 +131,7 @@ def _uneven() -> str:
 
 
 def test_ranks_that_disagree_about_partial_gradients_are_refused() -> None:
-    assert "along tp keep partial gradients at different places" in run(_uneven, 2)[0]
+    assert "along tp keep different parts of partial gradients" in run(_uneven, 2)[0]
 
 
 def test_neighbouring_partial_pieces_are_one_run() -> None:
