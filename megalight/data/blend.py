@@ -105,9 +105,12 @@ def longest_blend(weights: Sequence[int], sizes: Sequence[int]) -> NDArray[np.in
     """The blend that goes on until a data set would have to repeat a sample."""
     total = sum(weights)
     bound = min(size * total // weight for size, weight in zip(sizes, weights, strict=True)) + len(weights)
-    index = blend_index(weights, bound)
-    over = np.flatnonzero(places(index, len(sizes)) >= np.asarray(sizes)[index])
-    return index[: over[0]] if len(over) else index
+    while True:
+        index = blend_index(weights, bound)
+        over = np.flatnonzero(places(index, len(sizes)) >= np.asarray(sizes)[index])
+        if len(over):
+            return index[: over[0]]
+        bound *= 2  # a data set may come later than its share says
 
 
 def cached(folder: str | os.PathLike[str], label: str, weights: Sequence[int], num_samples: int) -> NDArray[np.int16]:

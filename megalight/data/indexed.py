@@ -11,7 +11,7 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -216,11 +216,26 @@ class IndexedWriter:
         """Close the current document: later sequences belong to the next one."""
         self._documents.append(np.array([self._num_sequences], np.int64))
 
-    def add_documents(self, tokens: NDArray[Any], lengths: NDArray[Any] | Iterable[int]) -> None:
-        """Append sequences, given end to end, each of them a document of its own (what GPT data is)."""
+    def add_documents(
+        self, tokens: NDArray[Any], lengths: NDArray[Any] | Iterable[int], counts: Sequence[int] | None = None
+    ) -> None:
+        """Append whole documents, given end to end.
+
+        Args:
+            tokens: of all of them.
+            lengths: of their sequences.
+            counts: sequences of each document; None: each sequence is a document of its own (what GPT data is).
+
+        Raises:
+            DataError: as :meth:`add_sequences`, or counts that do not sum to the number of sequences.
+        """
+        lengths = lengths if isinstance(lengths, np.ndarray) else list(lengths)
+        sizes = np.ones(len(lengths), np.int64) if counts is None else np.asarray(counts, np.int64)
+        if int(sizes.sum()) != len(lengths):
+            raise DataError(f"documents of {int(sizes.sum())} sequences in all, but {len(lengths)} were given.")
         before = self._num_sequences
         self.add_sequences(tokens, lengths)
-        self._documents.append(np.arange(before + 1, self._num_sequences + 1, dtype=np.int64))
+        self._documents.append(before + np.cumsum(sizes))
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
         """Append another pair of files whole (merge).

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megalight.data.blend import BlendedDataset, Samples, cached, longest_blend, requested_sizes, whole_weights
 from megalight.data.corpus import Corpus
 from megalight.data.gpt import GPTDataset, Sample, SampleOptions
 from megalight.errors import DataError
 
+SampleT = TypeVar("SampleT")
 Data = str | list[str | float] | dict[str, float]
 
 
@@ -59,7 +61,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of a corpus, and their weight in a mixture."""
+    """Sequences of a corpus that are whole documents, and their weight in a mixture."""
 
     corpus: Corpus
     documents: range
@@ -67,7 +69,7 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these documents."""
+        """Tokens of these sequences."""
         lengths = self.corpus.data.lengths[self.documents.start : self.documents.stop]
         return int(lengths.sum(dtype="int64"))
 
@@ -82,13 +84,12 @@ def build_split(
     cache_dir: str | os.PathLike[str] | None,
     drop_last_partial: bool,
 ) -> Samples[Sample] | None:
-    """The data set of a split, or None when its parts hold no text.
+    """The data set of a split for GPT, or None when its parts hold no text: see :func:`mix`.
 
     Args:
-        parts: what it is mixed of. With weights they are mixed by them; without, every sample occurs, spread evenly.
+        parts: what it is mixed of.
         options: what samples are made of.
-        num_samples: samples needed, repeating documents as often as that takes. None: one pass; with weights, until
-            one of the parts would have to repeat a sample.
+        num_samples: see :func:`mix`.
         seed: of the order.
         label: name of the split, for messages and caches.
         cache_dir: where indices are cached.
@@ -110,6 +111,27 @@ def build_split(
             drop_last_partial=drop_last_partial,
         )
 
+    return mix(parts, dataset, num_samples=num_samples, label=label, cache_dir=cache_dir)
+
+
+def mix(
+    parts: Sequence[Part],
+    dataset: Callable[[Part, int | None], Samples[SampleT]],
+    *,
+    num_samples: int | None,
+    label: str,
+    cache_dir: str | os.PathLike[str] | None,
+) -> Samples[SampleT] | None:
+    """The data set that parts come to, or None when they hold no text.
+
+    Args:
+        parts: what it is mixed of. With weights they are mixed by them; without, every sample occurs, spread evenly.
+        dataset: makes a part's own data set, of so many samples (None: one pass).
+        num_samples: samples needed, repeating documents as often as that takes. None: one pass; with weights, until
+            one of the parts would have to repeat a sample.
+        label: name of the split, for caches.
+        cache_dir: where indices are cached.
+    """
     live = [part for part in parts if part.num_tokens > 1]
     if not live:
         return None

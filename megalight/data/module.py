@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import warnings
-from functools import cached_property
-from typing import Any
-
-import lightning.pytorch as pl
-import torch
-
 from megalight.data.blend import Samples
-from megalight.data.corpus import Corpus, same_tokenizer
+from megalight.data.corpus import Corpus
 from megalight.data.gpt import Sample, SampleOptions
-from megalight.data.loader import TokenLoader, collate
-from megalight.data.mixture import Data, Mixture, Part, build_split
-from megalight.data.sampler import GlobalBatchSampler
-from megalight.data.splits import SPLITS, split_bounds
-from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError
-from megalight.types import TokenBatch
-
-log = logging.getLogger(__name__)
+from megalight.data.loader import collate
+from megalight.data.mixture import Data, build_split
+from megalight.data.splits import split_bounds
+from megalight.data.tokens.module import TokenDataModule
 
 
-class GPTDataModule(pl.LightningDataModule):
+class GPTDataModule(TokenDataModule):
     """Token files to batches: ``[global_batch_size / data-parallel ranks, sequence_length]`` on each rank.
 
     Training takes ``max_steps * accumulate_grad_batches * global_batch_size`` samples when the trainer has
@@ -84,228 +70,42 @@ class GPTDataModule(pl.LightningDataModule):
         val_samples: int | None = None,
         test_samples: int | None = None,
     ) -> None:
-        super().__init__()
-        for name, value in (("global_batch_size", global_batch_size), ("sequence_length", sequence_length)):
-            if value < 1:
-                raise DataError(f"{name} is {value}; it must be at least 1.")
-        self.global_batch_size = global_batch_size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.num_workers = num_workers
-        self.cache_dir = cache_dir
-        self.samples = {"train": train_samples, "validation": val_samples, "test": test_samples}
-        self._corpora: dict[str, Corpus] = {}
-        self._parts = self._open(data, split, {"train": train_data, "validation": val_data, "test": test_data})
-        self._tokenizer_path = tokenizer
-        self.vocab_size = vocab_size
-        self.options = self._check(sequence_length, document_mask, eod_mask_loss)
-        self._datasets: dict[str, Samples[Sample] | None] = {}
-
-    def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[Part]]:
-        separate = any(value is not None for value in own.values())
-        if (data is None) != separate:
-            raise ConfigurationError(
-                "give either data, to be divided by split, or some of train_data, val_data and test_data; "
-                + ("neither was given." if data is None else "both were given.")
-            )
-        parts: dict[str, list[Part]] = {}
-        for number, name in enumerate(SPLITS):
-            given = own[name] if separate else data
-            mixture = Mixture((), ()) if given is None else Mixture.parse(given)
-            weights = mixture.weights or (None,) * len(mixture.prefixes)
-            parts[name] = []
-            for prefix, weight in zip(mixture.prefixes, weights, strict=True):
-                if prefix not in self._corpora:
-                    self._corpora[prefix] = Corpus.open(prefix)
-                corpus = self._corpora[prefix]
-                size = len(corpus.data)
-                documents = range(size) if separate else split_bounds(split, size)[number]
-                parts[name].append(Part(corpus, documents, weight))
-        return parts
-
-    def _check(self, sequence_length: int, document_mask: bool, eod_mask_loss: bool) -> SampleOptions:
-        meta = same_tokenizer(self._corpora.values())
-        eod_id, pad_id = (meta.eod_id, meta.pad_id) if meta is not None else (None, -1)
-        if self._tokenizer_path is not None:
-            for corpus in self._corpora.values():
-                corpus.check_tokenizer(self.tokenizer)
-            eod_id, pad_id = self.tokenizer.eod_id, self.tokenizer.safe_pad_id
-        if self.vocab_size is None and self._tokenizer_path is not None:
-            self.vocab_size = self.tokenizer.vocab_size
-        elif self.vocab_size is None and meta is not None:
-            self.vocab_size = meta.vocab_size
-        if self.vocab_size is not None:
-            self._check_vocabulary(self.vocab_size, "vocab_size" if self._tokenizer_path is None else "the tokenizer")
-        return SampleOptions(
+        super().__init__(
+            global_batch_size=global_batch_size,
+            sequence_length=sequence_length,
+            data=data,
+            split=split,
+            separate=(train_data, val_data, test_data),
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            seed=seed,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+            samples=(train_samples, val_samples, test_samples),
+        )
+        self.options = SampleOptions(
             sequence_length=sequence_length,
             document_mask=document_mask,
-            eod_id=eod_id,
+            eod_id=self.eod_id,
             eod_mask_loss=eod_mask_loss,
-            pad_id=pad_id,
+            pad_id=self.pad_id,
             vocab_size=self.vocab_size,
         )
 
-    def _check_vocabulary(self, vocab_size: int, owner: str) -> None:
-        for corpus in self._corpora.values():
-            corpus.check_vocabulary(vocab_size, owner)
+    collate = staticmethod(collate)
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the data.
+    def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
+        """Each sequence is a document."""
+        return split_bounds(split, len(corpus.data))
 
-        Raises:
-            DataError: none was named, and none came with the data.
-        """
-        if (path := self._find_tokenizer()) is not None:
-            return Tokenizer.load(path)
-        raise DataError("no tokenizer came with the data; name one with tokenizer=PATH.")
-
-    def _find_tokenizer(self) -> str | None:
-        paths = [self._tokenizer_path, *(corpus.tokenizer_path for corpus in self._corpora.values())]
-        return next((path for path in paths if path is not None), None)
-
-    def checkpoint_files(self) -> dict[str, bytes]:
-        """Files that belong into every checkpoint: the tokenizer, where there is one."""
-        return {} if self._find_tokenizer() is None else self.tokenizer.files()
-
-    def setup(self, stage: str) -> None:
-        """Build or map the sample indices of the splits that ``stage`` needs."""
-        model_config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
-        vocab_size = getattr(model_config, "vocab_size", None)
-        if isinstance(vocab_size, int):
-            self._check_vocabulary(vocab_size, "the model")
-        wanted = {"fit": ("train", "validation"), "validate": ("validation",)}.get(stage, ("test",))
-        for name in wanted:
-            self._datasets[name] = self._build(name)
-            if self._datasets[name] is not None:
-                self._sampler(name)  # refuses batches that do not divide, before training
-
-    def _build(self, name: str) -> Samples[Sample] | None:
-        training = name == "train"
-        dataset = build_split(
-            self._parts[name],
+    def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
+        """Documents end to end, cut into samples of equal length."""
+        return build_split(
+            self.parts[name],
             self.options,
-            num_samples=self._train_samples if training else None,
+            num_samples=num_samples,
             seed=self.seed,
             label=name,
             cache_dir=self.cache_dir,
-            drop_last_partial=training,
+            drop_last_partial=name == "train",
         )
-        if dataset is None and training:
-            raise DataError("the training split holds no documents; give it a larger share of split, or more data.")
-        if dataset is None:
-            log.warning("the %s split holds no documents: there is no %s", name, name)
-        else:
-            log.info("%s: %d samples of %d tokens", name, len(dataset), self.options.sequence_length)
-        return dataset
-
-    @property
-    def _whole_run(self) -> bool:
-        """Whether the training data is one pass that lasts for the whole run."""
-        return self.samples["train"] is None and self.trainer is not None and self.trainer.max_steps > 0
-
-    @property
-    def _train_samples(self) -> int | None:
-        if self._whole_run and self.trainer is not None:
-            return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
-        return self.samples["train"]
-
-    def _position(self) -> tuple[int, int]:
-        """Which pass over the training data the trainer is in, and how many of its batches are done."""
-        trainer = self.trainer
-        if trainer is None:
-            return 0, 0
-        per_step = trainer.accumulate_grad_batches
-        if self._whole_run:
-            return 0, trainer.global_step * per_step
-        batches, limit = self._sampler("train").num_batches, trainer.limit_train_batches
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
-        turn, step = divmod(trainer.global_step, max(1, math.ceil(batches / per_step)))
-        return turn, step * per_step
-
-    def _sampler(self, name: str) -> GlobalBatchSampler:
-        dataset = self._datasets[name]
-        size = 0 if dataset is None else len(dataset)
-        limit = self._train_samples if name == "train" else self.samples[name]
-        strategy = None if self.trainer is None else self.trainer.strategy
-        ranks = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        return GlobalBatchSampler(
-            size if limit is None else min(size, limit),
-            self.global_batch_size,
-            rank=ranks["rank"],
-            num_replicas=ranks["num_replicas"],
-            start=self._position if name == "train" else None,
-            pad=name != "train",
-            seed=self.seed,
-        )
-
-    def _loader(self, name: str) -> TokenLoader | list[Any]:
-        dataset = self._datasets[name]
-        if dataset is None:
-            return []
-        sampler = self._sampler(name)
-        # reading mapped files takes microseconds: Lightning's advice to use many workers does not apply
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        trainer = self.trainer
-        return TokenLoader(
-            dataset,  # type: ignore[arg-type]  # map-style by shape, not by inheritance
-            batch_size=sampler.share,
-            sampler=sampler,
-            num_workers=self.num_workers,
-            collate_fn=collate,
-            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
-            persistent_workers=self.num_workers > 0,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the trainer's step count must mean the same place in the data by; the place itself is not kept."""
-        dataset = self._datasets.get("train")
-        if dataset is None or self.trainer is None:
-            return {}
-        return {
-            "global_batch_size": self.global_batch_size,
-            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
-            "order": dataset.order,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare with the run that wrote a checkpoint, if this one goes on training.
-
-        Raises:
-            ConfigurationError: the batch size or the accumulation differ, so that the place is not known.
-        """
-        mine = self.state_dict()
-        for key in ("global_batch_size", "accumulate_grad_batches"):
-            if mine and mine[key] != state_dict[key]:
-                raise ConfigurationError(
-                    f"{key} is {mine[key]}; the checkpoint was written with {state_dict[key]}, and its place in the "
-                    f"data is counted in such batches. Resume with {key}={state_dict[key]}, or begin a new run from "
-                    "the checkpoint's weights."
-                )
-        if mine and mine["order"] != state_dict["order"]:
-            log.warning(
-                "the order of the training data differs from the checkpoint's (other data, seed, sequence length, or "
-                "passes over the data): samples may repeat"
-            )
-
-    def train_dataloader(self) -> TokenLoader | list[Any]:
-        """Batches of this rank, from where the trainer is."""
-        return self._loader("train")
-
-    def val_dataloader(self) -> TokenLoader | list[Any]:
-        """Batches of this rank, in order; an empty list when the split is empty."""
-        return self._loader("validation")
-
-    def test_dataloader(self) -> TokenLoader | list[Any]:
-        """Batches of this rank, in order; an empty list when the split is empty."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> TokenLoader | list[Any]:
-        """The test split."""
-        return self._loader("test")
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch without making the host wait."""
-        if isinstance(batch, TokenBatch):
-            return batch.to(device, non_blocking=True)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
 from megalight.data.meta import CorpusMeta, tokenizer_path
+from megalight.data.sentences import sentences_of
 from megalight.data.sources import Block, Format, OnBad, Source, blocks, find, texts_of
 from megalight.data.statistics import add_counts, entropy
 from megalight.data.tokenizer import Tokenizer, config_path
@@ -87,9 +88,12 @@ class _Encoder:
     text_key: str
     on_bad: OnBad
     dtype: np.dtype[Any]
+    split_sentences: bool
 
     def __call__(self, block: Block) -> _Encoded:
         texts, skipped = texts_of(block, self.text_key, self.on_bad)
+        if self.split_sentences:
+            texts = [sentence for text in texts for sentence in sentences_of(text)]
         ids = self.tokenizer.encode_batch([text.text for text in texts])
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         tokens = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(lengths.sum()))
@@ -100,9 +104,9 @@ class _Encoder:
 _worker: list[_Encoder] = []
 
 
-def _start_worker(tokenizer: str, text_key: str, on_bad: OnBad, dtype: str) -> None:
+def _start_worker(tokenizer: str, text_key: str, on_bad: OnBad, dtype: str, split_sentences: bool) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker[:] = [_Encoder(Tokenizer.from_json(tokenizer), text_key, on_bad, np.dtype(dtype))]
+    _worker[:] = [_Encoder(Tokenizer.from_json(tokenizer), text_key, on_bad, np.dtype(dtype), split_sentences)]
 
 
 def _work(block: Block) -> _Encoded:
@@ -116,11 +120,13 @@ def prepare(
     tokenizer: str | os.PathLike[str] | None = None,
     train_tokenizer: bool = False,
     vocab_size: int = 4096,
+    special_tokens: Sequence[str] = (),
     text_key: str = "text",
     format: Format = "auto",
     workers: int | None = None,
     append_eod: bool = True,
     eod_token: str | None = None,
+    split_sentences: bool = False,
     on_bad: OnBad = "raise",
     progress: bool = True,
 ) -> PrepareReport:
@@ -138,11 +144,15 @@ def prepare(
         train_tokenizer: train a byte-level BPE on the inputs instead: on an even sample of their documents, 2 KiB
             for each token of the vocabulary.
         vocab_size: tokens of the vocabulary to train.
+        special_tokens: of the vocabulary to train, beside the end of documents and padding (BERT needs ``[CLS]``,
+            ``[SEP]`` and ``[MASK]``).
         text_key: the JSON key or Parquet column that holds the text.
         format: what the inputs are; ``auto`` goes by the suffix (.jsonl, .ndjson, .parquet; all else is text).
         workers: processes that tokenise; by default one for each CPU, fewer for little text.
         append_eod: whether each document ends with the tokenizer's end-of-document token.
         eod_token: that token, where the tokenizer's own configuration does not name it.
+        split_sentences: whether each sentence becomes a sequence of its document, as
+            :func:`megalight.data.sentences.sentences_of` finds them; else a document is one sequence.
         on_bad: what a file or line that cannot be read does: ``raise`` names it and stops, ``skip`` leaves it out and
             names it in the report.
         progress: whether to show a progress bar on standard error.
@@ -166,7 +176,7 @@ def prepare(
         bar = stack.enter_context(_progress(progress))
         if train_tokenizer:
             task = bar.add_task("training the tokenizer", total=None)
-            chosen = _train(sources, num_bytes, vocab_size, text_key, on_bad)
+            chosen = _train(sources, num_bytes, vocab_size, special_tokens, text_key, on_bad)
             bar.remove_task(task)
         else:
             chosen = Tokenizer.load(str(tokenizer), eod_token)
@@ -174,11 +184,11 @@ def prepare(
             raise DataError(
                 "the tokenizer has no known end-of-document token; name one with eod_token, or set append_eod=False."
             )
-        encoder = _Encoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size))
+        encoder = _Encoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
         count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
         task = bar.add_task("tokenising", total=num_bytes)
         writer = stack.enter_context(IndexedWriter(prefix, encoder.dtype))
-        sink = _Sink(writer, chosen.eod_id if append_eod else None)
+        sink = _Sink(writer, chosen.eod_id if append_eod else None, split_sentences)
         for item in _encode_all(blocks(sources, on_bad, skipped), encoder, count, stack):
             skipped.extend(item.skipped)
             sink.add(item)
@@ -205,10 +215,17 @@ def _apart(sources: list[Source], inputs: Sequence[str], prefix: str) -> list[So
 
 
 class _Sink:
-    """Joins texts to documents, ends each with ``eod_id``, counts, and writes."""
+    """Joins texts to documents, ends each with ``eod_id``, counts, and writes.
 
-    def __init__(self, writer: IndexedWriter, eod_id: int | None) -> None:
+    Args:
+        writer: of the files.
+        eod_id: ends documents; None: nothing does.
+        keep_texts: whether the texts of a document stay sequences of their own.
+    """
+
+    def __init__(self, writer: IndexedWriter, eod_id: int | None, keep_texts: bool = False) -> None:
         self.writer = writer
+        self.keep_texts = keep_texts
         self.end = np.array([] if eod_id is None else [eod_id], writer.dtype)
         self.open: list[NDArray[Any]] = []
         self.counts = np.zeros(0, np.int64)
@@ -220,22 +237,26 @@ class _Sink:
         bounds = np.concatenate([[0], np.cumsum(item.lengths)])
         done: list[NDArray[Any]] = []
         lengths: list[int] = []
+        texts: list[int] = []
         for index, ends in enumerate(item.ends):
             self.open.append(item.tokens[bounds[index] : bounds[index + 1]])
             if not ends:
                 continue
-            length = sum(map(len, self.open))
-            if length:
-                done.extend((*self.open, self.end))
-                lengths.append(length + len(self.end))
+            parts = [part for part in self.open if len(part)]
+            if parts:
+                done.extend((*parts, self.end))
+                sizes = list(map(len, parts))
+                sizes[-1] += len(self.end)
+                lengths.extend(sizes if self.keep_texts else [sum(sizes)])
+                texts.append(len(sizes) if self.keep_texts else 1)
             else:
                 self.empty += 1
             self.open = []
         if lengths:
             tokens = np.concatenate(done)
             self.counts = add_counts(self.counts, tokens)
-            self.writer.add_documents(tokens, lengths)
-            self.num_documents += len(lengths)
+            self.writer.add_documents(tokens, lengths, texts)
+            self.num_documents += len(texts)
 
     def meta(self, tokenizer: Tokenizer, append_eod: bool, num_bytes: int) -> CorpusMeta:
         """The facts about everything written.
@@ -260,10 +281,17 @@ class _Sink:
         )
 
 
-def _train(sources: Sequence[Source], num_bytes: int, vocab_size: int, text_key: str, on_bad: OnBad) -> Tokenizer:
+def _train(
+    sources: Sequence[Source],
+    num_bytes: int,
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    text_key: str,
+    on_bad: OnBad,
+) -> Tokenizer:
     stride = max(1, num_bytes // (vocab_size * TRAINING_BYTES_PER_TOKEN))
     texts = (text.text for block in blocks(sources, on_bad) for text in texts_of(block, text_key, on_bad)[0])
-    return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size)
+    return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size, special_tokens=special_tokens)
 
 
 def _encode_all(work: Iterator[Block], encoder: _Encoder, workers: int, stack: ExitStack) -> Iterator[_Encoded]:
@@ -272,7 +300,8 @@ def _encode_all(work: Iterator[Block], encoder: _Encoder, workers: int, stack: E
     """
     if workers == 1:
         return map(encoder, work)
-    facts = (encoder.tokenizer.to_json(), encoder.text_key, encoder.on_bad, encoder.dtype.str)
+    options = (encoder.text_key, encoder.on_bad, encoder.dtype.str, encoder.split_sentences)
+    facts = (encoder.tokenizer.to_json(), *options)
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, facts)
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
     return _in_order(pool, work, workers * IN_FLIGHT_PER_WORKER)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,24 @@ class Tokenizer:
         return cls(Model.from_str(text))
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, length: int | None = None) -> Tokenizer:
-        """Train a byte-level BPE with the special tokens ``<|endoftext|>`` and ``<|pad|>``.
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, length: int | None = None, special_tokens: Sequence[str] = ()
+    ) -> Tokenizer:
+        """Train a byte-level BPE with the special tokens ``<|endoftext|>`` and ``<|pad|>``, and others after them.
 
         The same texts in the same order give the same tokenizer.
 
         Args:
             texts: an iterable of documents.
-            vocab_size: tokens of the vocabulary, special ones included; at least 258 (all bytes and both specials).
+            vocab_size: tokens of the vocabulary, special ones included; at least 258 (all bytes and two specials).
             length: number of texts, where known (for the trainer's own bookkeeping).
+            special_tokens: further ones, such as ``[CLS]``, ``[SEP]`` and ``[MASK]``.
 
         Raises:
             DataError: ``vocab_size`` too small, or the texts too few to fill it.
         """
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        specials = [EOD_TOKEN, PAD_TOKEN]
+        specials = [EOD_TOKEN, PAD_TOKEN, *special_tokens]
         if vocab_size < len(alphabet) + len(specials):
             raise DataError(
                 f"vocab_size is {vocab_size}; a byte-level vocabulary has at least {len(alphabet) + len(specials)}."
@@ -120,7 +123,7 @@ class Tokenizer:
                 f"the texts give a vocabulary of {model.get_vocab_size()} tokens, {vocab_size} were asked for. Use a "
                 "smaller vocab_size or more text."
             )
-        return cls(model, EOD_TOKEN, PAD_TOKEN)
+        return cls(model, EOD_TOKEN, PAD_TOKEN, special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -148,6 +151,11 @@ class Tokenizer:
             log.info("pad token %r has another meaning too; labels are not masked by its value", self.pad_token)
             return -1
         return self.pad_id
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Id of every token, special ones included."""
+        return self._vocabulary
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, or None."""

@@ -39,7 +39,11 @@ class MegalightModule(pl.LightningModule):
         model: the model, or this process's part of it; None until ``configure_model``.
         token_multiple: packed token counts are padded to a multiple of this (sequence parallelism needs it). Set by
             the strategy; 1 on one device.
+        varying_carry: what ``forward_step`` hands on may change its names or shapes between micro-batches of equal
+            shapes. Pipeline stages then tell each other beforehand, every time.
     """
+
+    varying_carry = False
 
     def __init__(self, seed: int = 1234) -> None:
         super().__init__()
@@ -68,6 +72,10 @@ class MegalightModule(pl.LightningModule):
         """The *sum* of the losses of one micro-batch, from what the last chunk returned."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_step(carry, batch).")
 
+    def output_step(self, carry: Carry, batch: Any) -> Any:
+        """What ``predict`` hands out for a batch, from what the last chunk returned. Default: all of it."""
+        return carry
+
     def loss_tokens(self, batch: Any) -> Tensor:
         """How many tokens (or samples) of ``batch`` count in the loss: a 0-dim tensor. Called before any forward."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_tokens(batch).")
@@ -76,6 +84,9 @@ class MegalightModule(pl.LightningModule):
         """How the model splits. Default: the plan registered for its type; without one, everything is replicated."""
         return plan_for(model) or Plan()
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse settings that do not fit the whole model, before it is split. Default: none."""
+
     def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
         """Cut one rank's share of a global batch into micro-batches of ``size`` samples.
 
@@ -83,6 +94,24 @@ class MegalightModule(pl.LightningModule):
         through their own ``split(size)``.
         """
         return split_batch(batch, size)
+
+    def context_share(self, batch: Any, rank: int, size: int) -> Any:
+        """Share ``rank`` of ``size`` of every sequence of a micro-batch: what one rank is given of it when ``cp > 1``.
+
+        Labels and masks are cut with the tokens, and padding has no loss. All the steps above then see the share.
+        Default: the batch's own ``context_share(rank, size, multiple)``.
+
+        Raises:
+            ConfigurationError: the batch has no such method.
+            DataError: its sequences are too short to be shared.
+        """
+        if not hasattr(batch, "context_share"):
+            raise ConfigurationError(
+                f"a batch of type {type(batch).__name__} cannot be cut for context parallelism (cp={size}); give it a "
+                "context_share(rank, size, multiple) method as megalight.types.TokenBatch has, or define "
+                f"{type(self).__name__}.context_share(batch, rank, size)."
+            )
+        return batch.context_share(rank, size, self.token_multiple)
 
     def configure_model(self) -> None:
         """Build the model, once. Strategies that split it build it on the meta device and fill it themselves."""
@@ -108,6 +137,11 @@ class MegalightModule(pl.LightningModule):
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds a batch to ``test_loss``."""
         self.log_totals("test", self._totals(batch), dataloader_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """:meth:`output_step` of a batch."""
+        assert self.model is not None
+        return self.output_step(self.forward_step(self.model, batch), batch)
 
     def log_totals(self, stage: str, totals: Totals, dataloader_idx: int = 0) -> None:
         """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation, of each data loader on its own.

@@ -8,10 +8,14 @@ from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
 from megalight.nn.head import LMHead as LMHead
 from megalight.nn.layer import TransformerLayer as TransformerLayer
 from megalight.nn.linear import Linear as Linear
+from megalight.nn.masked_lm import MaskedLMHead as MaskedLMHead
 from megalight.nn.mlp import MLP as MLP
 from megalight.nn.mlp import Activation as Activation
 from megalight.nn.names import Section as Section
 from megalight.nn.norm import LayerNorm as LayerNorm
 from megalight.nn.norm import RMSNorm as RMSNorm
+from megalight.nn.pooler import Pooler as Pooler
+from megalight.nn.pooler import SequenceHead as SequenceHead
+from megalight.nn.post_norm import PostNormLayer as PostNormLayer
 from megalight.nn.rotary import Rotary as Rotary
 from megalight.nn.rotary import RotaryTable as RotaryTable

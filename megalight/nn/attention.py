@@ -118,6 +118,12 @@ class Attention(nn.Module):
         self.inner = inner
         self.proj = Linear(num_heads * head_dim, hidden_size, bias=proj_bias, std=proj_std)
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key-value heads that ``qkv`` puts out."""
+        queries, keys, _ = self.qkv.section_sizes
+        return queries // self.head_dim, keys // self.head_dim
+
     def forward(
         self,
         hidden: Tensor,
@@ -135,10 +141,10 @@ class Attention(nn.Module):
 
     def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[T, q|k|v] -> q [T, H, D], k, v [T, Hkv, D]``, normed and rotated."""
-        sizes = self.qkv.section_sizes
         if rotary is not None and self.q_norm is None and self.k_norm is None:
-            return rotary.rotate_qkv(qkv, sizes[0] // self.head_dim, sizes[1] // self.head_dim, self.head_dim)
-        q, k, v = (part.view(len(part), -1, self.head_dim) for part in torch.split(qkv, sizes, dim=-1))
+            return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
+        parts = torch.split(qkv, self.qkv.section_sizes, dim=-1)
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         return (q, k, v) if rotary is None else (rotary.rotate(q), rotary.rotate(k), v)

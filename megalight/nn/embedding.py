@@ -31,30 +31,46 @@ class Embedding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Word embedding, times a constant, plus a learned position embedding where there is one, then dropout.
+    """Word embedding, times a constant, plus embeddings of position and token type where there are any; then a norm
+    where there is one, and dropout.
 
     Args:
         word: rows by token id.
         position: rows by position in the sequence, or None.
+        token_type: rows by type (in BERT, which of two sentences a token is of), or None.
+        norm: over the sum, or None.
         multiplier: scales the word embedding (``sqrt(h)`` in Gemma).
         dropout: probability.
     """
 
     def __init__(
-        self, word: Embedding, position: Embedding | None = None, *, multiplier: float = 1.0, dropout: float = 0.0
+        self,
+        word: Embedding,
+        position: Embedding | None = None,
+        token_type: Embedding | None = None,
+        norm: nn.Module | None = None,
+        *,
+        multiplier: float = 1.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.word = word
         self.position = position
+        self.token_type = token_type
+        self.norm = norm
         self.multiplier = multiplier
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """``tokens [T], positions [T] -> [T, h]``."""
+    def forward(self, tokens: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """``tokens [T], positions [T], token_types [T]`` (None: all of type 0) ``-> [T, h]``."""
         hidden: Tensor = self.word(tokens)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if self.position is not None:
             hidden = hidden + self.position(positions)
+        if self.token_type is not None:
+            hidden = hidden + self.token_type(torch.zeros_like(tokens) if token_types is None else token_types)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         dropped: Tensor = self.dropout(hidden)
         return dropped

@@ -94,6 +94,10 @@ def test_requested_sizes_round_up_in_whole_numbers() -> None:
     assert requested_sizes([5, 3, 2], blend_index([5, 3, 2], 1000)) == [503, 302, 201]
 
 
+def test_longest_blend_of_a_data_set_that_comes_late() -> None:
+    assert np.bincount(longest_blend([1, 1, 2, 7], [2, 1, 3, 10])).tolist() == [2, 1, 3, 10]
+
+
 @settings(deadline=None)
 @given(data=st.data(), n=st.integers(1, 4))
 def test_longest_blend_stops_before_a_repetition(data: st.DataObject, n: int) -> None:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.models.config import DropoutConfig as DropoutConfig
+from megalight.models.config import InitConfig as InitConfig
+from megalight.models.config import from_plain, require, require_choice, to_plain
 from megalight.nn.mlp import is_gated
 from megalight.ops.rotary import RotaryScaling
-
-
-def _require(good: bool, message: str) -> None:
-    if not good:
-        raise ConfigurationError(message)
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(
-        value in choices, f"{name} is {value!r}; it must be one of {', '.join(choices)}." + nearest(value, choices)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +26,8 @@ class NormConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _require_choice("norm.kind", self.kind, ("rms", "layer"))
-        _require(self.eps > 0, f"norm.eps is {self.eps}; it must be above 0.")
+        require_choice("norm.kind", self.kind, ("rms", "layer"))
+        require(self.eps > 0, f"norm.eps is {self.eps}; it must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +49,9 @@ class PositionConfig:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        _require_choice("position.kind", self.kind, ("rope", "learned", "none"))
-        _require(self.base > 1, f"position.base is {self.base}; it must be above 1.")
-        _require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
+        require_choice("position.kind", self.kind, ("rope", "learned", "none"))
+        require(self.base > 1, f"position.base is {self.base}; it must be above 1.")
+        require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,58 +78,22 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window_pattern", tuple(self.window_pattern))
-        _require(self.scale is None or self.scale > 0, f"attention.scale is {self.scale}; it must be above 0, or null.")
-        _require(
+        require(self.scale is None or self.scale > 0, f"attention.scale is {self.scale}; it must be above 0, or null.")
+        require(
             self.softcap is None or self.softcap > 0,
             f"attention.softcap is {self.softcap}; it must be above 0, or null.",
         )
-        _require(
+        require(
             self.window is None or self.window >= 0,
             f"attention.window is {self.window}; it must be at least 0, or null.",
         )
-        _require(
+        require(
             bool(self.window_pattern), "attention.window_pattern is empty; give one entry per layer of the pattern."
         )
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer by its index, or None."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DropoutConfig:
-    """Probabilities of dropping a value while training.
-
-    Attributes:
-        hidden: what attention and MLP add to the residual stream.
-        attention: attention weights.
-        embedding: the embedding's output.
-    """
-
-    hidden: float = 0.0
-    attention: float = 0.0
-    embedding: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            _require(0 <= value < 1, f"dropout.{name} is {value}; it must be at least 0 and below 1.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    """Initial weights: normal with mean 0.
-
-    Attributes:
-        std: standard deviation.
-        scale_residual: divide it by ``sqrt(2 num_layers)`` in the projections that write to the residual stream, so
-            that the stream's variance does not grow with depth (GPT-2).
-    """
-
-    std: float = 0.02
-    scale_residual: bool = True
-
-    def __post_init__(self) -> None:
-        _require(self.std > 0, f"init.std is {self.std}; it must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +152,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
         if not self.head_dim:
-            _require(
+            require(
                 self.hidden_size % self.num_heads == 0,
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
                 "change one of them, or give head_dim.",
@@ -211,18 +166,18 @@ class GPTConfig:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, getattr(self, name) or value)
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
-        _require(
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; each key-value head "
             "serves equally many query heads, so choose a divisor.",
         )
-        _require(
+        require(
             self.position.kind != "rope" or self.rotary_dim >= 2,
             f"position.fraction {self.position.fraction} of head_dim {self.head_dim} is less than two features; "
             "raise either, or choose position.kind none.",
         )
-        _require(
+        require(
             self.logit_softcap is None or self.logit_softcap > 0,
             f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
         )
@@ -236,13 +191,11 @@ class GPTConfig:
     @property
     def residual_std(self) -> float:
         """Initial standard deviation of the projections that write to the residual stream."""
-        depth = 2 * self.num_layers if self.init.scale_residual else 1
-        return float(self.init.std / depth**0.5)
+        return self.init.residual_std(self.num_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested values, fit for JSON and YAML."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return to_plain(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GPTConfig:
@@ -251,28 +204,5 @@ class GPTConfig:
         Raises:
             ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
         """
-        config: GPTConfig = _build(cls, values, "")
+        config: GPTConfig = from_plain(cls, values)
         return config
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _build(cls: type[Any], values: Mapping[str, Any], path: str) -> Any:
-    hints = get_type_hints(cls)
-    known = [f.name for f in fields(cls)]
-    for name in values:
-        _require(name in known, f"unknown key {path + name!r}; known: {', '.join(known)}." + nearest(name, known))
-    built = dict(values)
-    for name, value in values.items():
-        types = (hints[name], *get_args(hints[name]))
-        nested = [hint for hint in types if isinstance(hint, type) and is_dataclass(hint)]
-        if nested and isinstance(value, Mapping):
-            built[name] = _build(nested[0], value, f"{path}{name}.")
-    try:
-        return cls(**built)
-    except TypeError as error:
-        raise ConfigurationError(f"{cls.__name__} cannot be made of keys {sorted(values)}: {error}.") from error

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalight.errors import DataError
 from megalight.models.gpt.config import GPTConfig
+from megalight.models.lengths import check_length
 from megalight.nn import (
     MLP,
     Attention,
@@ -159,7 +160,7 @@ class GPT(nn.Module):
         Raises:
             DataError: a sequence longer than ``max_sequence_length``, or the input that this part reads is missing.
         """
-        self._check_length(sequences)
+        check_length(sequences, self.config.max_sequence_length)
         if self.embed is not None:
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
@@ -175,11 +176,3 @@ class GPT(nn.Module):
             hidden, labels = hidden[rows], None if labels is None else labels[rows]
         answer = self.head(hidden, labels)
         return Output(logits=answer) if labels is None else Output(losses=answer)
-
-    def _check_length(self, sequences: PackedSequences) -> None:
-        longest = (sequences.keys or sequences).max_length
-        if longest > self.config.max_sequence_length:
-            raise DataError(
-                f"a sequence has {longest} tokens, but the model takes at most max_sequence_length = "
-                f"{self.config.max_sequence_length}; shorten the sequences or configure a longer model."
-            )

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.errors import CheckpointError, ConfigurationError
+from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.rename import rename
 from megalight.ops.rotary import RotaryScaling
 
 LLAMA_NAMES = {
@@ -54,8 +55,6 @@ GPT2_TRANSPOSED = re.compile(r"\.(attention\.qkv|attention\.proj|mlp\.up|mlp\.do
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 PLAIN = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
-LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-
 
 def to_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Canonical tensors under the names and in the shapes of ``transformers``. A tied head is left out, as there.
@@ -64,12 +63,12 @@ def to_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[st
         CheckpointError: a tensor that such models do not have.
     """
     if not _is_gpt2(config):
-        return _rename(tensors, LLAMA_NAMES)
+        return rename(tensors, LLAMA_NAMES)
     fused = dict(tensors)
     for name in [name for name in tensors if ".attention.q." in name]:
         parts = [fused.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
         fused[name.replace(".q.", ".qkv.")] = torch.cat(parts)
-    return _rename(
+    return rename(
         {name: t.T.contiguous() if GPT2_TRANSPOSED.search(name) else t for name, t in fused.items()}, GPT2_NAMES
     )
 
@@ -81,7 +80,7 @@ def from_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[
         CheckpointError: a tensor that such models do not have.
     """
     names = GPT2_NAMES if _is_gpt2(config) else LLAMA_NAMES
-    found = _rename(tensors, {theirs: ours for ours, theirs in names.items()})
+    found = rename(tensors, {theirs: ours for ours, theirs in names.items()})
     if config.tie_embeddings:
         found.pop("head.output_layer.weight", None)
     if not _is_gpt2(config):
@@ -95,18 +94,6 @@ def from_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[
 
 def _is_gpt2(config: GPTConfig) -> bool:
     return config.position.kind == "learned"
-
-
-def _rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    renamed = {}
-    for name, tensor in tensors.items():
-        module, _, leaf = LAYER.sub("N", name).rpartition(".")
-        if module not in names:
-            raise CheckpointError(f"{name} has no counterpart; known modules: {', '.join(names)}.")
-        layer = LAYER.search(name)
-        target = names[module].replace(".N.", f".{layer.group()}.") if layer else names[module]
-        renamed[f"{target}.{leaf}"] = tensor
-    return renamed
 
 
 def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:

@@ -1,0 +1,1 @@
+"""Pairs of text segments with masked words, for BERT."""

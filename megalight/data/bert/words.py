@@ -1,0 +1,94 @@
+"""Which tokens of a vocabulary continue a word, and which are special: known once, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import DataError
+
+CLASSIFY = ("[CLS]", "<s>", "<cls>")
+SEPARATE = ("[SEP]", "</s>", "<sep>")
+MASK = ("[MASK]", "<mask>")
+OTHERS = ("[PAD]", "[UNK]", "<pad>", "<unk>", "<|pad|>", "<|endoftext|>")
+"""Names of special tokens in the vocabularies of BERT, RoBERTa and ALBERT, and in those that ``prepare`` trains."""
+
+SPACE = "Ġ"
+"""How byte-level vocabularies write a space."""
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """What masking must know of a vocabulary of ``V`` ids.
+
+    Attributes:
+        classify: id of the token that begins a sample.
+        separate: id of the token that ends a segment.
+        mask: id of the token that stands for a masked one.
+        inner: ``[V]`` bool: the token can go on inside a word.
+        open: ``[V]`` bool: a word may go on after the token.
+        ordinary: ids of tokens that are not special: what may be masked, and put in the place of others.
+        special: ``[V]`` bool: all others.
+    """
+
+    classify: int
+    separate: int
+    mask: int
+    inner: NDArray[np.bool_]
+    open: NDArray[np.bool_]
+    ordinary: NDArray[np.int64]
+    special: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Words:
+        """Read a tokenizer's vocabulary.
+
+        WordPiece says by ``##`` that a token goes on inside a word. Byte-level and SentencePiece vocabularies mark the
+        space before a word instead: there, letters and digits go on where letters and digits were before.
+
+        Raises:
+            DataError: no token to begin a sample with, to end a segment, or to mask.
+        """
+        vocabulary, size = tokenizer.vocabulary, tokenizer.vocab_size
+        wanted = {"begin a sample": CLASSIFY, "end a segment": SEPARATE, "stand for a masked token": MASK}
+        classify, separate, mask = (_find(vocabulary, names, purpose) for purpose, names in wanted.items())
+        inner, opens, special = np.zeros(size, bool), np.zeros(size, bool), np.ones(size, bool)
+        pieces = any(token.startswith("##") for token in vocabulary)
+        letter = _letter_of_bytes if any(token.startswith(SPACE) for token in vocabulary) else str.isalnum
+        names = {*CLASSIFY, *SEPARATE, *MASK, *OTHERS, tokenizer.eod_token, tokenizer.pad_token}
+        for token, index in vocabulary.items():
+            if token in names or not token:
+                continue
+            special[index] = False
+            inner[index] = len(token) > 2 and token.startswith("##") if pieces else letter(token[0])
+            opens[index] = pieces or letter(token[-1])
+        return cls(classify, separate, mask, inner, opens, np.flatnonzero(~special), special)
+
+    def starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """``[n]`` ids ``-> [n]`` bool: a word begins here."""
+        found = np.ones(len(tokens), bool)
+        found[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])
+        return found
+
+
+def _find(vocabulary: Mapping[str, int], names: tuple[str, ...], purpose: str) -> int:
+    for name in names:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise DataError(
+        f"the tokenizer has no token to {purpose} ({', '.join(names)}); use a tokenizer of BERT, or train one with: "
+        'megalight prepare ... --train-tokenizer --special-tokens "[CLS]" "[SEP]" "[MASK]"'
+    )
+
+
+def _letter_of_bytes(character: str) -> bool:
+    """Whether a character of a byte-level token stands for a letter, a digit, or a byte of a longer character.
+
+    Byte-level vocabularies write bytes 0x21 to 0x7E as themselves, the spaces and control codes below as U+0100 on,
+    and higher bytes as U+00A1 to U+00FF or from U+0122 on.
+    """
+    return character.isalnum() if character.isascii() else not 0x100 <= ord(character) <= 0x121

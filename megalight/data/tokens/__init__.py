@@ -1,0 +1,1 @@
+"""What data modules over token files share."""

@@ -1,0 +1,300 @@
+"""What data modules over token files share: corpora and their splits, checks, and a place that resumes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from megalight.data.blend import Samples
+from megalight.data.corpus import Corpus, same_tokenizer
+from megalight.data.loader import TokenLoader
+from megalight.data.mixture import Data, Mixture, Part
+from megalight.data.sampler import GlobalBatchSampler
+from megalight.data.splits import SPLITS
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+
+log = logging.getLogger(__name__)
+
+
+class TokenDataModule(pl.LightningDataModule):
+    """Token files to batches of samples. A kind of samples says how files divide (:meth:`divide`), what a split's
+    data set is (:meth:`build`), and how samples become a batch (``collate``).
+
+    Training takes ``max_steps * accumulate_grad_batches * global_batch_size`` samples when the trainer has
+    ``max_steps``, repeating documents as often as that takes; otherwise an epoch is one pass over the data, in another
+    order each time. Validation and test read their split once, in order, to its end: what is missing in the last global
+    batch is filled up with samples that carry no loss.
+
+    Args:
+        global_batch_size: samples of a batch over all data-parallel ranks.
+        sequence_length: tokens of a sample, at most.
+        data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
+            ``{prefix: weight}``; divided into train, validation and test by ``split``.
+        split: weights of train, validation and test, by document.
+        separate: corpora of train, validation and test, instead of ``data``.
+        tokenizer: a ``tokenizer.json`` file or folder. By default the one that came with the data.
+        vocab_size: tokens of the vocabulary, to check ids against; by default the tokenizer's. A model that has a
+            ``config.vocab_size`` is checked too.
+        seed: of the order of samples.
+        num_workers: processes that read, per loader; 0 reads in the training process.
+        cache_dir: where sample indices are cached; by default ``cache`` beside the data.
+        samples: of a pass over each split, at most; for training, instead of what the trainer asks for.
+
+    Attributes:
+        eod_id: the token that ends documents, or None.
+        pad_id: an id that means padding and nothing else, or -1.
+
+    Raises:
+        DataError: missing or torn files, ids outside the vocabulary, another tokenizer than the data's.
+        ConfigurationError: neither or both of ``data`` and per-split corpora.
+        LayoutError: ``global_batch_size`` does not divide by the data-parallel ranks (in ``setup``).
+    """
+
+    collate: Callable[[Sequence[Any]], Any]
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        sequence_length: int,
+        data: Data | None,
+        split: str,
+        separate: tuple[Data | None, Data | None, Data | None],
+        tokenizer: str | None,
+        vocab_size: int | None,
+        seed: int,
+        num_workers: int,
+        cache_dir: str | None,
+        samples: tuple[int | None, int | None, int | None],
+    ) -> None:
+        super().__init__()
+        for name, value in (("global_batch_size", global_batch_size), ("sequence_length", sequence_length)):
+            if value < 1:
+                raise DataError(f"{name} is {value}; it must be at least 1.")
+        self.global_batch_size = global_batch_size
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.num_workers = num_workers
+        self.cache_dir = cache_dir
+        self.samples = dict(zip(SPLITS, samples, strict=True))
+        self._corpora: dict[str, Corpus] = {}
+        self.parts = self._open(data, split, dict(zip(SPLITS, separate, strict=True)))
+        self._tokenizer_path = tokenizer
+        self.vocab_size = vocab_size
+        self.eod_id: int | None = None
+        self.pad_id = -1
+        self._check()
+        self._datasets: dict[str, Samples[Any] | None] = {}
+
+    def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
+        """The sequences of a corpus for train, validation and test."""
+        raise NotImplementedError(f"{type(self).__name__} must define divide(corpus, split).")
+
+    def build(self, name: str, num_samples: int | None) -> Samples[Any] | None:
+        """The data set of a split (``train``, ``validation``, ``test``), None where it holds no text.
+
+        Args:
+            name: of the split; its corpora are ``parts[name]``.
+            num_samples: samples needed; None: one pass.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define build(name, num_samples).")
+
+    def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[Part]]:
+        separate = any(value is not None for value in own.values())
+        if (data is None) != separate:
+            raise ConfigurationError(
+                "give either data, to be divided by split, or some of train_data, val_data and test_data; "
+                + ("neither was given." if data is None else "both were given.")
+            )
+        parts: dict[str, list[Part]] = {}
+        for number, name in enumerate(SPLITS):
+            given = own[name] if separate else data
+            mixture = Mixture((), ()) if given is None else Mixture.parse(given)
+            weights = mixture.weights or (None,) * len(mixture.prefixes)
+            parts[name] = []
+            for prefix, weight in zip(mixture.prefixes, weights, strict=True):
+                if prefix not in self._corpora:
+                    self._corpora[prefix] = Corpus.open(prefix)
+                corpus = self._corpora[prefix]
+                sequences = range(len(corpus.data)) if separate else self.divide(corpus, split)[number]
+                parts[name].append(Part(corpus, sequences, weight))
+        return parts
+
+    def _check(self) -> None:
+        meta = same_tokenizer(self._corpora.values())
+        if meta is not None:
+            self.eod_id, self.pad_id = meta.eod_id, meta.pad_id
+        if self._tokenizer_path is not None:
+            for corpus in self._corpora.values():
+                corpus.check_tokenizer(self.tokenizer)
+            self.eod_id, self.pad_id = self.tokenizer.eod_id, self.tokenizer.safe_pad_id
+        if self.vocab_size is None and self._tokenizer_path is not None:
+            self.vocab_size = self.tokenizer.vocab_size
+        elif self.vocab_size is None and meta is not None:
+            self.vocab_size = meta.vocab_size
+        if self.vocab_size is not None:
+            self._check_vocabulary(self.vocab_size, "vocab_size" if self._tokenizer_path is None else "the tokenizer")
+
+    def _check_vocabulary(self, vocab_size: int, owner: str) -> None:
+        for corpus in self._corpora.values():
+            corpus.check_vocabulary(vocab_size, owner)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data.
+
+        Raises:
+            DataError: none was named, and none came with the data.
+        """
+        if (path := self._find_tokenizer()) is not None:
+            return Tokenizer.load(path)
+        raise DataError("no tokenizer came with the data; name one with tokenizer=PATH.")
+
+    def _find_tokenizer(self) -> str | None:
+        paths = [self._tokenizer_path, *(corpus.tokenizer_path for corpus in self._corpora.values())]
+        return next((path for path in paths if path is not None), None)
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Files that belong into every checkpoint: the tokenizer, where there is one."""
+        return {} if self._find_tokenizer() is None else self.tokenizer.files()
+
+    def setup(self, stage: str) -> None:
+        """Build or map the sample indices of the splits that ``stage`` needs."""
+        model_config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
+        vocab_size = getattr(model_config, "vocab_size", None)
+        if isinstance(vocab_size, int):
+            self._check_vocabulary(vocab_size, "the model")
+        wanted = {"fit": ("train", "validation"), "validate": ("validation",)}.get(stage, ("test",))
+        for name in wanted:
+            self._datasets[name] = self._build(name)
+            if self._datasets[name] is not None:
+                self._sampler(name)  # refuses batches that do not divide, before training
+
+    def _build(self, name: str) -> Samples[Any] | None:
+        dataset = self.build(name, self._train_samples if name == "train" else None)
+        if dataset is None and name == "train":
+            raise DataError("the training split holds no documents; give it a larger share of split, or more data.")
+        if dataset is None:
+            log.warning("the %s split holds no documents: there is no %s", name, name)
+        else:
+            log.info("%s: %d samples of at most %d tokens", name, len(dataset), self.sequence_length)
+        return dataset
+
+    @property
+    def _whole_run(self) -> bool:
+        """Whether the training data is one pass that lasts for the whole run."""
+        return self.samples["train"] is None and self.trainer is not None and self.trainer.max_steps > 0
+
+    @property
+    def _train_samples(self) -> int | None:
+        if self._whole_run and self.trainer is not None:
+            return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
+        return self.samples["train"]
+
+    def _position(self) -> tuple[int, int]:
+        """Which pass over the training data the trainer is in, and how many of its batches are done."""
+        trainer = self.trainer
+        if trainer is None:
+            return 0, 0
+        per_step = trainer.accumulate_grad_batches
+        if self._whole_run:
+            return 0, trainer.global_step * per_step
+        batches, limit = self._sampler("train").num_batches, trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+        turn, step = divmod(trainer.global_step, max(1, math.ceil(batches / per_step)))
+        return turn, step * per_step
+
+    def _sampler(self, name: str) -> GlobalBatchSampler:
+        dataset = self._datasets[name]
+        size = 0 if dataset is None else len(dataset)
+        limit = self._train_samples if name == "train" else self.samples[name]
+        strategy = None if self.trainer is None else self.trainer.strategy
+        ranks = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return GlobalBatchSampler(
+            size if limit is None else min(size, limit),
+            self.global_batch_size,
+            rank=ranks["rank"],
+            num_replicas=ranks["num_replicas"],
+            start=self._position if name == "train" else None,
+            pad=name != "train",
+            seed=self.seed,
+        )
+
+    def _loader(self, name: str) -> TokenLoader | list[Any]:
+        dataset = self._datasets[name]
+        if dataset is None:
+            return []
+        sampler = self._sampler(name)
+        # reading mapped files takes microseconds: Lightning's advice to use many workers does not apply
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        trainer = self.trainer
+        return TokenLoader(
+            dataset,  # type: ignore[arg-type]  # map-style by shape, not by inheritance
+            batch_size=sampler.share,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=type(self).collate,
+            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the trainer's step count must mean the same place in the data by; the place itself is not kept."""
+        dataset = self._datasets.get("train")
+        if dataset is None or self.trainer is None:
+            return {}
+        return {
+            "global_batch_size": self.global_batch_size,
+            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
+            "order": dataset.order,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare with the run that wrote a checkpoint, if this one goes on training.
+
+        Raises:
+            ConfigurationError: the batch size or the accumulation differ, so that the place is not known.
+        """
+        mine = self.state_dict()
+        for key in ("global_batch_size", "accumulate_grad_batches"):
+            if mine and mine[key] != state_dict[key]:
+                raise ConfigurationError(
+                    f"{key} is {mine[key]}; the checkpoint was written with {state_dict[key]}, and its place in the "
+                    f"data is counted in such batches. Resume with {key}={state_dict[key]}, or begin a new run from "
+                    "the checkpoint's weights."
+                )
+        if mine and mine["order"] != state_dict["order"]:
+            log.warning(
+                "the order of the training data differs from the checkpoint's (other data, seed, sequence length, or "
+                "passes over the data): samples may repeat"
+            )
+
+    def train_dataloader(self) -> TokenLoader | list[Any]:
+        """Batches of this rank, from where the trainer is."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> TokenLoader | list[Any]:
+        """Batches of this rank, in order; an empty list when the split is empty."""
+        return self._loader("validation")
+
+    def test_dataloader(self) -> TokenLoader | list[Any]:
+        """Batches of this rank, in order; an empty list when the split is empty."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> TokenLoader | list[Any]:
+        """The test split."""
+        return self._loader("test")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch without making the host wait."""
+        if hasattr(batch, "to"):
+            return batch.to(device, non_blocking=True)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)

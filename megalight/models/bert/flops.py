@@ -1,0 +1,36 @@
+"""Parameters and floating-point operations of a BERT, from its configuration alone."""
+
+from __future__ import annotations
+
+from megalight.models.bert.config import BertConfig
+
+MASKED = 0.15
+"""Part of the tokens that the masked-LM head looks at."""
+
+
+def _layer_matmul_parameters(config: BertConfig) -> int:
+    """Weights of one layer's projections."""
+    return config.hidden_size * (4 * config.hidden_size + 2 * config.ffn_hidden_size)
+
+
+def num_parameters(config: BertConfig) -> int:
+    """All parameters; a tied weight counts once."""
+    h, norm = config.hidden_size, 2 * config.hidden_size
+    rows = config.vocab_size + config.max_sequence_length + config.num_token_types
+    layer = _layer_matmul_parameters(config) + (4 * h + config.ffn_hidden_size + h) + 2 * norm
+    head = (h + 1) * h + norm + config.vocab_size * (1 if config.tie_embeddings else h + 1)
+    order = (h + 1) * h + 2 * (h + 1) if config.sentence_order else 0
+    return rows * h + norm + config.num_layers * layer + head + order
+
+
+def flops_per_token(config: BertConfig, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward, per token, in sequences of ``sequence_length`` tokens.
+
+    Six per weight of the projections, and of the masked-LM head for the part of the tokens that are masked (embeddings
+    are look-ups, and what the first tokens alone go through is left out), and for attention twelve per query feature
+    and key: every token sees its whole sequence. Recomputation is not counted.
+    """
+    h = config.hidden_size
+    head = MASKED * (h * h + config.vocab_size * h)
+    matmul = config.num_layers * _layer_matmul_parameters(config) + head
+    return 6.0 * matmul + 12.0 * config.num_layers * h * sequence_length

@@ -1,0 +1,168 @@
+"""Weights and configurations of ``transformers``' BERT, to ours and back: pure functions on dictionaries.
+
+Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalight.errors import ConfigurationError
+from megalight.models.bert.config import BertConfig, DropoutConfig, InitConfig
+from megalight.models.rename import rename
+
+NAMES = {
+    "embed.word": "bert.embeddings.word_embeddings",
+    "embed.position": "bert.embeddings.position_embeddings",
+    "embed.token_type": "bert.embeddings.token_type_embeddings",
+    "embed.norm": "bert.embeddings.LayerNorm",
+    "layers.N.attention.q": "bert.encoder.layer.N.attention.self.query",
+    "layers.N.attention.k": "bert.encoder.layer.N.attention.self.key",
+    "layers.N.attention.v": "bert.encoder.layer.N.attention.self.value",
+    "layers.N.attention.proj": "bert.encoder.layer.N.attention.output.dense",
+    "layers.N.attention_norm": "bert.encoder.layer.N.attention.output.LayerNorm",
+    "layers.N.mlp.up": "bert.encoder.layer.N.intermediate.dense",
+    "layers.N.mlp.down": "bert.encoder.layer.N.output.dense",
+    "layers.N.mlp_norm": "bert.encoder.layer.N.output.LayerNorm",
+    "head.masked.dense": "cls.predictions.transform.dense",
+    "head.masked.lm.norm": "cls.predictions.transform.LayerNorm",
+    "head.masked.lm.output_layer": "cls.predictions.decoder",
+    "head.order.pooler.dense": "bert.pooler.dense",
+    "head.order.output": "cls.seq_relationship",
+}
+"""Our module to theirs; ``N`` is a layer's index."""
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+ORDER = ("bert.pooler.", "cls.seq_relationship.")
+BUFFERS = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"}
+DECODER_BIAS = "cls.predictions.decoder.bias"
+HEAD_BIAS = "cls.predictions.bias"
+"""What a file keeps of the decoder's bias when the head is tied."""
+
+WITH_ORDER = ("BertForPreTraining", "BertForNextSentencePrediction")
+
+
+def from_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """The canonical tensors of a ``BertForPreTraining`` or ``BertForMaskedLM`` state dict.
+
+    Norms may be named as the first published files name them (``gamma``, ``beta``). Pooler and sentence-order head are
+    left out where the configuration has none, a decoder weight where it is tied.
+
+    Raises:
+        CheckpointError: a tensor that such models do not have.
+    """
+    found = {_modern(name): tensor for name, tensor in tensors.items() if name not in BUFFERS}
+    bias = found.pop(HEAD_BIAS, None)
+    if bias is not None:
+        found.setdefault(DECODER_BIAS, bias)
+    if not config.sentence_order:
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(ORDER)}
+    ours = rename(found, {theirs: ours for ours, theirs in NAMES.items()})
+    if config.tie_embeddings:
+        ours.pop("head.masked.lm.output_layer.weight", None)
+    return ours
+
+
+def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """Canonical tensors under the names of ``transformers``. A tied decoder weight is left out, as there.
+
+    Raises:
+        CheckpointError: a tensor that such models do not have.
+    """
+    theirs = rename(tensors, NAMES)
+    bias = theirs.pop(DECODER_BIAS)
+    theirs[HEAD_BIAS] = bias
+    if not config.tie_embeddings:
+        theirs[DECODER_BIAS] = bias.clone()
+    return theirs
+
+
+def _modern(name: str) -> str:
+    return re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name))
+
+
+def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | None = None) -> BertConfig:
+    """The configuration that a ``transformers`` BERT's ``config.json`` describes.
+
+    Args:
+        values: its content.
+        sentence_order: whether the weights have a pooler and a next-sentence head; None: as ``architectures`` says.
+
+    Raises:
+        ConfigurationError: a model type or option that has no counterpart here.
+    """
+    if values.get("model_type") != "bert":
+        raise ConfigurationError(f"model_type is {values.get('model_type')!r}; weights of bert can be read.")
+    for option, plain in (
+        ("is_decoder", False),
+        ("add_cross_attention", False),
+        ("position_embedding_type", "absolute"),
+    ):
+        if values.get(option, plain) != plain:
+            raise ConfigurationError(f"{option} is {values[option]!r}; it has no counterpart here.")
+    name = values.get("hidden_act", "gelu")
+    if name not in ACTIVATIONS:
+        raise ConfigurationError(f"activation {name!r} has no counterpart here; known: {', '.join(ACTIVATIONS)}.")
+    if sentence_order is None:
+        sentence_order = any(kind in WITH_ORDER for kind in values.get("architectures") or ())
+    dropout = values.get("hidden_dropout_prob", 0.1)
+    return BertConfig(
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_heads=values["num_attention_heads"],
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values["max_position_embeddings"],
+        ffn_hidden_size=values["intermediate_size"],
+        num_token_types=values.get("type_vocab_size", 2),
+        activation=ACTIVATIONS[name],
+        norm_eps=values.get("layer_norm_eps", 1e-12),
+        sentence_order=sentence_order,
+        tie_embeddings=bool(values.get("tie_word_embeddings", True)),
+        dropout=DropoutConfig(
+            hidden=dropout, embedding=dropout, attention=values.get("attention_probs_dropout_prob", 0.1)
+        ),
+        init=InitConfig(std=values.get("initializer_range", 0.02), scale_residual=False),
+    )
+
+
+def config_to_transformers(config: BertConfig) -> dict[str, Any]:
+    """The content of a ``config.json`` for this model.
+
+    Raises:
+        ConfigurationError: an activation, or dropouts, that theirs cannot say.
+    """
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    if config.activation not in names:
+        raise ConfigurationError(f"activation {config.activation!r} has no counterpart in transformers' BERT.")
+    if config.dropout.hidden != config.dropout.embedding:
+        raise ConfigurationError(
+            f"dropout.hidden is {config.dropout.hidden} and dropout.embedding {config.dropout.embedding}; "
+            "transformers' BERT has one value for both."
+        )
+    return {
+        "model_type": "bert",
+        "architectures": ["BertForPreTraining" if config.sentence_order else "BertForMaskedLM"],
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "intermediate_size": config.ffn_hidden_size,
+        "type_vocab_size": config.num_token_types,
+        "hidden_act": names[config.activation],
+        "layer_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_dropout_prob": config.dropout.hidden,
+        "attention_probs_dropout_prob": config.dropout.attention,
+        "initializer_range": config.init.std,
+    }

@@ -1,0 +1,1 @@
+"""What the Lightning modules of all model families share."""

@@ -1,0 +1,19 @@
+"""The longest sequence a model takes."""
+
+from __future__ import annotations
+
+from megalight.errors import DataError
+from megalight.types import PackedSequences
+
+
+def check_length(sequences: PackedSequences, limit: int) -> None:
+    """Refuse sequences that are longer than ``max_sequence_length``.
+
+    Raises:
+        DataError: one is.
+    """
+    if sequences.longest > limit:
+        raise DataError(
+            f"a sequence has {sequences.longest} tokens, but the model takes at most max_sequence_length = {limit}; "
+            "shorten the sequences or configure a longer model."
+        )
