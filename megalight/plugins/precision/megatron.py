@@ -24,10 +24,12 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision import remove_low_precision
 
 DTYPES = {
     "32-true": torch.float32,
@@ -104,6 +106,19 @@ class MegatronPrecision(Precision):
                 torch.set_default_dtype(before)
         else:
             yield
+
+    def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
+        """Called in setup with this rank's part of the model, once its parameters are there.
+
+        Args:
+            num_layers: of the whole model, where this is a stage of it; None: ``model`` has them all.
+        """
+        remove_low_precision(model)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around all micro-batches of training step ``number``: weights stay as they are inside."""
+        yield
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:

@@ -1,0 +1,51 @@
+"""Apex's fused norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import HALF
+from megalight.ops.norm import Spec
+from megalight.plugins.apex.package import PACKAGE
+from megalight.plugins.apex.package import why_not as package_why_not
+
+MODULE = "apex.normalization.fused_layer_norm"
+EXTENSION = "fused_layer_norm_cuda"
+
+
+def _why_not(spec: Spec, function: str) -> str | None:
+    if spec.dtype not in (*HALF, torch.float32):
+        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
+    if spec.dtype != spec.weight_dtype:
+        return f"needs a weight of the input's type, {spec.dtype}"
+    return package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", EXTENSION)
+
+
+def rms_why_not(spec: Spec) -> str | None:
+    """Why RMS norm cannot be served."""
+    return _why_not(spec, "fused_rms_norm_affine")
+
+
+def layer_why_not(spec: Spec) -> str | None:
+    """Why layer norm cannot be served."""
+    return _why_not(spec, "fused_layer_norm_affine")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim."""
+    out: Tensor = PACKAGE.load(f"{MODULE}:fused_rms_norm_affine")(x, weight, tuple(weight.shape), eps)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim. The kernel always adds a bias: zeros where there is none."""
+    shift = torch.zeros_like(weight) if bias is None else bias
+    out: Tensor = PACKAGE.load(f"{MODULE}:fused_layer_norm_affine")(x, weight, shift, tuple(weight.shape), eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Norm of the sum, and the sum: two passes."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

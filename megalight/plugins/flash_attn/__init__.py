@@ -1,0 +1,20 @@
+"""flash-attn: attention by releases 2, 3 and 4, which are packages of their own and may stand side by side.
+
+Importing this folder imports nothing of the packages; a backend does when its name is asked for.
+"""
+
+from __future__ import annotations
+
+from megalight.ops.attention import ATTENTION
+from megalight.plugins.flash_attn import version_2, version_3, version_4
+from megalight.registry import Backend
+
+PRIORITY = 0
+"""Asked for by name, never by rank."""
+
+
+def register() -> None:
+    """Add the backends."""
+    ATTENTION.register(Backend("flash_attn", version_2.attention, PRIORITY, version_2.why_not))
+    ATTENTION.register(Backend("flash_attn_3", version_3.attention, PRIORITY, version_3.why_not))
+    ATTENTION.register(Backend("flash_attn_4", version_4.attention, PRIORITY, version_4.why_not))

@@ -1,0 +1,52 @@
+"""Products in 8 or 4 bits under MegatronStrategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.ops.linear.low_precision import Session
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
+from megalight.plugins.precision.megatron import MegatronPrecision
+
+
+class MegatronLowPrecision(MegatronPrecision):
+    """Linear layers multiply in 8 or 4 bits; all else is as in ``precision``.
+
+    Weights, activations between layers, main gradients and optimizer state keep their types.
+
+    Args:
+        options: the recipe, and which layers take part.
+        precision: of everything else; one of the strings of
+            :class:`~megalight.plugins.precision.megatron.MegatronPrecision`.
+    """
+
+    def __init__(self, options: LowPrecisionOptions | None = None, precision: str = "bf16-mixed") -> None:
+        super().__init__(precision)
+        self.options = options or LowPrecisionOptions()
+        self.session: Session | None = None
+
+    def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
+        """Tell the linear layers.
+
+        Raises:
+            ConfigurationError: the module is a plain LightningModule, or its layers do not fit.
+            BackendError: the device has no such products.
+        """
+        if self.plain:
+            raise ConfigurationError(
+                f"products in 8 bits need a MegalightModule, and {type(model).__name__} is a plain LightningModule; "
+                "write build_model, forward_step and loss_step, or choose another precision."
+            )
+        self.session = apply_low_precision(model, self.options, mesh, num_layers)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around all micro-batches of one step: each weight is cast once inside."""
+        assert self.session is not None, "the strategy calls prepare in setup"
+        with self.session.step(number):
+            yield

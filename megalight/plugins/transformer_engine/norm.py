@@ -1,0 +1,95 @@
+"""Norms by TransformerEngine's kernels: one pass forward, one and a sum over rows backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.common import HALF
+from megalight.ops.norm import Spec
+from megalight.plugins.transformer_engine.package import KERNELS, dtype_code, kernel
+from megalight.plugins.transformer_engine.package import why_not as package_why_not
+
+MINIMUM = "2.1"
+NO_MARGIN, NOT_CENTRED = 0, False
+"""All multiprocessors work; the weight is the factor itself, and not the factor less one."""
+
+
+def _why_not(spec: Spec, kind: str) -> str | None:
+    if spec.dtype not in (*HALF, torch.float32):
+        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
+    if spec.dtype != spec.weight_dtype:
+        return f"needs a weight of the input's type, {spec.dtype}"
+    kernels = [f"{KERNELS}:{kind}_{way}" for way in ("fwd", "bwd")]
+    return package_why_not(spec.device, f"the norm ({kind})", MINIMUM, *kernels)
+
+
+def rms_why_not(spec: Spec) -> str | None:
+    """Why RMS norm cannot be served."""
+    return _why_not(spec, "rmsnorm")
+
+
+def layer_why_not(spec: Spec) -> str | None:
+    """Why layer norm cannot be served."""
+    return _why_not(spec, "layernorm")
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = x.reshape(-1, weight.shape[0]).contiguous()
+        y, _, rstd = kernel("rmsnorm_fwd")(flat, weight, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTRED)
+        ctx.save_for_backward(flat, weight, rstd)
+        out: Tensor = y.view(x.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        flat, weight, rstd = ctx.saved_tensors
+        grad = grad_y.reshape(flat.shape).contiguous()
+        grad_x, grad_weight = kernel("rmsnorm_bwd")(grad, flat, rstd, weight, NO_MARGIN, NOT_CENTRED)
+        return grad_x.view(grad_y.shape), grad_weight, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        flat = x.reshape(-1, weight.shape[0]).contiguous()
+        shift = torch.zeros_like(weight) if bias is None else bias
+        y, mean, rstd = kernel("layernorm_fwd")(
+            flat, weight, shift, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTRED
+        )
+        ctx.save_for_backward(flat, weight, mean, rstd)
+        ctx.has_bias = bias is not None
+        out: Tensor = y.view(x.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        flat, weight, mean, rstd = ctx.saved_tensors
+        grad = grad_y.reshape(flat.shape).contiguous()
+        grad_x, grad_weight, grad_bias = kernel("layernorm_bwd")(grad, flat, mean, rstd, weight, NO_MARGIN, NOT_CENTRED)
+        return grad_x.view(grad_y.shape), grad_weight, grad_bias if ctx.has_bias else None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim."""
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Norm of the sum, and the sum: two passes."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

@@ -1,0 +1,50 @@
+"""Weight gradients added to the main gradient inside TransformerEngine's product."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import HALF
+from megalight.ops.linear.wgrad import Spec
+from megalight.plugins.transformer_engine.package import PACKAGE
+from megalight.plugins.transformer_engine.package import why_not as package_why_not
+
+MINIMUM = "2.1"
+GEMM = "transformer_engine.pytorch.cpp_extensions:general_gemm"
+WORKSPACE = "transformer_engine.pytorch.module.base:get_workspace"
+
+
+def why_not(spec: Spec) -> str | None:
+    """Why an accumulation cannot be served."""
+    if spec.dtype not in (*HALF, torch.float32):
+        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
+    if spec.main_dtype not in (torch.float32, spec.dtype):
+        return f"needs a main gradient in float32 or the operands' type, not {spec.main_dtype}"
+    return package_why_not(spec.device, "the fused weight gradient", MINIMUM, GEMM)
+
+
+@lru_cache
+def _takes_workspace(gemm: Any) -> bool:
+    """Releases before 2.10 or so let the caller bring the workspace."""
+    return "workspace" in inspect.signature(gemm).parameters
+
+
+def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``, summed in float32."""
+    gemm = PACKAGE.load(GEMM)
+    options = {"workspace": PACKAGE.load(WORKSPACE)()} if _takes_workspace(gemm) else {}
+    gemm(
+        x.contiguous(),
+        grad_y.contiguous(),
+        out_dtype=main_grad.dtype,
+        layout="NT",
+        accumulate=True,
+        out=main_grad,
+        grad=True,
+        **options,
+    )

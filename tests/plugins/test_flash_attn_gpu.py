@@ -1,0 +1,53 @@
+"""flash-attn itself, against the float64 reference: relative norms of 8e-3 in bfloat16, outputs and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalight.models.gpt import BackendConfig
+from megalight.plugins import flash_attn
+from megalight.plugins.flash_attn import version_2, version_3, version_4
+from tests.plugins.real import GOOD, MARKS, check_attention, check_model, need, ragged, serve, uniform
+
+pytestmark = MARKS
+VERSIONS: dict[str, Any] = {"flash_attn": version_2, "flash_attn_3": version_3, "flash_attn_4": version_4}
+
+
+@pytest.fixture(params=VERSIONS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    version = VERSIONS[name]
+    need(version.PACKAGE.name, "flash_attn", flash_attn.register)
+    absent = "No module named" if name == "flash_attn_4" else "is not installed"  # 2 and 4 share a name
+    serve(version.why_not, GOOD, absent)
+    return name
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((8, 8), 64), ((8, 2), 128), ((4, 1), 256)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_uniform(backend: str, heads: tuple[int, int], dim: int, causal: bool) -> None:
+    check_attention(backend, uniform(2, 500), heads, dim, causal=causal)
+
+
+@pytest.mark.parametrize("window", [None, 17, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged(backend: str, window: int | None, causal: bool) -> None:
+    check_attention(backend, ragged(63, 1, 500, 129), (8, 2), 128, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_keys_longer_than_queries(backend: str, window: int | None) -> None:
+    check_attention(backend, replace(uniform(2, 17), keys=uniform(2, 300)), (8, 2), 64, window=window)
+    check_attention(backend, replace(ragged(7, 100), keys=ragged(63, 1000)), (8, 2), 64, window=window)
+
+
+def test_softcap(backend: str) -> None:
+    check_attention(backend, uniform(2, 500), (8, 2), 128, softcap=5.0)
+    check_attention(backend, ragged(63, 1, 500), (8, 2), 128, softcap=5.0)
+
+
+def test_a_model_by_name(backend: str) -> None:
+    check_model("windowed", BackendConfig(attention=backend))

@@ -1,0 +1,199 @@
+"""Training with products in 8 bits, emulated: equal over layouts where recipes allow it, and near bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megalight.errors import BackendError, ConfigurationError
+from megalight.models.gpt.model import GPT
+from megalight.nn.init import initialise
+from megalight.ops.linear.low_precision import Session
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
+from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
+from megalight.strategies.options import Pipeline
+from megalight.types import TokenBatch
+from tests.strategies.training import BASE, assert_same_run, fit
+from tests.workers import run
+
+CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=2)
+STEPS = 3
+
+
+def train(options: dict[str, Any] | None, layout: dict[str, Any]) -> Any:
+    """A run in every rank; None: without low precision."""
+    if options is None:
+        return fit(CONFIG, STEPS, **layout)
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **options), "64-true")
+    return fit(CONFIG, STEPS, trainer_options={"precision": None}, precision_plugin=plugin, **layout)
+
+
+RECIPES = [
+    {"recipe": "tensorwise"},
+    {"recipe": "delayed", "history": 2, "margin": 1},
+    {"recipe": "rowwise"},
+    {"recipe": "blockwise"},
+    {"recipe": "mxfp8"},
+    {"recipe": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize("options", RECIPES, ids=lambda options: str(options["recipe"]))
+def test_trains_near_float64(options: dict[str, Any]) -> None:
+    expected = run(train, 1, None, {})[0]
+    found = run(train, 1, options, {})[0]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=2e-2)
+    assert found["losses"] != expected["losses"]
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tensor_parallel": 2}),
+    (
+        2,
+        {
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "recompute": Recompute(granularity="selective", modules=("mlp_norm", "mlp.act")),
+        },
+    ),
+    (2, {"pipeline_parallel": 2}),
+    (2, {}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=["tp", "sp", "pp", "dp"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_layouts_equal_one_device(name: str, ranks: int, layout: dict[str, Any]) -> None:
+    options = {"recipe": name, "reduce_amax": True, "first_layers": 1}
+    expected = run(train, 1, options, {"micro_batch_size": 2})[0]
+    for found in run(train, ranks, options, {"micro_batch_size": 2, **layout}):
+        assert_same_run(found, expected)
+
+
+def test_zero_bubble_pipelines_wait_with_weight_gradients() -> None:
+    options = {"recipe": "rowwise"}
+    expected = run(train, 1, options, {"micro_batch_size": 1})[0]
+    layout = {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}
+    assert_same_run(run(train, 2, options, layout)[0], expected)
+
+
+@lru_cache
+def losses(options: LowPrecisionOptions | None = None, steps: int = 30) -> list[float]:
+    """Learning to count, each time a different stretch; weights have float32 masters."""
+    network = GPT(replace(CONFIG, num_layers=2))
+    initialise(network, 1, "model.")
+    masters = [parameter.detach().clone().requires_grad_() for parameter in network.parameters()]
+    network.bfloat16()
+    session = Session() if options is None else apply_low_precision(network, options, ParallelMesh())
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(steps):
+        starts = torch.randint(0, 101, (8, 1), generator=generator)
+        ids = (starts + torch.arange(17) * (1 + starts % 3)) % 101
+        batch = TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(8, 16))
+        with session.step(step):
+            output = network(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
+            loss = output.losses.float().mean()
+            loss.backward()
+        for master, parameter in zip(masters, network.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, network.parameters(), strict=True):
+                parameter.copy_(master)
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("options", [RECIPES[0], RECIPES[1], RECIPES[3]], ids=lambda options: str(options["recipe"]))
+def test_loss_stays_within_half_a_percent_of_bf16(options: dict[str, Any]) -> None:
+    expected = losses()
+    found = losses(LowPrecisionOptions(emulate=True, **options))
+    assert expected[-1] < 0.8 * expected[0]
+    assert abs(np.mean(found[-10:]) / np.mean(expected[-10:]) - 1) < 5e-3
+    assert found != expected
+
+
+def test_which_layers_take_part() -> None:
+    def marked(**options: Any) -> list[str]:
+        module = model()
+        apply_low_precision(module, LowPrecisionOptions(emulate=True, **options), ParallelMesh(), 4)
+        return [name for name, p in module.named_parameters() if hasattr(p, "precision")]
+
+    assert marked(first_layers=1, last_layers=2, modules=("mlp.*",)) == [
+        "layers.1.mlp.gate_up.weight",
+        "layers.1.mlp.down.weight",
+    ]
+    assert len(marked()) == 16
+    assert not any("head" in name or "embed" in name or "norm" in name for name in marked())
+
+
+def test_the_last_plugin_decides() -> None:
+    module = model()
+    marked = []
+    for plugin in (
+        MegatronLowPrecision(LowPrecisionOptions(emulate=True)),
+        MegatronLowPrecision(LowPrecisionOptions(emulate=True, first_layers=3)),
+        MegatronPrecision("bf16-mixed"),
+    ):
+        plugin.prepare(module, ParallelMesh(), None)
+        marked.append(sum(hasattr(parameter, "precision") for parameter in module.parameters()))
+    assert marked == [16, 4, 0]
+
+
+def model(**changes: Any) -> GPT:
+    return GPT(replace(CONFIG, num_layers=4, **changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "error", "match"),
+    [
+        ({"first_layers": 2, "last_layers": 2}, {}, ConfigurationError, "leave none of 4 layers"),
+        (
+            {"modules": ("mlp.*", "atention.*")},
+            {},
+            ConfigurationError,
+            "matches no linear.*attention.qkv",
+        ),
+        ({}, {"ffn_hidden_size": 40}, ConfigurationError, "multiples of 16"),
+        ({"emulate": False}, {}, BackendError, "emulate=True"),
+        ({"emulate": False, "recipe": "mxfp8"}, {}, BackendError, "fp32 scales"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Any, changes: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        apply_low_precision(model(**changes), LowPrecisionOptions(**{"emulate": True, **options}), ParallelMesh(), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"recipe": "fp8"}, "not known; choose from tensorwise"),
+        ({"recipe": "rowwise", "margin": 1}, "margin=1 does nothing"),
+        ({"recipe": "blockwise", "reduce_amax": True}, "reduce_amax does nothing"),
+        ({"history": 0}, "at least 1"),
+        ({"first_layers": -1}, "negative"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        LowPrecisionOptions(**options)
+
+
+def test_foreign_models_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Linear has none"):
+        apply_low_precision(nn.Linear(16, 16), LowPrecisionOptions(emulate=True), ParallelMesh())
+    plugin = MegatronLowPrecision()
+    plugin.plain = True
+    with pytest.raises(ConfigurationError, match="plain LightningModule"):
+        plugin.prepare(nn.Linear(16, 16), ParallelMesh(), None)
