@@ -1,9 +1,29 @@
 """Lightning callbacks, one job each. They ask the strategy for what they need and say so where it is lacking."""
 
 from megalight.callbacks.ema import EMA
+from megalight.callbacks.garbage import GarbageCollection
+from megalight.callbacks.memory_snapshot import MemorySnapshot
+from megalight.callbacks.nsys import NsysWindow
+from megalight.callbacks.nvtx import NVTX
 from megalight.callbacks.preemption import Preemption
+from megalight.callbacks.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.run_record import RunRecord
+from megalight.callbacks.stragglers import Stragglers
 from megalight.callbacks.throughput import Throughput
+from megalight.callbacks.timers import Timers
 
-__all__ = ["EMA", "Preemption", "RunRecord", "StepProgress", "Throughput"]
+__all__ = [
+    "EMA",
+    "NVTX",
+    "GarbageCollection",
+    "MemorySnapshot",
+    "NsysWindow",
+    "Preemption",
+    "ProfilerWindow",
+    "RunRecord",
+    "StepProgress",
+    "Stragglers",
+    "Throughput",
+    "Timers",
+]

@@ -1,0 +1,34 @@
+"""Values of all ranks, through host memory: the device goes on with its work meanwhile."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from megalight.strategies.collectives import Collectives
+
+T = TypeVar("T")
+
+
+class HostGather:
+    """Gathers plain Python values from every rank to every rank. To be made, and called, by all ranks together."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.world_size = trainer.world_size
+        self.group: dist.ProcessGroup | None = None
+        if self.world_size == 1:
+            return
+        if isinstance(trainer.strategy, Collectives):
+            self.group = trainer.strategy.host_group()
+        elif dist.get_backend() != "gloo":
+            self.group = dist.new_group(backend="gloo")
+
+    def __call__(self, value: T) -> list[T]:
+        """Every rank's value, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values  # type: ignore[return-value]

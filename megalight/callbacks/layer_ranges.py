@@ -1,0 +1,76 @@
+"""Each layer's forward and backward pass as ranges, by hooks that stay on its modules while somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class LayerListener(Protocol):
+    """Whoever is told of layers."""
+
+    def begin(self, name: str, where: dict[str, int]) -> None:
+        """A layer's forward begins."""
+
+    def end(self, name: str) -> None:
+        """It ends, perhaps by an error."""
+
+    def backward(self, name: str) -> None:
+        """The gradient of a layer's output is there: its backward begins, and that of the layer after it is over."""
+
+
+def layers_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The members of a model's outermost lists of layers, and the modules beside those lists, by name."""
+    children = dict(module.named_children())
+    stack = any(isinstance(child, CONTAINERS) for child in children.values())
+    found: dict[str, nn.Module] = {}
+    for name, child in children.items():
+        if isinstance(child, CONTAINERS):
+            found |= {f"{prefix}{name}.{member}": layer for member, layer in child.named_children()}
+        elif stack and not layers_of(child):
+            found[f"{prefix}{name}"] = child
+        else:
+            found |= layers_of(child, f"{prefix}{name}.")
+    return found
+
+
+def watch(modules: Iterable[nn.Module], listener: LayerListener) -> list[Callable[[], None]]:
+    """Tell ``listener`` of the layers of ``modules``; returns what takes the hooks away again.
+
+    What ``torch.compile`` makes of a layer knows nothing of these ranges: they are left out of it.
+    """
+    removals: list[Callable[[], None]] = []
+    for module in modules:
+        for name, layer in layers_of(module).items():
+            before = layer.register_forward_pre_hook(partial(_before, listener, name), prepend=True)
+            after = layer.register_forward_hook(partial(_after, listener, name), always_call=True)
+            removals += [before.remove, after.remove]
+    return removals
+
+
+def _before(listener: LayerListener, name: str, layer: nn.Module, inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        listener.begin(name, {})
+
+
+def _after(listener: LayerListener, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    listener.end(name)
+    tensor = next((tensor for tensor in _tensors(output) if tensor.requires_grad), None)
+    if tensor is not None:
+        tensor.register_hook(lambda gradient: listener.backward(name))  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)

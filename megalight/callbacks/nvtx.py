@@ -1,0 +1,123 @@
+"""Names on Nsight's time line: NVTX ranges for the parts of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+
+from megalight.callbacks.layer_ranges import watch
+from megalight.callbacks.spans import StepSpans, label
+from megalight.callbacks.windows import check_ranks
+from megalight.errors import ConfigurationError, MegalightError
+
+
+class Backend(Protocol):
+    """What NVTX offers: nested ranges of one thread, and ranges that may end in another."""
+
+    def range_push(self, label: str) -> Any:
+        """Begin a range inside the current one of this thread."""
+
+    def range_pop(self) -> Any:
+        """End it."""
+
+    def range_start(self, label: str) -> Any:
+        """Begin a range anywhere; returns what ends it."""
+
+    def range_end(self, handle: Any) -> Any:
+        """End it."""
+
+
+class Ranges:
+    """Spans as ranges: nested ones per thread, and layers' backward passes, which autograd runs in its own threads.
+
+    Raises:
+        MegalightError: a range is ended that is not the innermost one of its thread.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._threads = threading.local()
+        self._labels: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._layer: Any = None
+
+    def begin(self, name: str, where: dict[str, int]) -> None:
+        """Push."""
+        key = name, tuple(where.values())
+        text = self._labels.get(key)
+        if text is None:
+            text = self._labels[key] = label(name, where)
+        self.backend.range_push(text)
+        self._stack().append(name)
+
+    def end(self, name: str) -> None:
+        """Pop."""
+        if name in ("backward", "input_gradient"):
+            self._end_layer()
+        stack = self._stack()
+        if not stack or stack[-1] != name:
+            raise MegalightError(
+                f"the range {name!r} ends, but {stack[-1] if stack else 'none'!r} is the innermost one of this thread; "
+                "ranges must end in the reverse order of their beginnings. Use `with span(...)`."
+            )
+        stack.pop()
+        self.backend.range_pop()
+
+    def backward(self, name: str) -> None:
+        """A layer's backward begins where the one after it ends."""
+        self._end_layer()
+        self._layer = self.backend.range_start(f"backward of {name}")
+
+    def _end_layer(self) -> None:
+        if self._layer is not None:
+            self.backend.range_end(self._layer)
+            self._layer = None
+
+    def _stack(self) -> list[str]:
+        stack: list[str] | None = getattr(self._threads, "stack", None)
+        if stack is None:
+            stack = self._threads.stack = []
+        return stack
+
+
+class NVTX(StepSpans):
+    """Marks the parts of every step with NVTX ranges, for Nsight Systems: see :data:`megalight.parallel.trace.SPANS`.
+
+    Ranges are host-side marks: nothing waits for the device. Without this callback no range is made at all.
+
+    Args:
+        layers: mark each layer's forward and backward pass too.
+        ranks: which ranks mark; None: all.
+
+    Attributes:
+        backend: where ranges go; None: ``torch.cuda.nvtx``.
+
+    Raises:
+        ConfigurationError: in ``fit``, without CUDA.
+    """
+
+    def __init__(self, layers: bool = True, ranks: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.layers = layers
+        self.ranks = None if ranks is None else check_ranks(ranks)
+        self.backend: Backend | None = None
+
+    def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Ranges | None:
+        """The ranges of this rank."""
+        if self.backend is None and not torch.cuda.is_available():
+            raise ConfigurationError(
+                "NVTX marks ranges for Nsight Systems, which needs CUDA; on this machine use "
+                "megalight.callbacks.ProfilerWindow, whose traces show the same ranges."
+            )
+        if self.ranks is not None and trainer.global_rank not in self.ranks:
+            return None
+        return Ranges(torch.cuda.nvtx if self.backend is None else self.backend)
+
+    def _listen(self, trainer: pl.Trainer) -> None:
+        super()._listen(trainer)
+        if self.layers and isinstance(self._listener, Ranges):
+            chunks = getattr(trainer.strategy, "chunks", None) or [trainer.lightning_module]
+            self._stops += watch(chunks, self._listener)

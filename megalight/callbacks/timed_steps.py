@@ -1,0 +1,101 @@
+"""Windows of timed steps, gathered from all ranks: a base for callbacks that report times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megalight.callbacks.host import HostGather
+from megalight.callbacks.spans import StepSpans
+from megalight.callbacks.timer import LEVELS, TimerTable, Times
+from megalight.errors import ConfigurationError
+
+
+class TimedSteps(StepSpans):
+    """Closes a window of times every few optimizer steps and hands it to :meth:`report` when the next one closes.
+
+    By then the device has left it, unless the host is more than a whole window ahead. The first step of training
+    (allocations, compilation, the first collectives) is a window of its own. Validation is not counted.
+
+    Args:
+        level: the finest spans that are timed.
+        every_n_steps: optimizer steps in a window; None: the trainer's ``log_every_n_steps``.
+
+    Raises:
+        ConfigurationError: a level or a number of steps that does not exist.
+    """
+
+    during_validation = False
+    levels: Mapping[str, int] = LEVELS
+
+    def __init__(self, level: int, every_n_steps: int | None) -> None:
+        super().__init__()
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(
+                f"every_n_steps is {every_n_steps}; it must be at least 1, or null for log_every_n_steps."
+            )
+        self.level = level
+        self.every_n_steps = every_n_steps
+        self._gather: HostGather | None = None
+        self._table: TimerTable | None = None
+        self._pending: Times | None = None
+        self._closed = 0
+        self._first = True
+
+    def report(self, trainer: pl.Trainer, times: Times, rows: list[Any]) -> None:
+        """Tell of a window, on rank 0. ``rows``: what :meth:`row` made of it on each rank."""
+        raise NotImplementedError
+
+    def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Any:
+        """What this rank tells the others of a window: plain values. ``seconds``: per step, by name."""
+        return seconds
+
+    def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TimerTable:
+        """Fresh timers."""
+        self._gather = HostGather(trainer)
+        self._pending, self._closed, self._first = None, trainer.global_step, True
+        self._table = TimerTable(trainer.strategy.root_device, self.level, self.levels)
+        return self._table
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close a window where one is full."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._table is not None:
+            self._table.settle()
+        steps = trainer.global_step - self._closed
+        every = self.every_n_steps or max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
+        if self._table is not None and steps and (self._first or steps >= every):
+            self._report(trainer)
+            self._end_all()
+            self._pending = self._table.close(trainer.global_step, steps, self._first)
+            self._begin("data")
+            self._closed, self._first = trainer.global_step, False
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report the last full window."""
+        self._report(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Report nothing: other ranks may be gone, and the device too."""
+        self._open.clear()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        times, self._pending = self._pending, None
+        if times is None:
+            return
+        assert self._gather is not None
+        rows = self._gather(self.row(trainer, times.seconds()))
+        if trainer.is_global_zero:
+            self.report(trainer, times, rows)
+
+
+def log_row(trainer: pl.Trainer, row: dict[str, float], step: int) -> None:
+    """Write figures to every logger, under the step that they belong to."""
+    for logger in trainer.loggers:
+        logger.log_metrics(row, step=step)

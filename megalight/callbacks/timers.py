@@ -1,0 +1,92 @@
+"""Where the time of a step goes, over all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+
+from megalight.callbacks import startup
+from megalight.callbacks.timed_steps import TimedSteps, log_row
+from megalight.callbacks.timer import OFF, Timer, TimerTable, Times, check_level
+from megalight.errors import ConfigurationError
+
+
+class Timers(TimedSteps):
+    """Logs the seconds per step of each part of it, as ``time/<name>_s``, every few steps to every logger.
+
+    Level 0 times ``step``, ``data`` (waiting for batches), ``optimizer`` and ``checkpoint``; level 1 also the forward
+    and backward passes and what is left of the gradients' reduction after them; level 2 also pipeline receives, single
+    buckets, clipping and gathering (see :data:`megalight.parallel.trace.SPANS`). Times are of the device, by events on
+    its streams, and no step waits for any: rows are logged a window late, under the step they belong to. What happens
+    inside a replayed CUDA graph has no events and is not timed.
+
+    The first step is logged apart, as ``time/first/<name>_s``, and is in no average; with it how long the run took to
+    begin (``startup/..._s``, see :func:`megalight.callbacks.startup.spans`).
+
+    Args:
+        level: 0, 1 or 2.
+        ranks: what is logged of all ranks' values: ``max``; ``minmax``, as ``<name>_min_s`` and ``<name>_max_s``; or
+            ``all``, as ``<name>_rank<r>_s``.
+        every_n_steps: optimizer steps that a row is the mean of; null: the trainer's ``log_every_n_steps``.
+
+    Raises:
+        ConfigurationError: an argument out of its range.
+    """
+
+    def __init__(
+        self, level: int = 1, ranks: Literal["max", "minmax", "all"] = "max", every_n_steps: int | None = None
+    ) -> None:
+        super().__init__(check_level(level), every_n_steps)
+        if ranks not in REDUCTIONS:
+            raise ConfigurationError(f"ranks is {ranks!r}; choose one of {', '.join(REDUCTIONS)}.")
+        self.ranks = ranks
+        self._stamps = {"program": startup.program_start(), "entry": time.time()}
+
+    def timer(self, name: str, level: int = 1) -> Timer:
+        """A timer of one's own, reported like the others; one that does nothing where its level is off, or no
+        training runs. Code that does not know this callback uses :func:`megalight.parallel.trace.span`.
+
+        Raises:
+            ConfigurationError: a level that does not exist.
+        """
+        check_level(level)
+        return OFF if self._table is None else self._table.timer(name, level)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """``fit`` has been entered."""
+        if stage == "fit":
+            self._stamps.setdefault("fit", time.time())
+
+    def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TimerTable:
+        """Fresh timers; how long it took to get here."""
+        table = super().listener(trainer, pl_module)
+        if "train" not in self._stamps:  # a second fit of this process has no such beginning
+            self._stamps["train"] = time.time()
+            assert self._gather is not None
+            figures = startup.spans(self._gather(self._stamps))
+            if trainer.is_global_zero:
+                log_row(trainer, {f"startup/{name}": value for name, value in figures.items()}, trainer.global_step)
+        return table
+
+    def report(self, trainer: pl.Trainer, times: Times, rows: list[Any]) -> None:
+        """Log a window."""
+        prefix = "time/first/" if times.first else "time/"
+        names = dict.fromkeys(name for row in rows for name in row)
+        figures: dict[str, float] = {}
+        for name in names:
+            by_rank = {rank: row[name] for rank, row in enumerate(rows) if name in row}
+            figures |= {f"{prefix}{name}{suffix}_s": value for suffix, value in REDUCTIONS[self.ranks](by_rank).items()}
+        log_row(trainer, figures, times.step - 1)
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._table = None
+
+
+REDUCTIONS: dict[str, Any] = {
+    "max": lambda values: {"": max(values.values())},
+    "minmax": lambda values: {"_min": min(values.values()), "_max": max(values.values())},
+    "all": lambda values: {f"_rank{rank}": value for rank, value in values.items()},
+}
