@@ -3,6 +3,7 @@
 from megalight.inference.cache import KVCache as KVCache
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
+from megalight.inference.parallel import ParallelGPT as ParallelGPT
 from megalight.inference.sampling import Sampling as Sampling
 from megalight.inference.sampling import sample as sample
 from megalight.inference.text import TextGenerator as TextGenerator

@@ -10,12 +10,13 @@ from torch import Generator, Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.cache import KVCache
+from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import Sampling, sample
 from megalight.models.gpt import GPT
 
 
 def generate(
-    model: GPT,
+    model: GPT | ParallelGPT,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -28,14 +29,15 @@ def generate(
     """The tokens that the model adds to each prompt.
 
     Args:
-        model: a whole model, on any device.
+        model: a whole model, on any device; or this rank's part of one, and all ranks of a replica generate together.
         prompts: token ids, each prompt at least one; lengths may differ.
         max_new_tokens: where a completion ends at the latest.
         temperature: see :class:`~megalight.inference.sampling.Sampling`, as for ``top_k`` and ``top_p``.
         top_k: see there.
         top_p: see there.
         eos_id: a completion ends with this token when it comes up.
-        generator: of the draws, on the model's device; None takes a fresh one and leaves torch's own alone.
+        generator: of the draws, on the model's device (in the same state on all ranks); None takes a fresh one and
+            leaves torch's own alone.
 
     Returns:
         one completion per prompt, without the prompt, with ``eos_id`` where it came up.
@@ -55,7 +57,7 @@ def generate(
 
 
 def stream(
-    model: GPT,
+    model: GPT | ParallelGPT,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -69,17 +71,18 @@ def stream(
 
 
 def _steps(
-    model: GPT,
+    model: GPT | ParallelGPT,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
     eos_id: int | None,
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:
-    device = next(model.parameters()).device
+    device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
     if generator is None:
         generator = Generator(device)
-        generator.seed()
+        seed = generator.seed()
+        generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
     cache = KVCache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     for _ in range(max_new_tokens):
@@ -94,7 +97,7 @@ def _steps(
 
 
 def _last_logits(
-    model: GPT, cache: KVCache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
+    model: GPT | ParallelGPT, cache: KVCache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
     """``[N, V]``: run the new tokens of each slot; logits of the last of each."""
     with torch.no_grad(), evaluating(model):
@@ -118,7 +121,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     config = model.config
     if max_new_tokens < 1:
         raise ConfigurationError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")

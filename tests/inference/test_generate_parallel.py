@@ -1,0 +1,116 @@
+"""Generation by a model that is divided over ranks: every rank gets the tokens that one device gives."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.inference import ParallelGPT, generate
+from megalight.models.gpt import GPT, InitConfig
+from megalight.nn.init import initialise
+from megalight.strategies import MegatronStrategy
+from megalight.types import PackedSequences
+from tests.environment import trainer
+from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
+from tests.workers import run
+
+MODELS = {name: replace(CONFIGS[name], num_layers=4, init=InitConfig(std=0.4)) for name in ("gqa", "gpt2", "tied")}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
+REQUESTS: list[dict[str, Any]] = [
+    {"max_new_tokens": 9, "temperature": 0},
+    {"max_new_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 11},
+]
+
+PP = {"pipeline_parallel": 2}
+LAYOUTS = [
+    ("gqa", 2, PP),
+    ("tied", 2, {**PP, "virtual_pipeline": 2}),
+    ("gpt2", 2, {**PP, "pipeline_layout": "E|t|ttt|L"}),
+    ("gqa", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    ("gqa", 2, {"context_parallel": 2}),
+    *[
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in [
+            ("tied", 4, {**PP, "tensor_parallel": 2, "sequence_parallel": True}),
+            ("gpt2", 4, {**PP, "context_parallel": 2}),
+            ("gqa", 4, {"pipeline_parallel": 4, "pipeline_layout": "Et||ttt|L"}),
+            ("gqa", 4, PP),
+        ]
+    ],
+]
+
+
+def ask(model: Any, request: dict[str, Any]) -> list[list[int]]:
+    options = dict(request)
+    seed = options.pop("seed", None)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return generate(model, PROMPTS, generator=generator, **options)
+
+
+@functools.cache
+def one_device(name: str) -> GPT:
+    model = GPT(MODELS[name]).double()
+    initialise(model, SEED, "model.")
+    return model
+
+
+def divided(name: str, options: dict[str, Any], train: bool = False) -> tuple[MegatronStrategy, Any, ParallelGPT]:
+    """The strategy, the trainer's module and the model of this rank."""
+    strategy = MegatronStrategy(**options)
+    module = WithData(MODELS[name], optimizer=ADAM, seed=SEED)
+    runner = trainer(strategy, use_distributed_sampler=False, max_steps=2, limit_val_batches=1)
+    runner.fit(module) if train else runner.validate(module, verbose=False)
+    assert strategy.split is not None
+    model = ParallelGPT(strategy.chunks, strategy.split.layout, strategy.mesh, strategy.root_device)
+    return strategy, module, model
+
+
+def _generate(name: str, options: dict[str, Any], requests: list[dict[str, Any]]) -> tuple[Any, Any, Any]:
+    _, _, model = divided(name, options)
+    state = torch.get_rng_state()
+    found = [ask(model, request) for request in requests]
+    unseeded = ask(model, {"max_new_tokens": 6})
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    logits = model(tokens, PackedSequences.of_lengths([2, 3])).logits
+    assert torch.equal(state, torch.get_rng_state())
+    return found, unseeded, logits.numpy()
+
+
+@pytest.mark.parametrize(("name", "ranks", "options"), LAYOUTS, ids=str)
+def test_every_rank_gets_the_tokens_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
+    model = one_device(name)
+    free = ask(model, REQUESTS[0])
+    requests = [*REQUESTS, {**REQUESTS[0], "eos_id": free[2][4]}]
+    expected = [ask(model, request) for request in requests]
+    assert len(expected[2][2]) == 5, "no completion ends early"
+    with torch.no_grad():
+        logits = model(torch.tensor([3, 1, 4, 1, 5]), PackedSequences.of_lengths([2, 3])).logits
+    results = run(_generate, ranks, name, options, requests)
+    replicas = ranks if options == PP and ranks == 4 else 0
+    for found, unseeded, whole in results:
+        assert found == expected
+        assert replicas or unseeded == results[0][1], "ranks draw differently"
+        error = (torch.from_numpy(whole) - logits).norm() / logits.norm()
+        assert error <= 1e-9, f"logits differ by {error:.2e}"
+
+
+def _after_training(options: dict[str, Any]) -> tuple[list[list[int]], list[float], bool]:
+    strategy, module, model = divided("gqa", options, train=True)
+    module.train()
+    found = ask(model, REQUESTS[0])
+    untouched = all(chunk.training for chunk in strategy.chunks)
+    again = trainer(MegatronStrategy(**options), use_distributed_sampler=False, max_steps=1, limit_val_batches=0)
+    again.fit(module)
+    return found, [float(again.callback_metrics["train_loss"])], untouched
+
+
+def test_between_two_trainings() -> None:
+    ((expected, losses, _),) = run(_after_training, 1, {})
+    for found, again, untouched in run(_after_training, 2, PP):
+        assert found == expected
+        assert again == pytest.approx(losses, rel=1e-9)
+        assert untouched
