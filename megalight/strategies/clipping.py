@@ -5,8 +5,10 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
+from megalight.parallel.trace import spanned
 
 
+@spanned("clip")
 def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_norm: float) -> None:
     """Scale gradients down to a global norm of ``max_norm`` at most; logs the norm before as ``grad_norm``."""
     norm = engine.grad_norm()
@@ -14,6 +16,7 @@ def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_nor
     module.log("grad_norm", norm, batch_size=1)
 
 
+@spanned("clip")
 def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
     """Bring each element into ``[-limit, limit]``."""
     for shard in engine.shards:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +38,10 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 GRACE_SECONDS = 1.0
 """How long other ranks may go on when rank 0 has failed and said so: long enough to end by themselves, too short to say
 the same again. Without rank 0 they cannot finish anything."""
+
+
+SETTLE_SECONDS = 0.5
+"""How long a process that was killed may still seem to be there, while its connections are closed already."""
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -62,10 +69,22 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return function(*args, **kwargs)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if self.procs:
+                first = self._strategy.node_rank * self.num_processes + 1
+                for rank, name in killed(self.procs, SETTLE_SECONDS):
+                    error.add_note(f"(rank {first + rank} was killed by {name})")
                 atexit.register(end, self.procs, GRACE_SECONDS)
             raise
+
+
+def killed(processes: list[subprocess.Popen[Any]], settle: float) -> Iterator[tuple[int, str]]:
+    """Which processes a signal has ended, and its name; they have ``settle`` seconds to be gone altogether."""
+    deadline = time.monotonic() + settle
+    for place, process in enumerate(processes):
+        with suppress(subprocess.TimeoutExpired):
+            if (code := process.wait(max(0.0, deadline - time.monotonic()))) < 0:
+                yield place, signal.Signals(-code).name
 
 
 def end(processes: list[subprocess.Popen[Any]], grace: float) -> None:

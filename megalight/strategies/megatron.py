@@ -15,29 +15,35 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
+from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline import schedules
+from megalight.parallel.pipeline.actions import Actions
+from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.shard import ShardSpec
-from megalight.strategies import _lightning, launchers, persistence, refusals, setup
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.trace import spanned
+from megalight.strategies import _lightning, contract, launchers, persistence, refusals, setup
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
-from megalight.strategies.collectives import end_at_exit
+from megalight.strategies.collectives import FAILED, end_at_exit
+from megalight.strategies.contract import own_steps
 from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.options import DataParallel
-from megalight.strategies.step import Stepper, StepReport, own_steps
-from megalight.strategies.tree import root_of
+from megalight.strategies.options import DataParallel, Pipeline
+from megalight.strategies.step import Stepper, StepReport
+from megalight.strategies.tree import Split, root_of
 
 log = logging.getLogger(__name__)
 
 
 class MegatronStrategy(MeshStrategy):
-    """Tensor, sequence and data parallelism for any LightningModule.
+    """Tensor, sequence, context, pipeline and data parallelism for any LightningModule.
 
     The model is written for one device. ``setup`` splits it by its plan, so a run on any layout computes the same
     losses, gradients and weights as one device does.
@@ -46,11 +52,15 @@ class MegatronStrategy(MeshStrategy):
         tensor_parallel: ranks over which each layer's weights are split.
         sequence_parallel: also split the activations between those layers, by tokens.
         pipeline_parallel: ranks over which the layers are divided.
-        virtual_pipeline: chunks of layers per pipeline rank.
-        pipeline_layout: which layers go where, as a string.
+        virtual_pipeline: chunks of layers per pipeline rank; micro-batches go round the ranks as often.
+        pipeline_layout: which layers go where, as a string (``"Et|tt|tt|tL"``, see
+            :mod:`megalight.parallel.pipeline.grammar`); None: as ``pipeline`` says.
+        pipeline: the schedule, and how layers are divided.
         context_parallel: ranks over which each sequence is divided.
+        context: how attention then reaches the other ranks' tokens.
         expert_parallel: ranks over which experts are divided.
         expert_tensor_parallel: ranks over which each expert's weights are split.
+        recompute: activations that the backward pass computes again instead of keeping them.
         micro_batch_size: samples that go through the model at once; a DataLoader batch is this rank's share of one
             global batch, cut into micro-batches inside the step. None: the whole share at once.
         data_parallel: how the remaining ranks, replicas of the model, share gradients and optimizer state.
@@ -63,7 +73,7 @@ class MegatronStrategy(MeshStrategy):
 
     Attributes:
         mesh: the grid of ranks.
-        specs: what each local parameter holds of the model.
+        split: this rank's part of the model, and what its parameters hold of the whole.
         engine: the data-parallel engine; None outside ``fit``.
         report: what the last training step did; None before the first.
 
@@ -81,9 +91,12 @@ class MegatronStrategy(MeshStrategy):
         pipeline_parallel: int = 1,
         virtual_pipeline: int = 1,
         pipeline_layout: str | None = None,
+        pipeline: Pipeline | None = None,
         context_parallel: int = 1,
+        context: ContextOptions | None = None,
         expert_parallel: int = 1,
         expert_tensor_parallel: int = 1,
+        recompute: Recompute | None = None,
         micro_batch_size: int | None = None,
         data_parallel: DataParallel | None = None,
         plan: Plan | None = None,
@@ -100,10 +113,9 @@ class MegatronStrategy(MeshStrategy):
         refusals.check_degrees(
             tensor_parallel,
             sequence_parallel,
-            pipeline_parallel=(pipeline_parallel, 1),
-            virtual_pipeline=(virtual_pipeline, 1),
-            pipeline_layout=(pipeline_layout, None),
-            context_parallel=(context_parallel, 1),
+            context_parallel,
+            pipeline_parallel,
+            virtual_pipeline,
             expert_parallel=(expert_parallel, 1),
             expert_tensor_parallel=(expert_tensor_parallel, 1),
         )
@@ -114,6 +126,13 @@ class MegatronStrategy(MeshStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.tensor_parallel = tensor_parallel
         self.sequence_parallel = sequence_parallel
+        self.context_parallel = context_parallel
+        self.context = context or ContextOptions()
+        self.recompute = recompute or Recompute()
+        self.pipeline_parallel = pipeline_parallel
+        self.pipeline_layout = pipeline_layout
+        self.pipeline = pipeline or Pipeline()
+        self.virtual_pipeline = self.pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout)
         self.micro_batch_size = micro_batch_size
         self.data_parallel = data_parallel or DataParallel()
         self.plan = plan
@@ -123,7 +142,7 @@ class MegatronStrategy(MeshStrategy):
         self.start_method = start_method
         self.num_nodes = 1
         self.mesh = ParallelMesh()
-        self.specs: dict[str, ShardSpec] = {}
+        self.split: Split | None = None
         self.engine: DataParallelEngine | None = None
         self.report: StepReport | None = None
         self.extra_shard_states: dict[str, list[Tensor]] = {}
@@ -136,16 +155,19 @@ class MegatronStrategy(MeshStrategy):
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
         self._left_out: set[str] = set()
+        self._plans: dict[tuple[str, int], Actions] = {}
+        self._executor: Executor | None = None
 
     # ------------------------------------------------------------------ ranks and launching
 
     def _configure_launcher(self) -> None:
-        ParallelMesh(self.num_nodes * self.num_processes, tp=self.tensor_parallel)  # refuse before a process starts
+        self.grid(self.num_nodes * self.num_processes)  # refuse before a process starts
         refusals.check_environment(self.cluster_environment)
         self._launcher = launchers.launcher(self, self.start_method)
 
     def setup_environment(self) -> None:
         """Process group, mesh, random streams."""
+        FAILED.clear()
         super().setup_environment()
         self.set_world_ranks()
         if self.world_size > 1 and not dist.is_initialized():
@@ -153,17 +175,16 @@ class MegatronStrategy(MeshStrategy):
             assert self.cluster_environment is not None
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address  # workers and SLURM tasks have none yet
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            dist.init_process_group(
+            dist.init_process_group(  # no device_id: every rank would then have to take part in making every group
                 backend,
                 init_method="env://",
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=self.timeout_seconds),
-                device_id=self.root_device if self.root_device.type == "cuda" else None,
             )
             end_at_exit()
         if self.mesh.world_size != self.world_size:
-            self.mesh = ParallelMesh(self.world_size, self.global_rank, tp=self.tensor_parallel)
+            self.mesh = self.grid(self.world_size, self.global_rank)
         if self.streams is None:
             self.streams = RandomStreams(self.mesh)
         log.info("parallel layout: %s", self.mesh.describe())
@@ -194,18 +215,23 @@ class MegatronStrategy(MeshStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._setup_of is None:
             self.engine = None
-            self.specs = setup.build(self, module, self._loaded)
+            contract.check_steps(module, self.mesh)
+            self.split = setup.build(self, module, self._loaded)
+            varying = isinstance(module, MegalightModule) and module.varying_carry
+            self._executor = Executor(self.chunks, self.split.layout, self.mesh, self.root_device, varying)
             self._setup_of = module
         if fitting:
             self._fit_setup(trainer)
+        assert self._executor is not None
         self._stepper = Stepper(
             module,
-            self.chunks,
+            self._executor,
+            self._schedule,
             self.mesh,
             self.precision,
             self.micro_batch_size,
             partial(_lightning.fire, trainer, "on_before_backward"),
-            self.engine.micro_batch if self.engine is not None else lambda last: nullcontext(),
+            self.engine.micro_batches if self.engine is not None else lambda count, reduce: nullcontext(),
         )
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot meet views of flat buffers
@@ -225,15 +251,20 @@ class MegatronStrategy(MeshStrategy):
         self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
         self._sigterm.install()
 
-    @property
-    def chunks(self) -> list[nn.Module]:
-        """The parts of the model on this rank."""
-        module = self.lightning_module
-        assert module is not None
-        if isinstance(module, MegalightModule):
-            assert module.model is not None
-            return [module.model]
-        return [module]
+    def _schedule(self, name: str, micro_batches: int) -> Actions:
+        """This rank's work in a step of so many micro-batches; says where ranks would wait longer than they must."""
+        if (name, micro_batches) not in self._plans:
+            assert self.split is not None
+            pp, vpp, group_size = self.split.layout.pp, self.split.layout.vpp, self.pipeline.group_size
+            warning = schedules.waste(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None
+            if warning is not None and self.is_global_zero:
+                log.warning(warning)
+            wanted = self.pipeline.schedule if name == "train" else name
+            schedule = schedules.check(wanted, pp, vpp, micro_batches, group_size)
+            self._plans[name, micro_batches] = schedule.of_rank(
+                self.mesh.rank("pp"), pp, vpp, micro_batches, group_size
+            )
+        return self._plans[name, micro_batches]
 
     def model_to_device(self) -> None:
         """Nothing: parameters are made on the device in :meth:`setup`."""
@@ -248,7 +279,8 @@ class MegatronStrategy(MeshStrategy):
         if trainer.fit_loop.batch_idx % window == 0:
             _lightning.zero_grad(trainer, self.optimizers[0])
             self.engine.zero_grad()
-        output, self.report = self._stepper.train(args, 1.0 / window, sync=not self._accumulating)
+        with self.precision.step(trainer.global_step):
+            output, self.report = self._stepper.train(args, 1.0 / window, sync=not self._accumulating)
         if not self._accumulating:
             self.engine.finish_grad_sync()
         _lightning.fire(trainer, "on_after_backward")
@@ -282,9 +314,11 @@ class MegatronStrategy(MeshStrategy):
         return self._evaluation_step("test", "test_step", args)
 
     def predict_step(self, *args: Any) -> Any:
-        """The module's own ``predict_step``, on this rank's part of the model."""
+        """The module's own ``predict_step``; where the model is cut, what it makes of the last stage's outputs."""
         assert self._stepper is not None
         self.sync_parameters()
+        if self.mesh.pp * self.mesh.cp > 1:
+            return self._stepper.predict(args[0])
         return self._stepper.own("predict_step", args)
 
     def _evaluation_step(self, stage: str, method: str, args: tuple[Any, ...]) -> Any:
@@ -325,6 +359,7 @@ class MegatronStrategy(MeshStrategy):
         """Nothing to collect: the shards are written by canonical name."""
         return {}
 
+    @spanned("checkpoint")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded folder, from all ranks, that any layout can load."""
         if storage_options is not None:
@@ -363,11 +398,17 @@ class MegatronStrategy(MeshStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed workers by replica, so that all ranks of one replica see the same augmentation."""
-        return setup.seed_workers(dataloader, self.mesh.rank("dp"))
+        assert self.streams is not None
+        return setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
 
     def on_train_end(self) -> None:
         """Weights are whole before any hook reads them."""
         self.sync_parameters()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """From here on nothing may wait for other ranks."""
+        if self.world_size > 1:
+            FAILED.set()
 
     def teardown(self) -> None:
         """Leave the weights where they are: they are views of flat buffers."""
@@ -379,7 +420,8 @@ class MegatronStrategy(MeshStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         assert self.accelerator is not None
-        self.accelerator.teardown()
+        if not FAILED.is_set():  # it waits for the device, and that perhaps for a message of another rank
+            self.accelerator.teardown()
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:

@@ -5,25 +5,32 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.layout import PipelineLayout, Stage
+from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
+from megalight.parallel.recompute import Recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.collectives import Collectives
-from megalight.strategies.options import DataParallel
+from megalight.strategies.options import DataParallel, Pipeline
+from megalight.strategies.tree import Split
 
 
 class MeshStrategy(Collectives, ParallelStrategy):
     """Ranks on a mesh. Set-up, checkpoints and launchers know a strategy as this.
 
     Attributes:
-        tensor_parallel, sequence_parallel, data_parallel, plan: as the user asked.
+        tensor_parallel, sequence_parallel, context_parallel, context, pipeline_parallel, virtual_pipeline,
+        pipeline_layout, pipeline, recompute, data_parallel, plan: as the user asked; ``virtual_pipeline`` as a layout
+            string says.
         mesh: the grid of ranks.
-        specs: what each local parameter holds of the model.
+        split: this rank's part of the model; None before it is set up.
         engine: the data-parallel engine; None outside ``fit``.
         streams: random streams; None before the environment is set up.
         fresh: whether weights are the initial draws, neither loaded nor trained.
@@ -36,15 +43,54 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     tensor_parallel: int
     sequence_parallel: bool
+    context_parallel: int
+    context: ContextOptions
+    pipeline_parallel: int
+    virtual_pipeline: int
+    pipeline_layout: str | None
+    pipeline: Pipeline
+    recompute: Recompute
     data_parallel: DataParallel
     plan: Plan | None
     num_nodes: int
     mesh: ParallelMesh
-    specs: dict[str, ShardSpec]
+    split: Split | None
     engine: DataParallelEngine | None
     streams: RandomStreams | None
     fresh: bool
     extra_shard_states: dict[str, list[Tensor]]
+
+    @property
+    def specs(self) -> dict[str, ShardSpec]:
+        """What each local parameter and buffer holds of the model."""
+        return {} if self.split is None else self.split.specs
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The parts of the model on this rank, in model order."""
+        return [] if self.split is None else self.split.chunks
+
+    def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
+        """The mesh of so many ranks, as one of them sees it.
+
+        Raises:
+            LayoutError: the parallel degrees do not divide the number of ranks.
+        """
+        return ParallelMesh(
+            world_size, rank, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel
+        )
+
+    def layout(self, model: nn.Module) -> PipelineLayout:
+        """Where the layers of a model go.
+
+        Raises:
+            LayoutError: they cannot be divided so, or the model cannot be cut.
+        """
+        if self.pipeline_parallel == 1:
+            return PipelineLayout((Stage(0, 0, 0, embed=True, layers=(), head=True),), 1, 1)
+        return self.pipeline.layout(
+            check_protocol(model), self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout
+        )
 
     @property
     def root_device(self) -> torch.device:

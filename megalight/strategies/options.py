@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.pipeline.grammar import parse
+from megalight.parallel.pipeline.layout import PipelineLayout
+from megalight.parallel.pipeline.schedules import check
 
 Level = Literal["no_shard", "optim"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -45,3 +48,62 @@ class DataParallel:
     def dtype(name: str | None) -> torch.dtype | None:
         """The torch dtype of a dtype's name."""
         return None if name is None else DTYPES[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How the layers are divided over the pipeline, and in which order micro-batches go through it.
+
+    Attributes:
+        schedule: ``1f1b``, ``interleaved`` (several chunks per rank), ``zero_bubble`` (weight gradients are computed
+            later, while a rank would wait). ``auto``: interleaved where a rank has several chunks, else 1F1B.
+        group_size: micro-batches that go through one chunk before the next chunk's turn; None: the pipeline's ranks.
+        first_layers, last_layers: layers on the first and the last rank, where they differ from the others.
+        count_embedding, count_loss: the embedding, or the head with the loss, counts as a layer in an even division.
+    """
+
+    schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble"] = "auto"
+    group_size: int | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
+
+    def check(self, pp: int, vpp: int, text: str | None) -> int:
+        """Refuse what cannot work for any model; returns the chunks per rank.
+
+        Raises:
+            LayoutError: a schedule that cannot run on so many ranks and chunks, or a layout that cannot be read.
+            ConfigurationError: two ways of dividing the layers at once.
+        """
+        uneven = self.first_layers is not None or self.last_layers is not None
+        counted = self.count_embedding or self.count_loss
+        if text is not None and (uneven or counted):
+            raise ConfigurationError(
+                "pipeline_layout says where every layer goes; leave first_layers, last_layers, count_embedding and "
+                "count_loss out."
+            )
+        if uneven and counted:
+            raise ConfigurationError(
+                "first_layers and last_layers are numbers of layers alone; leave count_embedding and count_loss out."
+            )
+        if text is not None:
+            stages = len(parse(text))
+            PipelineLayout.of_string(text, sum(held.count("t") for held in parse(text)), pp, vpp)
+            vpp = stages // pp
+        check(self.schedule, pp, vpp, 1, self.group_size)
+        return vpp
+
+    def layout(self, num_layers: int, pp: int, vpp: int, text: str | None) -> PipelineLayout:
+        """Where the layers of a model go.
+
+        Raises:
+            LayoutError: they cannot be divided so.
+        """
+        if text is not None:
+            return PipelineLayout.of_string(text, num_layers, pp, vpp)
+        if self.first_layers is not None or self.last_layers is not None:
+            return PipelineLayout.uneven(num_layers, pp, vpp, first=self.first_layers, last=self.last_layers)
+        return PipelineLayout.even(
+            num_layers, pp, vpp, count_embedding=self.count_embedding, count_loss=self.count_loss
+        )

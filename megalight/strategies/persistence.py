@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalight import __version__, checkpoint
@@ -197,7 +198,10 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bf
 
 
 def _group_options(strategy: MeshStrategy) -> dict[str, Any]:
-    """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states."""
+    """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states.
+
+    Some pipeline stages have no parameter in a group: the first that has one speaks for it.
+    """
     assert strategy.engine is not None
     optimizer = strategy.optimizers[0]
     groups: list[dict[str, Any]] = []
@@ -213,6 +217,13 @@ def _group_options(strategy: MeshStrategy) -> dict[str, Any]:
                 "tensors": {name: str(states[name].dtype) for name in sorted(flat)},
             }
         )
+    pipeline = strategy.mesh.group("pp")
+    if pipeline is not None:
+        stages: list[Any] = [None] * pipeline.size()
+        dist.all_gather_object(stages, groups, group=pipeline)
+        groups = [
+            next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in zip(*stages, strict=True)
+        ]
     return {"class": type(optimizer).__name__, "groups": groups}
 
 

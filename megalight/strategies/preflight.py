@@ -13,8 +13,11 @@ from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.recompute import check_recompute
+from megalight.strategies.contract import check_steps
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.persistence import Loaded
+from megalight.types.zigzag import check_length
 
 NAMED = ("best", "last", "hpc")
 """Values of ``ckpt_path`` that Lightning resolves later."""
@@ -27,17 +30,21 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
 
     Raises:
         LayoutError: the model or the batch does not divide over the ranks.
-        DataError: data that the model cannot take.
+        DataError: data that the model, or the cut of its sequences, cannot take.
         CheckpointError: the checkpoint is torn, foreign, or of another model.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     module: Any = given.get("model") or strategy.lightning_module
     data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
-    mesh = ParallelMesh(strategy.num_nodes * strategy.num_processes, tp=strategy.tensor_parallel)
+    mesh = strategy.grid(strategy.num_nodes * strategy.num_processes)
+    check_steps(module, mesh)
     _split_on_meta(strategy, module, mesh)
     size = getattr(data, "global_batch_size", None)
     if isinstance(size, int):
         GlobalBatchSampler(size, size, num_replicas=mesh.dp)  # refuses what does not divide
+    length = getattr(data, "sequence_length", None)
+    if isinstance(length, int) and mesh.cp > 1:
+        check_length(length, mesh.cp)
     if data is not None and hasattr(module, "check_data"):
         module.check_data(data)
     path = given.get("ckpt_path")
@@ -54,5 +61,8 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = module.build_model()
+        module.check_model(model)
         plan = strategy.plan or module.plan(model)
-        parallelize(model, plan, mesh, sequence_parallel=strategy.sequence_parallel)
+        stages = strategy.layout(model).stages if mesh.pp > 1 else ()
+        check_recompute(model, strategy.recompute, [stage.layers for stage in stages])
+        parallelize(model, plan, mesh, sequence_parallel=strategy.sequence_parallel, context=strategy.context)

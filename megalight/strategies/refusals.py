@@ -15,7 +15,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from megalight.errors import ConfigurationError, LayoutError
 
 
-def check_degrees(tensor_parallel: int, sequence_parallel: bool, **later: tuple[Any, Any]) -> None:
+def check_degrees(
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    context_parallel: int,
+    pipeline_parallel: int,
+    virtual_pipeline: int,
+    **later: tuple[Any, Any],
+) -> None:
     """Refuse parallel degrees that cannot work in any world.
 
     Args:
@@ -25,6 +32,9 @@ def check_degrees(tensor_parallel: int, sequence_parallel: bool, **later: tuple[
         if value != default:
             raise LayoutError(f"{name}={value!r} is not available in this version; leave it at {default!r}.")
     check_at_least_one("tensor_parallel", tensor_parallel)
+    check_at_least_one("context_parallel", context_parallel)
+    check_at_least_one("pipeline_parallel", pipeline_parallel)
+    check_at_least_one("virtual_pipeline", virtual_pipeline)
     if sequence_parallel and tensor_parallel == 1:
         raise LayoutError(
             "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "

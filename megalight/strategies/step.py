@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, Totals, split_batch
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline import sequential
+from megalight.parallel.pipeline.actions import Actions
+from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
+from megalight.strategies.contract import own_steps
+from megalight.strategies.same_data import check_same
 from megalight.types import Loss
 
 DATA_AXES = ("dp", "cp")
@@ -40,40 +44,39 @@ class StepReport:
     metrics: dict[str, Tensor]
 
 
-def own_steps(module: pl.LightningModule, method: str) -> bool:
-    """Whether the user wrote ``method`` (a Lightning step) himself, instead of Megalight's contract."""
-    return not isinstance(module, MegalightModule) or (
-        getattr(type(module), method) is not getattr(MegalightModule, method)
-    )
-
-
 class Stepper:
     """Runs training and evaluation steps of one LightningModule on this rank.
 
     Args:
-        chunks: the parts of the model on this rank.
+        executor: runs micro-batches through the parts of the model on this rank.
+        schedule: this rank's work, by the schedule's name and the number of micro-batches.
         micro_batch_size: samples per micro-batch; None: the whole batch at once.
         before_backward: called with each scalar that is about to be differentiated.
-        micro_batch: the data-parallel engine's context around each micro-batch (told whether it is the last).
+        micro_batches: the data-parallel engine's context around so many micro-batches (and whether gradients may be
+            reduced after them).
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
-        chunks: Sequence[nn.Module],
+        executor: Executor,
+        schedule: Callable[[str, int], Actions],
         mesh: ParallelMesh,
         precision: MegatronPrecision,
         micro_batch_size: int | None,
         before_backward: Callable[[Tensor], None],
-        micro_batch: Callable[[bool], AbstractContextManager[None]],
+        micro_batches: Callable[[int, bool], AbstractContextManager[None]],
     ) -> None:
         self.module = module
-        self.chunks = list(chunks)
+        self.executor = executor
+        self.schedule = schedule
         self.mesh = mesh
         self.precision = precision
         self.micro_batch_size = micro_batch_size
         self.before_backward = before_backward
-        self.micro_batch = micro_batch
+        self.micro_batches = micro_batches
+        self._names: dict[str, list[str]] = {}
+        self._compared = False
 
     def train(self, args: tuple[Any, ...], scale: float, sync: bool) -> tuple[Any, StepReport]:
         """Forward and backward of this rank's share of a global batch.
@@ -88,7 +91,7 @@ class Stepper:
         """
         if own_steps(self.module, "training_step"):
             return self._train_own(args, scale, sync)
-        micro_batches = self._split(args[0])
+        samples, micro_batches = self._split(args[0])
         tokens = self.all_reduce(self._sum_tokens(micro_batches).double())
         inverse = scale / tokens.clamp(min=1)
         auxiliary_scale = scale / (len(micro_batches) * self.data_ranks)
@@ -100,14 +103,14 @@ class Stepper:
             self.before_backward(total)
             return total
 
-        losses = sequential.forward_backward(
-            self.chunks,
-            micro_batches,
-            self._forward_step,
-            self._loss_step,
-            objective,
-            lambda last: self.micro_batch(last and sync),
-        )
+        with self.micro_batches(len(micro_batches), sync):
+            losses = self.executor.train(
+                self.schedule("train", len(micro_batches)),
+                micro_batches,
+                self._forward_step,
+                self._loss_step,
+                objective,
+            )
         one = torch.ones_like(tokens)
         rows = [
             {
@@ -117,8 +120,10 @@ class Stepper:
             }
             for loss in losses
         ]
-        totals = self._reduce_totals(rows, known=("loss",))
-        report = self._report(totals, tokens, micro_batches)
+        totals = {**self._reduce_totals("train", rows)}
+        totals["loss"] = totals["loss"][0], tokens  # tokens are global already
+        means = {name: total / count.clamp(min=1) for name, (total, count) in totals.items()}
+        report = StepReport(means.pop("loss"), tokens, samples * self.mesh.size("dp"), means)
         return report.loss, report
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -128,15 +133,20 @@ class Stepper:
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Log the totals of one evaluation batch over all ranks, the same on every rank; returns its mean loss."""
+        _, micro_batches = self._split(batch)
         rows = []
-        for micro_batch in self._split(batch):
-            carry = sequential.forward(self.chunks, micro_batch, self._forward_step)
+        for micro_batch, carry in zip(micro_batches, self._forward(micro_batches), strict=False):
             loss = self._loss_step(carry, micro_batch)
             rows.append({"loss": (loss.sum, self._module.loss_tokens(micro_batch)), **loss.metrics})
-        totals = self._reduce_totals(rows)
+        totals = self._reduce_totals(stage, rows)
         self._module.log_totals(stage, totals, dataloader_idx)
         total, count = totals["loss"]
         return total / count.clamp(min=1)
+
+    def predict(self, batch: Any) -> Any:
+        """What the module makes of the last chunk's outputs for a whole batch, on every rank of the replica."""
+        outputs = [self._module.output_step(carry, batch) for carry in self._forward([batch])]
+        return self._from_last_stage(outputs)[0]
 
     @property
     def data_ranks(self) -> int:
@@ -145,7 +155,10 @@ class Stepper:
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum over the ranks that see different data."""
-        group = self.mesh.group(*DATA_AXES)
+        return self._sum(value, DATA_AXES)
+
+    def _sum(self, value: Tensor, axes: Sequence[str]) -> Tensor:
+        group = self.mesh.group(*axes)
         if group is not None:
             value = value.contiguous()
             dist.all_reduce(value, group=group)
@@ -156,17 +169,31 @@ class Stepper:
         assert isinstance(self.module, MegalightModule)
         return self.module
 
-    def _split(self, batch: Any) -> Sequence[Any]:
-        if self.micro_batch_size is None:
-            return [batch]
-        split = self.module.split_batch if isinstance(self.module, MegalightModule) else split_batch
-        return split(batch, self.micro_batch_size)
+    def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
+        """How many samples there are, and this rank's micro-batches: all of their tokens, or its share of them."""
+        if not self._compared:
+            self._compared = True
+            check_same(batch, self.mesh, self.executor.device)
+        parts: Sequence[Any] = [batch]
+        if self.micro_batch_size is not None:
+            split = self.module.split_batch if isinstance(self.module, MegalightModule) else split_batch
+            parts = split(batch, self.micro_batch_size)
+        samples = sum(count_samples(part) for part in parts)
+        if self.mesh.cp > 1:
+            parts = [self._module.context_share(part, self.mesh.rank("cp"), self.mesh.cp) for part in parts]
+        return samples, parts
+
+    def _forward(self, micro_batches: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """On the last stage what the last chunk returns for each micro-batch, elsewhere nothing."""
+        actions = self.schedule("forward_only", len(micro_batches))
+        return self.executor.forward(actions, micro_batches, self._forward_step)
 
     def _sum_tokens(self, micro_batches: Sequence[Any]) -> Tensor:
         counts = [self._module.loss_tokens(micro_batch).detach() for micro_batch in micro_batches]
-        return torch.stack(counts).sum()
+        return torch.stack(counts).sum().to(self.executor.device, non_blocking=True)
 
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        chunk.training = self._module.training  # a chunk is not among the module's children
         with self.precision.step_context():
             return self._module.forward_step(chunk, batch, carry)
 
@@ -180,31 +207,50 @@ class Stepper:
             )
         return loss
 
-    def _reduce_totals(
-        self, rows: Sequence[dict[str, tuple[Tensor, Tensor]]], known: tuple[str, ...] = ()
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Sum rows over micro-batches and ranks in one reduction; counts of ``known`` names are global already."""
-        names = list(rows[0])
-        sums = torch.stack([torch.stack([row[name][0].detach() for row in rows]).sum().double() for name in names])
-        counts = torch.stack([torch.stack([row[name][1] for row in rows]).sum().double() for name in names])
-        reduced = self.all_reduce(torch.cat([sums, counts]))
-        totals = {name: (reduced[i], reduced[len(names) + i]) for i, name in enumerate(names)}
-        return {name: (total, rows[0][name][1] if name in known else count) for name, (total, count) in totals.items()}
+    def _reduce_totals(self, stage: str, rows: Sequence[dict[str, tuple[Tensor, Tensor]]]) -> Totals:
+        """Sum rows over micro-batches and ranks in one reduction. Stages other than the last have no rows."""
+        names = self._names_of(stage, list(rows[0]) if rows else [])
+        local = torch.zeros(2 * len(names), dtype=torch.float64, device=self.executor.device)
+        if rows:
+            columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names]
+            sums = [torch.stack(column).sum() for column in columns]
+            local = torch.stack([value.to(local.device, torch.float64, non_blocking=True) for value in sums])
+        reduced = self._sum(local, ("pp", *DATA_AXES))
+        return {name: (reduced[i], reduced[len(names) + i]) for i, name in enumerate(names)}
 
-    def _report(self, totals: Totals, tokens: Tensor, micro_batches: Sequence[Any]) -> StepReport:
-        means = {name: total / count.clamp(min=1) for name, (total, count) in totals.items()}
-        samples = sum(count_samples(micro_batch) for micro_batch in micro_batches) * self.mesh.size("dp")
-        return StepReport(means.pop("loss"), tokens, samples, means)
+    def _names_of(self, stage: str, names: list[str]) -> list[str]:
+        """The names of all totals. Other stages learn them from the last one, once."""
+        if self.mesh.pp == 1:
+            return names
+        if stage not in self._names:
+            self._names[stage] = self._from_last_stage([names] if names else [])[0]
+        known = self._names[stage]
+        if names and set(names) != set(known):
+            raise ConfigurationError(
+                f"loss_step returned {sorted(names)} and earlier {sorted(known)}: every micro-batch must bring the "
+                "same metrics and auxiliary losses: other pipeline stages wait for them. Return a count of 0 instead."
+            )
+        return known
+
+    def _from_last_stage(self, values: list[Any]) -> list[Any]:
+        """The value that the last pipeline stage has, on all of them."""
+        group = self.mesh.group("pp")
+        if group is None:
+            return values
+        shared = values or [None]
+        dist.broadcast_object_list(shared, src=self.mesh.ranks("pp")[-1], group=group, device=self.executor.device)
+        return shared
 
     def _train_own(self, args: tuple[Any, ...], scale: float, sync: bool) -> tuple[Any, StepReport]:
         """A user's own ``training_step``: its loss is a mean over its samples, and so is the gradient, over all."""
-        micro_batches = self._split(args[0])
-        weights = self._weights(micro_batches)
+        samples, micro_batches = self._split(args[0])
         output: Any = None
         losses = []
-        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-            with self.micro_batch(sync and index == len(micro_batches) - 1):
-                with self.precision.step_context():
+        with self.micro_batches(len(micro_batches), sync):
+            for index, (micro_batch, weight) in enumerate(
+                zip(micro_batches, self._weights(micro_batches), strict=True)
+            ):
+                with self.precision.step_context(), span("forward", chunk=0, micro_batch=index):
                     output = self.module.training_step(micro_batch, *args[1:])
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -214,11 +260,11 @@ class Stepper:
                     )
                 share = loss * (scale * weight / self.data_ranks)
                 self.before_backward(share)
-                self.module.backward(share)
-            losses.append(loss.detach() * weight)
+                with span("backward", chunk=0, micro_batch=index):
+                    self.module.backward(share)
+                losses.append(loss.detach() * weight)
         mean = self.all_reduce(torch.stack(losses).sum()) / self.data_ranks
-        samples = sum(count_samples(micro_batch) for micro_batch in micro_batches) * self.mesh.size("dp")
-        report = StepReport(mean, torch.zeros_like(mean), samples, {})
+        report = StepReport(mean, torch.zeros_like(mean), samples * self.mesh.size("dp"), {})
         return ({**output, "loss": mean} if isinstance(output, Mapping) else mean), report
 
     @staticmethod

@@ -148,7 +148,22 @@ WORDS = {
         ["world size 3 is not a multiple of tp x cp x pp = 2", "Use 2 x n processes"],
     ),
     "sequence parallelism alone": ([f"{STRATEGY}sequence_parallel=true"], ["needs tensor_parallel > 1"]),
-    "pipeline": ([f"{STRATEGY}pipeline_parallel=2"], ["pipeline_parallel=2", "leave it at 1"]),
+    "pipeline over ranks": (
+        ["--trainer.devices=3", f"{STRATEGY}pipeline_parallel=2"],
+        ["world size 3 is not a multiple of tp x cp x pp = 2"],
+    ),
+    "layers in the pipeline": (
+        ["--trainer.devices=4", f"{STRATEGY}pipeline_parallel=4"],
+        ["1 layers do not divide evenly over 4 stages", "lower pp or vpp"],
+    ),
+    "pipeline layout": (
+        ["--trainer.devices=2", f"{STRATEGY}pipeline_parallel=2", f"{STRATEGY}pipeline_layout=Ett|ttL"],
+        ["layout 'Ett|ttL'", "rank 1"],
+    ),
+    "heads over context": (
+        ["--trainer.devices=3", f"{STRATEGY}context_parallel=3", f"{STRATEGY}context.kind=all_to_all"],
+        ["layers.0.attention.inner", "all_to_all", "cp=3"],
+    ),
     "batch over ranks": (
         ["--trainer.devices=3"],
         ["global_batch_size is 4", "3 data-parallel ranks", "Change global_batch_size or the layout"],

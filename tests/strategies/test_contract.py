@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,64 +19,6 @@ from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, Shares, WithData, by_hand, global_batch, whole
 from tests.workers import run
-
-
-class TwoChunks(MegatronStrategy):
-    """Cuts the model into two chunks that share the layers' modules."""
-
-    @property
-    def chunks(self) -> list[nn.Module]:
-        (model,) = super().chunks
-        return [cut(model, 0), cut(model, 1)]
-
-
-def cut(model: nn.Module, part: int) -> nn.Module:
-    chunk = copy.copy(model)  # the same submodules
-    chunk._modules = dict(model._modules)
-    layers = model.layers
-    assert isinstance(layers, nn.ModuleDict)
-    chunk._modules["layers"] = nn.ModuleDict({str(part): layers[str(part)]})
-    chunk._modules["head" if part == 0 else "embed"] = None
-    return chunk
-
-
-class Carrying(WithData):
-    """Hands a side output of the first chunk on, which the loss reads."""
-
-    def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
-        output = super().forward_step(model, batch, carry)
-        side = output["hidden"] if "hidden" in output else None if carry is None else carry["hidden"]
-        if carry is not None and "side" in carry:
-            output["side"] = carry["side"]
-        elif side is not None:
-            output["side"] = side.square().mean()
-        self.seen = sorted(output)
-        return output
-
-    def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
-        loss = super().loss_step(carry, batch)
-        return Loss(loss.sum, {"side": carry["side"] * 0.0} if "side" in carry else {})
-
-
-def _chunked(cls: type[MegatronStrategy], tied: bool) -> dict[str, Any]:
-    strategy = cls(micro_batch_size=1)
-    losses = Losses()
-    module = Carrying(CONFIGS["tied" if tied else "gqa"], optimizer=ADAM, seed=SEED)
-    runner = trainer(
-        strategy, callbacks=[losses], gradient_clip_val=CLIP, use_distributed_sampler=False, limit_val_batches=1
-    )
-    runner.fit(module)
-    return {"losses": losses.losses, "norms": losses.norms, "val": float(runner.callback_metrics["val_loss"])}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_two_chunks_train_as_one(tied: bool) -> None:
-    one, two = run(_chunked, 2, MegatronStrategy, tied)[0], run(_chunked, 2, TwoChunks, tied)[0]
-    expected = by_hand(CONFIGS["tied" if tied else "gqa"])
-    assert two["losses"] == pytest.approx(expected["losses"], rel=1e-9)
-    assert two["norms"] == pytest.approx(expected["norms"], rel=1e-9)
-    assert two["losses"] == one["losses"]
-    assert two["val"] == pytest.approx(one["val"], rel=1e-12)
 
 
 class Auxiliary(WithData):

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalight.strategies import DataParallel, MegatronStrategy, _lightning
+from megalight.strategies.setup import reads_weights_between_steps
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, strategy
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
@@ -289,3 +290,23 @@ def test_all_ranks_stop_at_the_same_step(rank: int) -> None:
 
 def test_one_rank_stops_at_once() -> None:
     assert run(_stopped, 1, 0) == [("stopped", 3)]
+
+
+class Between(pl.Callback):
+    """A user's callback with a hook between two steps."""
+
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+class Harmless(Between):
+    """The same, which reads no weights."""
+
+    reads_weights = False
+
+
+def test_gathering_goes_on_under_callbacks_that_read_no_weights() -> None:
+    def waits(*callbacks: pl.Callback) -> bool:
+        runner = pl.Trainer(callbacks=[LearningRateMonitor(), *callbacks], accelerator="cpu", logger=DummyLogger())
+        return reads_weights_between_steps(WithData(CONFIGS["gqa"]), runner)
+
+    assert [waits(), waits(Harmless()), waits(Harmless(), Between())] == [False, False, True]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies.options import Pipeline
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, fit, strategy
 from tests.workers import run
@@ -24,10 +25,11 @@ from tests.workers import run
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel": 2}, "pipeline_parallel=2 is not available in this version; leave it at 1."),
-        ({"virtual_pipeline": 2}, "virtual_pipeline=2 is not available"),
-        ({"pipeline_layout": "Et|tL"}, "pipeline_layout='Et|tL' is not available in this version; leave it at None."),
-        ({"context_parallel": 4}, "context_parallel=4 is not available"),
+        ({"pipeline_parallel": 0}, "pipeline_parallel=0; it must be at least 1."),
+        ({"virtual_pipeline": 2}, "vpp=2 chunks per rank with pp=1; there is no pipeline to interleave"),
+        ({"pipeline_parallel": 2, "pipeline_layout": "Et|t|L"}, "3 stages, no multiple of pp=2. Write 2 or 4"),
+        ({"pipeline_parallel": 2, "pipeline_layout": "Et|xL"}, "Et|xL"),
+        ({"context_parallel": 0}, "context_parallel=0; it must be at least 1."),
         ({"expert_parallel": 2}, "expert_parallel=2 is not available"),
         ({"expert_tensor_parallel": 2}, "expert_tensor_parallel=2 is not available"),
         ({"tensor_parallel": 0}, "tensor_parallel=0; it must be at least 1."),
@@ -39,6 +41,15 @@ from tests.workers import run
 def test_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=re.escape(message)):
         MegatronStrategy(**options)
+
+
+def test_pipeline_options() -> None:
+    with pytest.raises(LayoutError, match="'1f1b' cannot run this: it runs one chunk per rank, not vpp=2"):
+        MegatronStrategy(pipeline_parallel=2, virtual_pipeline=2, pipeline=Pipeline(schedule="1f1b"))
+    with pytest.raises(ConfigurationError, match="leave first_layers, last_layers"):
+        MegatronStrategy(pipeline_parallel=2, pipeline_layout="Et|tL", pipeline=Pipeline(first_layers=1))
+    with pytest.raises(ConfigurationError, match="leave count_embedding and count_loss out"):
+        MegatronStrategy(pipeline_parallel=2, pipeline=Pipeline(first_layers=1, count_loss=True))
 
 
 def test_data_parallel_options() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,25 +51,29 @@ CLIP = 0.5
 SEED = 7
 
 
-def global_batch(step: int, rows: int = 4, length: int = 12) -> TokenBatch:
+PACKED = ((5, 7), (12,), (1, 3, 8), (9, 3))
+"""Documents of each row, where rows hold several."""
+
+
+def global_batch(step: int, rows: int = 4, length: int = 12, packed: bool = False) -> TokenBatch:
     """The global batch of a step: random tokens, and a loss mask that lets rows count differently."""
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(0, BASE.vocab_size, (rows, length + 1), generator=generator)
     mask = (torch.rand(rows, length, generator=generator) < torch.linspace(0.2, 1, rows)[:, None]).float()
-    return TokenBatch(ids[:, :-1], ids[:, 1:], mask)
+    return TokenBatch(ids[:, :-1], ids[:, 1:], mask, PACKED[:rows] if packed else None)
 
 
 class Shares(torch.utils.data.Dataset[TokenBatch]):
     """This rank's share of each step's global batch."""
 
-    def __init__(self, steps: int, replicas: int, rank: int) -> None:
-        self.steps, self.replicas, self.rank = steps, replicas, rank
+    def __init__(self, steps: int, replicas: int, rank: int, packed: bool = False) -> None:
+        self.steps, self.replicas, self.rank, self.packed = steps, replicas, rank, packed
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, step: int) -> TokenBatch:
-        batch = global_batch(step)
+        batch = global_batch(step, packed=self.packed)
         return batch.split(len(batch) // self.replicas)[self.rank]
 
 
@@ -110,9 +114,9 @@ class From(torch.utils.data.Sampler[int]):
         return iter(range(self.start, self.steps))
 
 
-def loader(strategy: MegatronStrategy, steps: int, start: int = 0) -> DataLoader[Any]:
+def loader(strategy: MegatronStrategy, steps: int, start: int = 0, packed: bool = False) -> DataLoader[Any]:
     share = strategy.distributed_sampler_kwargs
-    rows = Shares(steps, share["num_replicas"], share["rank"])
+    rows = Shares(steps, share["num_replicas"], share["rank"], packed)
     return DataLoader(rows, batch_size=None, sampler=From(start, steps))
 
 
@@ -120,12 +124,13 @@ class WithData(GPTModule):
     """A GPTModule that brings its own data."""
 
     steps = 3
+    packed = False
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return loader(self.trainer.strategy, self.steps, self.trainer.global_step)
+        return loader(self.trainer.strategy, self.steps, self.trainer.global_step, self.packed)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return loader(self.trainer.strategy, 2)
+        return loader(self.trainer.strategy, 2, packed=self.packed)
 
 
 def fit(
@@ -133,16 +138,18 @@ def fit(
     steps: int = 3,
     options: dict[str, Any] | None = None,
     trainer_options: dict[str, Any] | None = None,
+    packed: bool = False,
+    extra_callbacks: Sequence[pl.Callback] = (),
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train in every rank of the pool; returns losses, norms, initial and final weights, and callback metrics."""
     strategy = MegatronStrategy(data_parallel=DataParallel(**(options or {})), **strategy_options)
     losses = Losses()
     module = WithData(config, optimizer=ADAM, seed=SEED)
-    module.steps = steps
+    module.steps, module.packed = steps, packed
     runner = trainer(
         strategy,
-        callbacks=[losses],
+        callbacks=[*extra_callbacks, losses],
         **{
             "max_steps": steps,
             "gradient_clip_val": CLIP,
@@ -164,7 +171,11 @@ def fit(
 
 
 def by_hand(
-    config: GPTConfig, steps: int = 3, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    config: GPTConfig,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    packed: bool = False,
 ) -> dict[str, Any]:
     """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
     model = GPT(config).to(device, dtype)
@@ -180,7 +191,7 @@ def by_hand(
     initial = whole(model)
     losses, norms = [], []
     for step in range(steps):
-        batch = global_batch(step).to(device)
+        batch = global_batch(step, packed=packed).to(device)
         output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
         mask = batch.loss_mask.reshape(-1).to(dtype)
         loss = (output.losses * mask).sum() / mask.sum()

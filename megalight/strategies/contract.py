@@ -1,0 +1,52 @@
+"""Which of Lightning's steps a module writes itself, and what must not be among them."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from megalight.errors import ConfigurationError
+from megalight.models.module import MegalightModule
+from megalight.parallel.mesh import ParallelMesh
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def own_steps(module: pl.LightningModule, method: str) -> bool:
+    """Whether the user wrote ``method`` (a Lightning step) himself, instead of Megalight's contract."""
+    return not isinstance(module, MegalightModule) or (
+        getattr(type(module), method) is not getattr(MegalightModule, method)
+    )
+
+
+def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
+    """Refuse a module whose own steps would see a part of the model, or of the tokens, alone.
+
+    Raises:
+        ConfigurationError: names what to write instead.
+    """
+    degrees = [f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", mesh.cp)) if size > 1]
+    if not degrees:
+        return
+    name = type(module).__name__
+    if not isinstance(module, MegalightModule):
+        raise ConfigurationError(
+            f"{name} is a plain LightningModule, and {' and '.join(degrees)} cut the model or its sequences: no rank "
+            "can run a whole training_step. Derive from megalight.models.module.MegalightModule and write build_model, "
+            "forward_step, loss_step and loss_tokens."
+        )
+    missing = [step for step in ("forward_step", "loss_step", "loss_tokens") if not _overridden(module, step)]
+    if missing:
+        raise ConfigurationError(
+            f"{name} does not define {', '.join(missing)}, which {' and '.join(degrees)} need: they run on every chunk "
+            "of the model in turn. Write them; see megalight.models.module.MegalightModule."
+        )
+    own = [step for step in STEPS if own_steps(module, step)]
+    if own:
+        raise ConfigurationError(
+            f"{name} defines {own[0]}, which no rank can run whole with {' and '.join(degrees)}. Remove it: return "
+            "further values as metrics from loss_step, and outputs of predict from output_step."
+        )
+
+
+def _overridden(module: MegalightModule, method: str) -> bool:
+    return getattr(type(module), method) is not getattr(MegalightModule, method)

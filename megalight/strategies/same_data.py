@@ -1,0 +1,61 @@
+"""Whether the ranks that hold one model together were given the same batch.
+
+Where not, training would go on in silence, with the tokens of one batch and the labels of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.errors import DataError
+from megalight.parallel.mesh import ParallelMesh
+
+REPLICA_AXES = ("pp", "cp", "tp")
+"""Mesh axes whose ranks must see the same batch."""
+
+
+def check_same(batch: Any, mesh: ParallelMesh, device: torch.device) -> None:
+    """Compare a batch over the ranks of a replica; all of them call this.
+
+    Raises:
+        DataError: on all of them, where any was given another one.
+    """
+    group = mesh.group(*REPLICA_AXES)
+    if group is None:
+        return
+    found = checksum(batch)
+    bounds = torch.tensor([found, -found], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if most != least:
+        raise DataError(
+            f"ranks {', '.join(map(str, mesh.ranks(*REPLICA_AXES)))} hold one model together, but their data loaders "
+            "gave them different batches. Draw and shuffle with a generator that is seeded alike on all of them "
+            "(DataLoader(generator=...)), or in DataLoader workers, which are."
+        )
+
+
+def checksum(value: Any, start: int = 0) -> int:
+    """32 bits over the tensors, numbers and texts of a nested batch; what else it holds does not count."""
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(tuple(value.shape)).encode(), start))
+    if isinstance(value, bool | int | float | str | bytes):
+        return zlib.crc32(repr(value).encode(), start)
+    parts: list[Any] = []
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, tuple | list):
+        parts = list(value)
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for part in parts:
+        start = checksum(part, start)
+    return start

@@ -1,0 +1,70 @@
+"""The recipe of a pipeline, stacked on the demo's: two processes that train the model which one process trains."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalight.cli.main import main
+from tests.source import ROOT
+
+RECIPES = ROOT / "recipes"
+SHORT = [
+    "--trainer.accelerator=cpu",
+    "--trainer.max_steps=3",
+    "--trainer.val_check_interval=3",
+    "--trainer.limit_val_batches=2",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.callbacks=[]",
+    "--model.optimizer.schedule.warmup=1",
+    "--data.sequence_length=64",
+]
+
+
+def metrics(folder: Path, *words: str) -> dict[str, list[float]]:
+    """What a run logs."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
+    command = [sys.executable, "-m", "megalight", "fit", "-c", str(RECIPES / "demo.yaml"), *words, *SHORT]
+    run = subprocess.run(
+        [*command, f"--trainer.default_root_dir={folder}"],
+        cwd=folder.parent,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    (file,) = folder.rglob("metrics.csv")
+    with file.open() as lines:
+        rows = list(csv.DictReader(lines))
+    names = ("train_loss", "grad_norm", "val_loss")
+    return {name: [float(row[name]) for row in rows if row.get(name)] for name in names}
+
+
+@pytest.fixture(autouse=True)
+def _data(tmp_path: Path) -> None:
+    """A corpus where the demo has its own."""
+    draw = random.Random(0)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "suffer", "slings", "arrows"]
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=600)))
+    corpus = str(tmp_path / "runs" / "demo" / "data" / "stdlib")
+    options = ["--train-tokenizer", "--vocab-size=280", "--workers=1", "-q"]
+    assert main(["prepare", str(tmp_path / "texts"), "-o", corpus, *options]) == 0
+
+
+def test_a_pipeline_trains_the_same_model(tmp_path: Path) -> None:
+    one = ["--trainer.devices=1", "--trainer.strategy.tensor_parallel=1", "--trainer.strategy.sequence_parallel=false"]
+    alone = metrics(tmp_path / "one", *one)
+    assert len(alone["train_loss"]) == 3
+    assert alone["train_loss"][-1] < alone["train_loss"][0] - 1
+    piped = metrics(tmp_path / "two", "-c", str(RECIPES / "pipeline.yaml"))
+    for name, values in alone.items():
+        assert piped[name] == pytest.approx(values, rel=1e-3), name

@@ -1,0 +1,90 @@
+"""A run under a pipeline in which one rank fails in the midst of a step: ``python -m tests.strategies.failing ...``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
+from torch import Tensor, nn
+
+from megalight.models.module import Carry
+from megalight.strategies import MegatronStrategy
+from megalight.types import Loss
+from tests.strategies.toy import ToyModule
+
+MICRO_BATCH = 3
+"""Which one it happens in, of the second step."""
+
+
+class Failing(ToyModule):
+    """Fails on one pipeline rank: in ``forward``, ``backward`` or ``loss``; or there is ``kill``: it is killed in its
+    forward; or ``stuck``: it raises there, and then whatever may wait for other ranks does so for ever.
+
+    Args:
+        file: where the time of the failure is written.
+    """
+
+    def __init__(self, where: str, rank: int, file: Path) -> None:
+        super().__init__(num_layers=4)
+        self.where, self.at, self.file = where, rank, file
+        self.seen = 0
+
+    def forward_step(self, model: nn.Module, batch: dict[str, Tensor], carry: Carry | None = None) -> Carry:
+        output = super().forward_step(model, batch, carry)
+        due = self.trainer.global_step == 1 and self.trainer.strategy.mesh.rank("pp") == self.at
+        self.seen += due
+        if due and self.seen == MICRO_BATCH + 1:
+            if self.where == "backward":
+                output["hidden"].register_hook(lambda gradient: self.fail())
+            elif self.where != "loss":
+                self.fail()
+        return output
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        if self.where == "loss" and self.seen == MICRO_BATCH + 1:
+            self.fail()
+        return super().loss_step(carry, batch)
+
+    def fail(self) -> None:
+        self.file.write_text(str(time.time()))
+        if self.where == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.where == "stuck":
+            dist.destroy_process_group = CPUAccelerator.teardown = lambda *_: time.sleep(600)
+        raise ArithmeticError(f"pipeline rank {self.at} has had enough")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("where")
+    parser.add_argument("pp", type=int)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("--accelerator", default="cpu")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    pl.Trainer(
+        accelerator=a.accelerator,
+        devices=a.pp,
+        strategy=MegatronStrategy(pipeline_parallel=a.pp, micro_batch_size=1),
+        max_steps=3,
+        precision="64-true",
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        default_root_dir=a.file.parent,
+        **options,
+    ).fit(Failing(a.where, a.rank, a.file))
+
+
+if __name__ == "__main__":
+    main()

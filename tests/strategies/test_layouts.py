@@ -1,0 +1,162 @@
+"""The table of layouts: every way of cutting model and tokens trains the same model as one device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import pytest
+
+from megalight.models.gpt import AttentionConfig
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.recompute import Recompute
+from megalight.strategies.options import Pipeline
+from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
+from tests.workers import run
+
+WINDOWED = replace(CONFIGS["mha"], attention=AttentionConfig(window=3))
+MODELS = {**CONFIGS, "window": WINDOWED}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of the table."""
+
+    config: str = "gqa"
+    layers: int = 4
+    pp: int = 1
+    vpp: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    kind: str = "auto"
+    inner: int | None = None
+    dp: int = 1
+    text: str | None = None
+    level: str = "optim"
+    packed: bool = False
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    recompute: Recompute = field(default_factory=Recompute)
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.tp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        parts = [self.config]
+        for each in fields(self)[1:]:
+            value = getattr(self, each.name)
+            if value != each.default and each.default_factory is not type(value):
+                parts.append(each.name if value is True else f"{each.name}{value}")
+        for options in (self.pipeline, self.recompute):
+            default = type(options)()
+            parts += [f"{k}={v}" for k, v in vars(options).items() if v and v != getattr(default, k)]
+        return "-".join(parts)
+
+
+ZERO_BUBBLE = Pipeline(schedule="zero_bubble")
+WHOLE = Recompute(granularity="full", num_layers=1)
+GROUPS = Recompute(granularity="full", method="uniform", num_layers=2)
+SOME = Recompute(granularity="full", method="block", num_layers=1)
+NORMS = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
+
+COVER = [
+    Row("gqa", pp=2),
+    Row("tied", pp=4, level="no_shard", recompute=WHOLE),
+    Row("tied", 2, pp=2, dp=2, packed=True),
+    Row("gpt2", pp=2, vpp=2, recompute=NORMS),
+    Row("gqa", pp=2, tp=2, sp=True, recompute=GROUPS),
+    Row("tied", 2, pp=2, tp=2, level="no_shard"),
+    Row("mha", 6, pp=2, vpp=3, pipeline=Pipeline(group_size=3), recompute=SOME),
+    Row("gqa", pp=3, text="E|t*3|tL"),
+    Row("mha", 5, pp=2, pipeline=Pipeline(first_layers=2), packed=True),
+    Row("gqa", pp=2, dp=2, pipeline=ZERO_BUBBLE),
+    Row("tied", pp=2, vpp=2, pipeline=ZERO_BUBBLE, packed=True),
+    Row("gqa", 7, pp=4, pipeline=Pipeline(count_loss=True)),
+    Row("gqa", 2, cp=2, kind="ring"),
+    Row("gqa", 2, cp=2, kind="all_to_all", tp=1, dp=2, packed=True),
+    Row("tied", 2, cp=2, kind="all_gather", tp=2, sp=True),
+    Row("mha", 2, cp=4, kind="all_to_all_ring", inner=2),
+    Row("gpt2", 2, cp=4, kind="ring", packed=True),
+    Row("mha", 2, cp=2, kind="ring", pp=2, recompute=NORMS),
+    Row("window", 2, cp=2, kind="all_gather", packed=True, recompute=WHOLE),
+    Row("gqa", 4, cp=2, kind="auto", pp=2, pipeline=ZERO_BUBBLE, packed=True),
+]
+"""Every value of every column at least once, and most pairs."""
+
+WIDE = [
+    Row("gqa", 8, pp=4, vpp=2),
+    Row("tied", 8, pp=4, vpp=2, pipeline=ZERO_BUBBLE),
+    Row("mha", 8, pp=2, vpp=4, packed=True),
+    Row("gqa", 6, pp=2, vpp=3, pipeline=ZERO_BUBBLE, recompute=NORMS),
+    Row("gpt2", 6, pp=2, vpp=3, dp=2),
+    Row("gqa", pp=4, dp=2, recompute=WHOLE, pipeline=Pipeline(first_layers=1)),
+    Row("tied", pp=4, tp=2, sp=True),
+    Row("gqa", 8, pp=2, vpp=2, tp=2, sp=True, recompute=SOME),
+    Row("tied", 8, pp=2, vpp=2, tp=2, level="no_shard"),
+    Row("mha", pp=2, tp=2, dp=2, sp=True, packed=True),
+    Row("gpt2", pp=2, tp=4, sp=True),
+    Row("gqa", 4, pp=2, cp=2, dp=2, kind="ring", packed=True),
+    Row("tied", 4, pp=2, cp=2, tp=2, sp=True, kind="all_gather"),
+    Row("tied", 4, pp=2, vpp=2, cp=2, kind="all_to_all"),
+    Row("gqa", 8, pp=4, vpp=2, cp=2, kind="ring", recompute=WHOLE),
+    Row("mha", 4, pp=2, cp=4, kind="all_to_all_ring", inner=2, packed=True),
+    Row("gqa", 2, cp=4, kind="ring", tp=2, sp=True),
+    Row("gqa", 2, cp=4, kind="all_gather", packed=True),
+    Row("gqa", 2, cp=4, kind="all_to_all"),
+    Row("mha", 2, cp=4, kind="all_to_all", dp=2),
+    Row("tied", 2, cp=2, kind="ring", tp=4, level="no_shard", packed=False),
+    Row("gpt2", 2, cp=2, kind="all_to_all", tp=2, packed=True),
+    Row("window", 2, cp=4, kind="all_to_all", packed=True),
+    Row("window", 2, cp=2, tp=2, sp=True, kind="all_gather"),
+    Row("window", 4, cp=2, pp=2, kind="auto", recompute=NORMS),
+    Row("mha", 2, cp=2, dp=2, kind="ring", level="no_shard"),
+    Row("gqa", 5, pp=3, text="Et|(t|)*1t*3L"),
+    Row("tied", 6, pp=2, text="E|tt|t*3|tL"),
+    Row("gqa", 5, pp=4, text="E|t*2||t*3L", dp=2),
+]
+
+
+@functools.cache
+def expected(name: str, layers: int, packed: bool) -> dict[str, Any]:
+    return by_hand(replace(MODELS[name], num_layers=layers), packed=packed)
+
+
+def options_of(row: Row) -> dict[str, Any]:
+    """The row as arguments of the strategy."""
+    return {
+        "micro_batch_size": 1,
+        "tensor_parallel": row.tp,
+        "sequence_parallel": row.sp,
+        "context_parallel": row.cp,
+        "context": ContextOptions(row.kind, row.inner),
+        "pipeline_parallel": row.pp,
+        "virtual_pipeline": row.vpp,
+        "pipeline_layout": row.text,
+        "pipeline": row.pipeline,
+        "recompute": row.recompute,
+    }
+
+
+def _rank(row: Row) -> dict[str, Any]:
+    model = replace(MODELS[row.config], num_layers=row.layers)
+    return fit(model, options={"level": row.level}, packed=row.packed, **options_of(row))
+
+
+def check(row: Row) -> None:
+    found = run(_rank, row.world, row, timeout=120)
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"], "ranks report different losses"
+    assert_same_run(found[0], expected(row.config, row.layers, row.packed))
+
+
+@pytest.mark.parametrize("row", COVER, ids=str)
+def test_layout_trains_the_same_model(row: Row) -> None:
+    check(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", WIDE, ids=str)
+def test_wider_layout_trains_the_same_model(row: Row) -> None:
+    check(row)
