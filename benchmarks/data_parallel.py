@@ -70,7 +70,7 @@ class Run:
 
     def gradients(self) -> None:
         self.engine.zero_grad()
-        with self.engine.micro_batch(last=True):
+        with self.engine.micro_batches(1):
             self.model(self.x).float().square().mean().backward()
         self.engine.finish_grad_sync()
 

@@ -22,8 +22,10 @@ from megalight.callbacks import RunRecord, StepProgress, Throughput
 from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
+from megalight.data.bert.module import BertDataModule
 from megalight.data.module import GPTDataModule
 from megalight.errors import ConfigurationError, MegalightError
+from megalight.models.bert.module import BertModule
 from megalight.models.gpt.module import GPTModule
 from megalight.registry import load_plugins
 from megalight.strategies import MegatronStrategy
@@ -36,7 +38,7 @@ IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
 
 
-NAMED = (GPTModule, GPTDataModule, MegatronStrategy)
+NAMED = (GPTModule, GPTDataModule, BertModule, BertDataModule, MegatronStrategy)
 """Classes that may be called by their bare names: jsonargparse finds what is imported."""
 
 

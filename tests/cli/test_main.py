@@ -8,6 +8,7 @@ import pytest
 from megalight import __version__
 from megalight.cli.main import main
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
+from megalight.cli.verbs.doctor import _print_plugins
 
 LIGHT = [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]
 PROBE = """
@@ -85,6 +86,23 @@ def test_doctor_lists_backends_with_reasons(capsys):
     assert "reference" in text
     assert "needs tensors on cuda" in text
     assert "plugins" in text
+    rows = [line for line in text.splitlines() if line.startswith(("apex", "flash_attn", "transformer_engine"))]
+    assert len(rows) >= 5, "optional packages, and the backends of every plugin that is in the tree"
+    assert "'megalight[te]'" in text, "brackets are no markup"
+
+
+def test_doctor_shows_what_became_of_each_plugin(capsys, monkeypatch):
+    loaded = {"cold": "RuntimeError: no oven", "idle": None, "bakery": None}
+    monkeypatch.setattr("megalight.cli.verbs.doctor.load_plugins", lambda: loaded)
+    reasons = [("bakery", "fast", op, "needs [flour]") for op in ("gated", "adam")]
+    _print_plugins("cuda", [*reasons, ("bakery", "fast", "attention", "can serve")])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert rows[-4:] == [
+        "cold RuntimeError: no oven",
+        "idle loaded; brings no backend",
+        "fast gated, adam needs [flour]",
+        "fast attention can serve",
+    ]
 
 
 def test_prepare_writes_token_files(tmp_path, capsys):

@@ -14,7 +14,7 @@ TRAINER_VERBS = {
 }
 """Verbs that Lightning's Trainer does, with the line that ``megalight --help`` shows."""
 
-VERBS = ("prepare", "generate", "inspect", "plot", "doctor")
+VERBS = ("prepare", "generate", "inspect", "plot", "doctor", "bench")
 """Verbs of our own: the modules of this package."""
 
 

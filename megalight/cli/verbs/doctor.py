@@ -1,4 +1,7 @@
-"""``megalight doctor``: what is installed, which devices are here, and which backend serves each op, and why not."""
+"""``megalight doctor``: what is installed, which devices are here, and which backend serves each op, and why not.
+
+With a layout: where its ranks stand, which pipeline stage holds what, and how long the pipeline waits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megalight import __version__
+from megalight.cli.pipeline import add_pipeline_arguments, pipeline_of, print_pipeline
 from megalight.errors import LayoutError, nearest
 from megalight.imports import EXTRAS, version
 from megalight.registry import load_plugins
@@ -27,31 +31,49 @@ def describe() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--device", choices=("cpu", "cuda"), help="backends for this device; default: the best here")
-    parser.add_argument("--layout", metavar="tp=2,dp=4", help="check a parallel layout and show where its ranks stand")
+    parser.add_argument(
+        "--layout",
+        metavar="tp=2,dp=4|'Et|tt|tL'",
+        help="check a parallel layout and show where its ranks stand, or which pipeline stage holds what",
+    )
+    add_pipeline_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print it all; a layout alone when one is asked for."""
-    if arguments.layout:
-        _print_layout(parse_layout(arguments.layout))
+    degrees = parse_layout(arguments.layout) if arguments.layout and "=" in arguments.layout else None
+    layout = pipeline_of(arguments, degrees)
+    if degrees:
+        _print_layout(degrees)
+    if layout:
+        print_pipeline(layout, arguments)
+    if degrees or layout:
         return 0
     import torch
 
-    from megalight.ops import tables
+    from megalight.ops.choice import backends_of
 
     cuda = torch.cuda.is_available()
     device = arguments.device or ("cuda" if cuda else "cpu")
     print_table("versions", ("package", "version"), _versions(torch))
     print_table("devices", ("device", "memory"), _devices(torch))
     print_table("optional packages", ("package", "version, or how to get it"), _optional())
-    rows = [
-        (op if index == 0 else "", name, reason or "can serve")
-        for op, backends in tables(device).items()
-        for index, (name, reason) in enumerate(backends)
+    backends = backends_of(device)
+    own = [
+        (op if index == 0 else "", backend.name, reason or "can serve")
+        for op, rows in backends.items()
+        for index, (backend, reason) in enumerate(row for row in rows if row[0].plugin is None)
     ]
-    print_table(f"backends on {device}, bfloat16; auto takes the first that can serve", ("op", "backend", ""), rows)
-    plugins = [(name, error or "loaded") for name, error in load_plugins().items()]
-    print_table("plugins", ("plugin", "state"), plugins or [("none", "")])
+    print_table(f"backends on {device}, bfloat16; auto takes the first that can serve", ("op", "backend", ""), own)
+    _print_plugins(
+        device,
+        [
+            (backend.plugin, backend.name, op, reason or "can serve")
+            for op, rows in backends.items()
+            for backend, reason in rows
+            if backend.plugin is not None
+        ],
+    )
     return 0
 
 
@@ -82,7 +104,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console()
+    console = Console(markup=False)  # brackets are brackets: pip install 'megalight[te]'
     if not console.is_terminal:
         console.width = 120
     console.print(table)
@@ -114,6 +136,22 @@ def _optional() -> list[tuple[str, str]]:
         (package, version(package) or version(package.replace("_", "-")) or f"pip install 'megalight[{extra}]'")
         for package, extra in EXTRAS.items()
     ]
+
+
+def _print_plugins(device: str, brought: list[tuple[str, str, str, str]]) -> None:
+    """Every plugin: its error where it could not be loaded, else its backends as ``(plugin, backend, op, answer)``."""
+    rows: list[tuple[str, str, str]] = []
+    for name, error in load_plugins().items():
+        found: dict[tuple[str, str], list[str]] = {}  # one line for all ops with one answer
+        for plugin, backend, op, answer in brought:
+            if plugin == name:
+                found.setdefault((backend, answer), []).append(op)
+        if error or not found:
+            rows.append((name, "", error or "loaded; brings no backend"))
+        for (backend, answer), ops in found.items():
+            rows.append((backend, ", ".join(ops), answer))
+    title = f"plugins on {device}, bfloat16; their backends serve where they are asked for by name"
+    print_table(title, ("backend", "ops", ""), rows or [("none", "", "")])
 
 
 def _print_layout(degrees: dict[str, int]) -> None:

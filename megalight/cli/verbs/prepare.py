@@ -23,11 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--tokenizer", help="a tokenizer.json, or the folder of a tokenizer")
     which.add_argument("--train-tokenizer", action="store_true", help="train a byte-level BPE on the inputs")
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the trained tokenizer (default: 4096)")
+    parser.add_argument(
+        "--special-tokens", nargs="+", default=(), metavar="TOKEN", help="further ones of the trained tokenizer: [CLS]"
+    )
     parser.add_argument("--text-key", default="text", help="JSON key or Parquet column of the text (default: text)")
     parser.add_argument("--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="of the inputs")
     parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for each CPU)")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
     parser.add_argument("--eod-token", help="the end-of-document token, where the tokenizer does not name it")
+    parser.add_argument("--split-sentences", action="store_true", help="each sentence is a sequence (for BERT)")
     parser.add_argument("--skip-bad", action="store_true", help="leave unreadable files and lines out and name them")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
@@ -42,11 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         train_tokenizer=arguments.train_tokenizer,
         vocab_size=arguments.vocab_size,
+        special_tokens=arguments.special_tokens,
         text_key=arguments.text_key,
         format=arguments.format,
         workers=arguments.workers,
         append_eod=not arguments.no_eod,
         eod_token=arguments.eod_token,
+        split_sentences=arguments.split_sentences,
         on_bad="skip" if arguments.skip_bad else "raise",
         progress=not arguments.quiet,
     )

@@ -1,0 +1,187 @@
+"""Runs rows of :data:`benchmarks.rows.ROWS`: Megalight, then its peers, each in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import render
+from benchmarks.peers import PEERS
+from benchmarks.rows import ROWS, Row
+from megalight.errors import ConfigurationError, nearest
+
+SCRIPT = Path(__file__).with_name("dense_step.py")
+SAID = ("RESULT", "REFUSED", "twin:", "loss ")
+LAST_LINES = 25
+PATIENCE = 40.0
+"""Seconds that a process has to end its workers."""
+
+
+def rows_of(names: Iterable[str]) -> dict[str, Row]:
+    """The rows by their names.
+
+    Raises:
+        ConfigurationError: there is no such row.
+    """
+    for name in names:
+        if name not in ROWS:
+            raise ConfigurationError(f"there is no row {name!r}.{nearest(name, ROWS)} See: megalight bench --list")
+    return {name: ROWS[name] for name in names}
+
+
+def peers_of(row: Row, asked: Sequence[str] | None) -> list[str]:
+    """Megalight, then who runs beside it: the row's own peers, or those that were asked for.
+
+    Raises:
+        ConfigurationError: there is no such peer.
+    """
+    for name in asked or ():
+        if name not in PEERS:
+            raise ConfigurationError(f"there is no peer {name!r}.{nearest(name, PEERS)} Peers: {', '.join(PEERS)}.")
+    others = row.peers if asked is None else asked
+    return [render.OURS, *(name for name in others if name != render.OURS)]
+
+
+def command(row: Row, peer: str, out: Path) -> list[str]:
+    """What runs one peer: the script, under torchrun where there are several processes."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
+    )
+    words = ["--peers", peer, *row.step.words(), "--breakdown", "--out", str(out)]
+    return [sys.executable, *launcher, str(SCRIPT), *words]
+
+
+def enough(rows: dict[str, Row]) -> None:
+    """Refuse rows that need more GPUs than there are.
+
+    Raises:
+        ConfigurationError: naming row, GPUs it needs and GPUs there are.
+    """
+    import torch
+
+    here = torch.cuda.device_count()
+    for name, row in rows.items():
+        if row.step.device == "cuda" and row.gpus > here:
+            raise ConfigurationError(
+                f"row {name!r} needs {row.gpus} GPU{'s' * (row.gpus > 1)}; this machine has {here}. "
+                "See: megalight bench --list"
+            )
+
+
+def call(words: Sequence[str], log: Path, limit: float) -> str | None:
+    """Run a command, its words to a file; returns why it failed, or None. It leaves no process behind."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(limit)
+            return f"exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            return f"not done after {limit:.0f} s"
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End it, if it still runs: kindly first, since torchrun then ends its workers, which are groups of their own."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+
+
+def measure(row: Row, peer: str, log: Path, limit: float) -> dict[str, Any]:
+    """One peer's record; where it failed, a record whose row holds the end of what it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        problem = call(command(row, peer, out), log, limit)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines:
+            if line.startswith(SAID):
+                print(f"  {line}", flush=True)
+        if problem is None:
+            record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+            return record
+    print(f"  FAILED {peer}, {problem}; the whole of what it said is in {log}", flush=True)
+    return {"rows": [{"peer": peer, "failed": "\n".join([problem, *lines[-LAST_LINES:]])}]}
+
+
+def bench(name: str, row: Row, peers: Sequence[str], folder: Path, limit: float) -> dict[str, Any]:
+    """Run a row, print its table, write ``folder/<name>.json``; returns what stands there."""
+    print(f"{name}: {row.about}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    for peer in peers:
+        log = folder / f"{name}.{peer}.log"
+        records.append(measure(row, peer, log, limit))
+        if "failed" not in records[-1]["rows"][0]:
+            log.unlink()
+    result: dict[str, Any] = {"row": name, "about": row.about, "aim": row.aim, "measured": _now()}
+    for record in reversed(records):  # ours is the first, and has the last word
+        result.update(record)
+    result["command"] = shlex.join(["megalight", "bench", name, "--peers", *peers[1:]])
+    result["rows"] = [found for record in records for found in record["rows"]]
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{render.row_table(result)}\n{render.verdict(row, result)}{path}\n", flush=True)
+    return result
+
+
+def run(
+    names: Sequence[str],
+    *,
+    out: Path,
+    peers: Sequence[str] | None = None,
+    steps: int | None = None,
+    limit: float = 900.0,
+    dry: bool = False,
+) -> int:
+    """Run rows one after another, at most ``limit`` seconds for each peer; with ``dry`` only print the commands.
+
+    Returns:
+        0, or 1 when Megalight itself failed in a row.
+
+    Raises:
+        ConfigurationError: unknown rows or peers, or too few GPUs.
+    """
+    rows = rows_of(names)
+    chosen = {name: peers_of(row, peers) for name, row in rows.items()}
+    if steps is not None:
+        rows = {name: replace(row, step=replace(row.step, steps=steps)) for name, row in rows.items()}
+    if dry:
+        for name, row in rows.items():
+            for peer in chosen[name]:
+                print(shlex.join(command(row, peer, out / f"{name}.json")))
+        return 0
+    enough(rows)
+    failed = 0
+    for name, row in rows.items():
+        result = bench(name, row, chosen[name], out, limit)
+        failed += "seconds" not in result["rows"][0]
+    return int(failed > 0)
+
+
+def show() -> None:
+    """Every row: name, GPUs, what it aims at, who runs beside it."""
+    wide = max(map(len, ROWS))
+    for name, row in ROWS.items():
+        needs = f"{row.gpus} GPU" if row.step.device == "cuda" else "CPU"
+        aim = f"aim {row.aim:.0f}" if row.aim else ""
+        with contextlib.suppress(BrokenPipeError):
+            beside = f"; beside it: {', '.join(row.peers)}" if row.peers else ""
+            print(f"{name:<{wide}}  {needs:<6} {aim:<8} {row.about}{beside}")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,114 @@
+"""Where a step's time goes on one device, from the kernels of a profiled step.
+
+Every instant of the step belongs to one part: the first of :data:`PARTS` of which some kernel runs then, else
+``idle``. Communication beside computation is thus hidden; ``exposed`` is what runs alone, which includes waiting for
+another rank. ``accounted`` is the sum of all parts over the step's seconds on the host's clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+Spans = list[tuple[float, float]]
+Kernel = tuple[str, float, float]
+"""Name, start and end in seconds."""
+
+PARTS = ("gemm", "attention", "optimizer", "other", "exposed")
+"""Parts of a step but idleness. Each instant belongs to the first of them that has a kernel running."""
+
+NAMES: tuple[tuple[str, str], ...] = (
+    ("exposed", r"nccl|gloo|symm_mem|multimem|all_?reduce|all_?gather|reduce_scatter|c10d|memcpy ptop"),
+    ("attention", r"flash|fmha|sdpa|attention|attn|dot_do_o|convert_dq|^_merge$"),
+    (
+        "optimizer",
+        r"adam|multi_tensor|lp_?norm|l2norm|normtwoops|foreach|optimizer|clip_grad|linalg_vector_norm|^_step$",
+    ),
+    (
+        "gemm",
+        r"gemm|gemv|nvjet|cutlass|xmma|cublas|matmul|split_?k|wgrad|wgmma|triton_tem|^_accumulate$"
+        r"|aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|mkldnn_linear)",
+    ),
+)
+"""Part -> what the names of its kernels hold; looked through in this order. All else is ``other``."""
+
+_PATTERNS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in NAMES)
+
+
+def part_of(name: str) -> str:
+    """The part of a step that a kernel belongs to, by its name."""
+    return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
+
+
+def union(spans: Spans) -> Spans:
+    """Overlapping spans joined, in order."""
+    joined: Spans = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(spans: Spans) -> float:
+    """Time that a union covers."""
+    return sum(end - start for start, end in spans)
+
+
+def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str, Any]:
+    """The parts of a step in seconds, their sum over ``seconds`` (the host's clock), and the longest kernels.
+
+    ``computing`` is all but messages and idleness, ``communicating`` all messages, hidden or not.
+    """
+    kernels = list(kernels)
+    if not kernels:
+        return {}
+    spans: dict[str, Spans] = {part: [] for part in PARTS}
+    for name, start, end in kernels:
+        spans[part_of(name)].append((start, end))
+    found: dict[str, Any] = {}
+    covered: Spans = []
+    for part in PARTS:
+        before = length(covered)
+        covered = union(covered + spans[part])
+        found[part] = length(covered) - before
+    step = covered[-1][1] - covered[0][0]
+    found["idle"] = step - length(covered)
+    found["step"] = step
+    found["computing"] = sum(found[part] for part in PARTS if part != "exposed")
+    found["communicating"] = length(union(spans["exposed"]))
+    if seconds is not None:
+        found["seconds"] = seconds
+        found["accounted"] = step / seconds
+    found["kernels"] = longest(kernels)
+    return found
+
+
+def longest(kernels: Iterable[Kernel], count: int = 16) -> list[dict[str, Any]]:
+    """The kernels that take most, by name: their part, how many of them, seconds in all."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, start, end in kernels:
+        sums[name][0] += 1
+        sums[name][1] += end - start
+    ranked = sorted(sums.items(), key=lambda item: -item[1][1])[:count]
+    return [
+        {"name": name[:120], "part": part_of(name), "calls": int(calls), "seconds": spent}
+        for name, (calls, spent) in ranked
+    ]
+
+
+def breakdown(profiler: Any, seconds: float | None = None, device: str = "cuda") -> dict[str, Any]:
+    """:func:`divide` of what a stopped profiler recorded on ``device``; on CPU that is torch's operators."""
+    return divide(
+        [
+            (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+            for event in profiler.events()
+            if event.device_type.name.lower() == device
+            and not getattr(event, "is_user_annotation", False)
+            and (device == "cuda" or event.name.startswith("aten::"))
+        ],
+        seconds,
+    )

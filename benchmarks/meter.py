@@ -1,0 +1,115 @@
+"""Times the steps of a run, and profiles one after those."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import resource
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.breakdown import breakdown
+from benchmarks.step import Step
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def device_name(step: Step) -> str:
+    return (
+        torch.cuda.get_device_name() if step.device == "cuda" else f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    )
+
+
+def forget(step: Step) -> None:
+    """Make room for the next run, and count its memory from here."""
+    gc.collect()
+    if step.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(step: Step) -> float:
+    """Most memory in use at once since :func:`forget`; on CPU the process's, since it began."""
+    if step.device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def random_rows(step: Step, count: int, seed: int) -> torch.Tensor:
+    """``[count, seq + 1]`` tokens."""
+    return torch.randint(0, step.vocab, (count, step.seq + 1), generator=torch.Generator().manual_seed(seed))
+
+
+class Meter:
+    """Counts a run's steps: call :meth:`start` before the first and :meth:`tick` after each of :attr:`total`.
+
+    :meth:`close` comes last, before the ranks part; then ``ranks`` holds each one's peak in GiB and its breakdown.
+
+    Args:
+        step: says how many steps warm up, and how many are timed.
+        profiled: run two more, of which the last is profiled.
+        table: file for a table of that step's kernels.
+    """
+
+    def __init__(self, step: Step, profiled: bool = False, table: str | None = None) -> None:
+        self.step = step
+        self.total = step.warmup + step.steps + 2 * profiled
+        self.table = table
+        self.ranks: list[tuple[float, dict[str, Any]]] = []
+        self._readings: list[float] = []
+        self._profiler: Any = None
+        if profiled:
+            activity = torch.profiler.ProfilerActivity
+            self._profiler = torch.profiler.profile(
+                activities=[activity.CUDA if step.device == "cuda" else activity.CPU],
+                schedule=torch.profiler.schedule(wait=self.total - 2, warmup=1, active=1),
+            )
+
+    def start(self) -> None:
+        synchronize()
+        self._readings.append(time.perf_counter())
+        if self._profiler:
+            self._profiler.start()
+
+    def tick(self) -> None:
+        synchronize()
+        self._readings.append(time.perf_counter())
+        ticks = len(self._readings) - 1
+        if self._profiler and ticks <= self.total:
+            self._profiler.step()
+            if ticks < self.total:
+                self._readings[-1] = time.perf_counter()  # what the profiler takes to begin belongs to no step
+
+    def seconds(self) -> list[float]:
+        """Of each timed step."""
+        readings = self._readings[self.step.warmup : self.step.warmup + self.step.steps + 1]
+        return [after - before for before, after in pairwise(readings)]
+
+    def close(self) -> None:
+        """Bring together what the ranks found; again, it does nothing."""
+        if self.ranks:
+            return
+        own = peak_gib(self.step), self._breakdown()
+        if torch.distributed.is_initialized():
+            everyone: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, own)
+            self.ranks = everyone
+        else:
+            self.ranks = [own]
+
+    def _breakdown(self) -> dict[str, Any]:
+        """Where the profiled step's time went; empty when none was profiled."""
+        if not self._profiler:
+            return {}
+        self._profiler.stop()
+        if self.table:
+            Path(self.table).write_text(self._profiler.key_averages().table(row_limit=40))
+        return breakdown(self._profiler, self._readings[-1] - self._readings[-2], self.step.device)

@@ -1,0 +1,280 @@
+"""Megalight through Lightning's Trainer, held to float32 on one device before anything is timed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.meter import Meter, forget, random_rows
+from benchmarks.peers import world_size
+from benchmarks.step import Step
+from megalight.imports import has
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.config import BackendConfig
+from megalight.models.gpt.module import GPTModule
+from megalight.nn.init import initialise
+from megalight.ops.choice import use_backends
+from megalight.optim import AdamConfig
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision.low_precision import MegatronLowPrecision
+from megalight.strategies import MegatronStrategy
+from megalight.strategies.options import Pipeline
+from megalight.types import PackedSequences, TokenBatch
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
+"""Relative difference of losses from float32 that is rounding, by precision."""
+
+TRAINER_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
+PLUGINS = ("transformer_engine", "apex", "flash_attn")
+CHECKED_STEPS = 6
+LEARNING_RATE = 6e-4
+"""Of the twin, divided by its layers: at a few times as much, deep narrow models blow rounding up into other losses."""
+
+
+class Wrong(RuntimeError):
+    """The losses are not those of float32; nothing may be timed."""
+
+
+class Runner:
+    """Any layout that the strategy takes."""
+
+    def why_not(self, step: Step) -> str | None:
+        if world_size() % step.model_ranks:
+            return f"{world_size()} ranks cannot hold replicas of {step.model_ranks}"
+        missing = [name for name in PLUGINS if not has(name) and any(b.endswith(f":{name}") for b in step.backends)]
+        if missing:
+            return f"{missing[0]} is not installed"
+        if step.graph:
+            return "there is no callback for CUDA graphs"
+        return None
+
+    def check(self, step: Step) -> dict[str, Any]:
+        """Train a narrow twin of the step as it will be timed, and by hand on one device in float32.
+
+        Raises:
+            Wrong: their losses differ.
+        """
+        small = twin(step)
+        learnt: list[float] = []
+        train(small, CHECKED_STEPS, lambda strategy: learnt.append(float(strategy.report.loss)), fixed=True)
+        forget(step)
+        exact = by_hand(small)
+        forget(step)
+        worst = max(abs(a - b) / b for a, b in zip(learnt, exact, strict=True))
+        found = {"twin_losses": learnt, "twin_losses_float32": exact, "twin_difference": worst}
+        say(f"twin: losses {show(learnt)}, in float32 {show(exact)}, relative difference {worst:.1e}")
+        if not worst < TOLERANCE[step.precision]:
+            raise Wrong(f"the twin's losses differ from float32 by {worst:.1e}: {found}")
+        return found
+
+    def run(self, step: Step, meter: Meter) -> dict[str, Any]:
+        losses: list[torch.Tensor] = []
+
+        def tick(strategy: MegatronStrategy) -> None:
+            losses.append(strategy.report.loss)
+            meter.tick()
+
+        module = train(step, meter.total, tick, begin=meter.start)
+        meter.close()
+        say(f"loss after {meter.total} steps: {float(losses[-1]):.4f}")
+        if not math.isfinite(float(losses[-1])):
+            raise Wrong(f"the loss after {meter.total} steps is {float(losses[-1])}")
+        return check_loss(step, module) if world_size() == 1 else {}
+
+
+def say(text: str) -> None:
+    """Once, whatever the number of ranks."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, flush=True)
+
+
+def show(losses: list[float]) -> str:
+    return " ".join(f"{loss:.4f}" for loss in losses)
+
+
+def config_of(step: Step) -> GPTConfig:
+    return GPTConfig(
+        num_layers=step.layers,
+        hidden_size=step.hidden,
+        num_heads=step.heads,
+        num_kv_heads=step.kv,
+        ffn_hidden_size=step.ffn,
+        vocab_size=step.vocab,
+        max_sequence_length=step.seq,
+    )
+
+
+def twin(step: Step) -> Step:
+    """The same layout, head size and precision, but narrow, short and, without a pipeline, shallow."""
+    kv = min(step.kv, step.tp * step.cp)
+    heads = step.heads // step.kv * kv
+    return replace(
+        step,
+        layers=step.layers if step.pp > 1 else min(step.layers, 4),
+        kv=kv,
+        heads=heads,
+        hidden=heads * step.head_dim,
+        ffn=min(step.ffn, 2 * heads * step.head_dim),
+        vocab=min(step.vocab, 4096),
+        seq=min(step.seq, 256 * step.cp),
+        mbs=1,
+        micro=step.micro if step.pp > 1 else 2,
+    )
+
+
+class Rows(Dataset[TokenBatch]):
+    """A replica's share of every step's global batch; the same one always with ``fixed``."""
+
+    def __init__(self, step: Step, steps: int, strategy: MegatronStrategy, fixed: bool) -> None:
+        self.step, self.steps, self.strategy, self.fixed = step, steps, strategy, fixed
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> TokenBatch:
+        ids = share(self.step, self.strategy.mesh.rank("dp"), 0 if self.fixed else index)
+        return TokenBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.ones(len(ids), self.step.seq))
+
+
+def share(step: Step, replica: int, index: int) -> torch.Tensor:
+    """``[mbs * micro, seq + 1]`` tokens of one replica's step."""
+    return random_rows(step, step.mbs * step.micro, 1000 * replica + index)
+
+
+class Steps(pl.Callback):
+    """Tells when training starts and each step ends."""
+
+    reads_weights = False
+
+    def __init__(self, begin: Callable[[], None], tick: Callable[[Any], None]) -> None:
+        self.begin, self.tick = begin, tick
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begin()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+        self.tick(trainer.strategy)
+
+
+def train(
+    step: Step,
+    steps: int,
+    tick: Callable[[Any], None],
+    *,
+    begin: Callable[[], None] = lambda: None,
+    fixed: bool = False,
+) -> GPTModule:
+    """So many steps under the strategy; ``tick(strategy)`` after each. Returns the trained module."""
+    strategy = MegatronStrategy(
+        tensor_parallel=step.tp,
+        sequence_parallel=step.tp > 1,
+        pipeline_parallel=step.pp,
+        virtual_pipeline=step.vpp,
+        pipeline_layout=step.layout,
+        pipeline=Pipeline(schedule=step.schedule),
+        context_parallel=step.cp,
+        context=ContextOptions(step.kind, inner=2 if step.kind == "all_to_all_ring" else None),
+        recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,
+        micro_batch_size=step.mbs,
+    )
+    cuda = step.device == "cuda"
+    with_config, without = backends_of(step)
+    use_backends(**without)
+    trainer = pl.Trainer(
+        accelerator=step.device,
+        devices=world_size(),
+        strategy=strategy,
+        **precision_of(step),
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        callbacks=[Steps(begin, tick)],
+    )
+    adam = AdamConfig(lr=LEARNING_RATE / step.layers, weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
+    module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)
+    rows = Rows(step, steps, strategy, fixed)
+    trainer.fit(module, DataLoader(rows, batch_size=None, num_workers=2 if cuda else 0, pin_memory=cuda))
+    use_backends(**dict.fromkeys(without, "auto"))
+    return module
+
+
+def precision_of(step: Step) -> dict[str, Any]:
+    """The Trainer's arguments; off the GPU, products in FP8 are emulated."""
+    if step.precision == "fp8":
+        options = LowPrecisionOptions(recipe=step.recipe, emulate=step.device != "cuda")
+        return {"plugins": [MegatronLowPrecision(options)]}
+    return {"precision": TRAINER_PRECISION[step.precision]}
+
+
+def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
+    """Named backends by op: those that the model's configuration has settings for, and the others."""
+    named = dict(word.split(":", 1) for word in step.backends)
+    settings = {field.name for field in fields(BackendConfig)}
+    return (
+        {op: name for op, name in named.items() if op in settings},
+        {op: name for op, name in named.items() if op not in settings},
+    )
+
+
+def by_hand(step: Step) -> list[float]:
+    """The losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
+    adam = AdamConfig(lr=LEARNING_RATE / step.layers)
+    with torch.device("meta"):
+        model = GPT(config_of(step))
+    model = model.to_empty(device=step.device).float()
+    initialise(model, GPTModule(config_of(step)).seed, prefix="model.")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0.0)
+    replicas = world_size() // step.model_ranks
+    rows = torch.cat([share(step, replica, 0) for replica in range(replicas)]).to(step.device)
+    sequences = PackedSequences.of_uniform(1, step.seq, step.device)
+    losses = []
+    for _ in range(CHECKED_STEPS):
+        mean = 0.0
+        for row in rows:
+            loss = model(row[:-1], sequences, labels=row[1:]).losses.mean() / len(rows)
+            loss.backward()
+            mean += float(loss.detach())
+        losses.append(mean)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def check_loss(step: Step, module: GPTModule) -> dict[str, Any]:
+    """The trained model's loss on fresh tokens beside that of the same weights in float32.
+
+    Raises:
+        Wrong: they differ.
+    """
+    ids = random_rows(step, 1, 10**6).to(step.device)
+    labels, tokens = ids[0, 1:], ids[0, :-1]
+    sequences = PackedSequences.of_uniform(1, step.seq, step.device)
+    with torch.no_grad():
+        fast = module.model(tokens, sequences, labels=labels).losses.float()
+        with torch.device("meta"):
+            wide = GPT(config_of(step))
+        wide = wide.to_empty(device=step.device).float()
+        for ours, theirs in zip(wide.parameters(), module.model.parameters(), strict=True):
+            ours.copy_(theirs)
+        exact = wide(tokens, sequences, labels=labels).losses
+    mean = float((fast.mean() - exact.mean()).abs() / exact.mean())
+    each = float((fast - exact).norm() / exact.norm())
+    say(f"loss {float(fast.mean()):.5f}, in float32 {float(exact.mean()):.5f}, difference {mean:.1e}")
+    if not mean < TOLERANCE[step.precision]:
+        raise Wrong(f"the loss differs from float32 by {mean:.1e}")
+    return {"loss": float(fast.mean()), "loss_float32": float(exact.mean()), "difference": mean, "by_token": each}

@@ -1,0 +1,284 @@
+"""The performance page's table and plot, from the results in benchmarks/results/*.json.
+
+    python benchmarks/render.py            # rewrite docs/performance/index.md; with matplotlib, rows.svg too
+    python benchmarks/render.py --check    # exit 1 when the page is not what the results say
+
+A result belongs to the row of :data:`benchmarks.rows.ROWS` whose step it ran. Rooflines are worked out anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.breakdown import PARTS
+from benchmarks.roofline import RATES, roofline
+from benchmarks.rows import ROWS, Row
+from benchmarks.step import Step
+from megalight.imports import has, require
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance" / "index.md"
+PLOT = PAGE.with_name("rows.svg")
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+OURS = "megalight"
+
+PLACES = (*PARTS[:-1], "computing", PARTS[-1], "idle", "accounted")
+"""Of a breakdown, in a table's order."""
+
+Record = dict[str, Any]
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def number(value: float | None, form: str = ",.0f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def fitting(tflops: float) -> str:
+    return number(tflops, ".0f" if tflops >= 10 else ".3g")
+
+
+def identity(step: Step) -> Step:
+    """What two runs of the same row have in common: all but how many steps were timed."""
+    return replace(step, steps=0, warmup=0)
+
+
+def steps_of(record: Record) -> Iterator[tuple[str, Step, Record]]:
+    """Who ran what in a file of :mod:`benchmarks.dense_step`: peer, step, measured row."""
+    base = Step.of_record(record["shape"])
+    for row in record["rows"]:
+        peer, _, change = row["peer"].partition(" ")
+        yield peer, base.but(change), row
+
+
+def collect(folder: Path = RESULTS) -> dict[str, Record]:
+    """Row -> device, GPUs, file, and the measured rows by peer. Of several files the command's own count first."""
+    names = {(identity(row.step), row.gpus): name for name, row in ROWS.items()}
+    found: dict[str, Record] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: (path.stem not in ROWS, path.name)):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not {"shape", "rows", "device", "gpus"} <= set(record) or "layers" not in record["shape"]:
+            continue
+        if not all("peer" in row for row in record["rows"]):
+            continue
+        for peer, step, row in steps_of(record):
+            name = names.get((identity(step), record["gpus"]))
+            if name and "seconds" in row:
+                entry = found.setdefault(
+                    name, {"file": path.name, "device": record["device"], "gpus": record["gpus"], "peers": {}}
+                )
+                if entry["file"] == path.name:
+                    entry["peers"].setdefault(peer, row)
+    return found
+
+
+def least(row: Row, device: str) -> float | None:
+    """The roofline's TFLOP/s per GPU."""
+    if device not in RATES:
+        return None
+    return roofline(row.step, RATES[device], row.gpus // row.step.model_ranks).tflops
+
+
+def parts(measured: Record) -> dict[str, float]:
+    """Shares of the step by part, means over the ranks; earlier results tell all computing from the rest, no more."""
+    ranks = [found for found in measured.get("breakdown_by_rank", []) if found]
+    if not ranks:
+        return {}
+    known = [part for part in (*PARTS, "computing", "idle") if part in ranks[0]]
+    shares = {
+        part: sum(found[part] / found.get("seconds", found["step"]) for found in ranks) / len(ranks) for part in known
+    }
+    sums = [found["accounted"] for found in ranks if "accounted" in found]
+    return {**shares, **({"accounted": min(sums)} if sums else {})}
+
+
+def page_table(found: dict[str, Record]) -> str:
+    """One line per row that was measured: Megalight, its roofline, the aim, and who ran beside it."""
+    lines = []
+    for name, row in ROWS.items():
+        if name not in found or OURS not in found[name]["peers"]:
+            continue
+        entry = found[name]
+        ours = entry["peers"][OURS]
+        bound = least(row, entry["device"])
+        beside = [f"{peer} {fitting(it['tflops'])}" for peer, it in entry["peers"].items() if peer != OURS]
+        lines.append(
+            [
+                f"`{name}`",
+                f"{entry['gpus']} x {entry['device'].removeprefix('NVIDIA ')}",
+                number(ours["seconds"], ".3f"),
+                fitting(ours["tflops"]),
+                number(ours["tokens_per_second"]),
+                number(ours["peak_gib"]),
+                number(bound),
+                number(bound and ours["tflops"] / bound, ".0%"),
+                aim_of(row, found),
+                ", ".join(beside),
+                ", ".join(f"{peer} {number(rate)}" for peer, rate in row.figures.items()),
+                f"[json](../../benchmarks/results/{entry['file']})",
+            ]
+        )
+    columns = ["row", "on", "s per step", "TFLOP/s", "tokens/s", "GiB", "roofline", "of it", "aim", "beside it",
+               "earlier", "from"]  # fmt: skip
+    return markdown(columns, lines)
+
+
+def aim_of(row: Row, found: dict[str, Record]) -> str:
+    if row.against:
+        other, times = row.against
+        rate = found.get(other, {}).get("peers", {}).get(OURS, {}).get("tflops")
+        return f"{times:g} x `{other}`" + (f" = {rate * times:.0f}" if rate else "")
+    return number(row.aim)
+
+
+def parts_table(found: dict[str, Record]) -> str:
+    """One line per row whose step was profiled: where the time goes."""
+    lines = []
+    for name in ROWS:
+        shares = parts(found.get(name, {}).get("peers", {}).get(OURS, {}))
+        if shares:
+            lines.append([f"`{name}`", *(number(shares.get(part), ".1%") for part in PLACES)])
+    columns = ["row", "products", "attention", "optimizer", "other kernels", "all computing", "exposed", "idle", "sum"]
+    return markdown(columns, lines)
+
+
+def rows_table() -> str:
+    """What each row runs."""
+    lines = [
+        [f"`{name}`", row.about, str(row.gpus), ", ".join(row.peers), " ".join(row.step.words()).replace("|", "\\|")]
+        for name, row in ROWS.items()
+    ]
+    return markdown(["row", "what", "GPUs", "beside it", "arguments of `benchmarks/dense_step.py`"], lines)
+
+
+def row_table(record: Record) -> str:
+    """One run of one row: everybody who ran or did not, and where the time went, in shares of the step."""
+    rows = record["rows"]
+    ours = next((row for row in rows if row["peer"] == OURS and "seconds" in row), None)
+    lines, notes = [], []
+    for row in rows:
+        if "seconds" not in row:
+            notes.append(f"{row['peer']}: {'refused: ' + row['refused'] if 'refused' in row else 'failed'}")
+            continue
+        ratio = ours["tflops"] / row["tflops"] if ours else None
+        lines.append(
+            [
+                row["peer"],
+                number(row["seconds"], ".4f"),
+                fitting(row["tflops"]),
+                number(row["tokens_per_second"]),
+                number(row["peak_gib"], ".1f"),
+                number(ratio, ".2f"),
+                number(row.get("share_of_roofline"), ".0%"),
+                *(number(parts(row).get(part), ".1%") for part in PLACES),
+            ]
+        )
+    columns = ["peer", "s/step", "TFLOP/s", "tokens/s", "GiB", "ours / it", "of roofline", "products", "attention",
+               "optimizer", "other", "computing", "exposed", "idle", "sum"]  # fmt: skip
+    return "\n".join([markdown(columns, lines), *notes])
+
+
+def verdict(row: Row, record: Record) -> str:
+    """Roofline and aim of one run, in a line; nothing where there is neither."""
+    bound = least(row, record.get("device", ""))
+    words = [f"roofline {bound:.0f} TFLOP/s"] if bound else []
+    words += [f"aim {row.aim:.0f}"] if row.aim else []
+    words += [f"measured earlier: {peer} {rate:.0f}" for peer, rate in row.figures.items()]
+    return "; ".join(words) + "\n" if words else ""
+
+
+def blocks(found: dict[str, Record]) -> str:
+    """What stands between the page's markers."""
+    return (
+        f"{page_table(found)}\n\n![TFLOP/s per GPU by row]({PLOT.name})\n\n"
+        f"Where a step's time goes, Megalight, means over the ranks:\n\n{parts_table(found)}\n\n"
+        f"The rows:\n\n{rows_table()}"
+    )
+
+
+def page(text: str, found: dict[str, Record]) -> str:
+    """The page with its measured part made anew."""
+    return re.sub(
+        f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n{blocks(found)}\n{END}", text, flags=re.DOTALL
+    )
+
+
+def points(found: dict[str, Record]) -> list[dict[str, Any]]:
+    """What the plot shows."""
+    return [
+        {
+            "row": name,
+            "roofline": least(ROWS[name], found[name]["device"]),
+            "aim": ROWS[name].aim,
+            "peers": {peer: row["tflops"] for peer, row in found[name]["peers"].items()},
+        }
+        for name in ROWS
+        if name in found and OURS in found[name]["peers"]
+    ]
+
+
+def digest(shown: list[dict[str, Any]]) -> str:
+    """Tells whether a plot is of these points."""
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def plot(shown: list[dict[str, Any]], output: Path) -> None:
+    """Bars of TFLOP/s per GPU, with peers, aims and rooflines as marks."""
+    matplotlib = require("matplotlib", "the plot")
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "megalight"})
+    pyplot = require("matplotlib.pyplot", "the plot")
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.34 * max(1, len(shown))), layout="constrained")
+    places = range(len(shown))
+    axes.barh(places, [point["peers"][OURS] for point in shown], height=0.6, color="#4c72b0", label="Megalight")
+    for key, mark, colour in (("roofline", "|", "black"), ("aim", "d", "#55a868")):
+        some = [(point[key], place) for place, point in zip(places, shown, strict=True) if point[key]]
+        if some:
+            axes.scatter(*zip(*some, strict=True), marker=mark, s=60, color=colour, label=key, zorder=3)
+    others = sorted({peer for point in shown for peer in point["peers"]} - {OURS})
+    for peer, colour in zip(others, ("#c44e52", "#dd8452", "#8172b3", "#937860", "#da8bc3"), strict=False):
+        some = [
+            (point["peers"][peer], place) for place, point in zip(places, shown, strict=True) if peer in point["peers"]
+        ]
+        axes.scatter(*zip(*some, strict=True), marker="x", s=36, color=colour, label=peer, zorder=3)
+    axes.set_yticks(places, [point["row"] for point in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("model TFLOP/s per GPU")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.5 / max(1, len(shown))), ncols=6, fontsize=8)
+    figure.savefig(output, metadata={"Date": None, "Description": f"points {digest(shown)}"})
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
+    check = parser.parse_args().check
+    found = collect()
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before, found)
+    if check:
+        return int(after != before)
+    PAGE.write_text(after, encoding="utf-8")
+    if has("matplotlib"):
+        plot(points(found), PLOT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

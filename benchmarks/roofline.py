@@ -1,0 +1,104 @@
+"""The time that a training step cannot go below on one GPU, from measured rates: products, attention, bytes.
+
+    seconds = products / GEMM rate + attention / attention rate + bytes / memory rate
+
+per GPU and optimizer step, of a replica of ``t = mbs micro seq`` tokens that ``tp pp cp`` GPUs share evenly:
+
+- products: ``6 W t`` operations for the ``W`` matmul weights (head too, embedding not); in FP8 the layers' share runs
+  at the FP8 rate, the head's at that of bf16.
+- attention: ``6 L H d s t``, causal, at the rate measured for forward and backward of 128 features per head.
+- activations, the bytes that no product moves for itself. Elements per token and layer, of 2 bytes in bf16:
+
+  | | elements | |
+  |---|---|---|
+  | norm with residual, two of them | 8 h each | forward reads 2, writes 2; backward reads 3, writes 1 |
+  | rotary on packed q, k, v | 4 (H + 2 Hkv) d | forward and backward each read and write once |
+  | SwiGLU | 8 f | forward reads 2, writes 1; backward reads 3, writes 2 |
+  | casts, in FP8 only | 2 (4 h + H d + (H + 2 Hkv) d + 3 f) | inputs and gradients of products are read, and written |
+  | | | straight and transposed in 1 byte each |
+
+  and once, behind the layers, a norm (8 h) and cross entropy (3 V: statistics read, the gradient reads and writes).
+- accumulation: each product that adds to a float32 gradient reads and writes it, 8 bytes per weight and micro-batch.
+- optimizer: per weight, the norm of gradients reads 4 bytes and clearing them writes 4; Adam reads gradient, moments
+  and master and writes the latter three and the bf16 weight, 30 bytes, on the shard.
+
+What is left out: messages (all of them could be hidden), a pipeline's bubble, norms' weights, rows of the input
+embedding, launches. Recomputed work is counted neither here nor in the model's FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from benchmarks.step import Step
+
+TERMS = ("products", "attention", "activations", "accumulation", "optimizer")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured ceilings of one device: operations per second of products and attention, bytes per second of copies."""
+
+    gemm: float
+    gemm_fp8: float
+    attention: float
+    memory: float
+
+
+RATES = {"NVIDIA H200": Rates(gemm=667e12, gemm_fp8=1264e12, attention=514e12, memory=4.3e12)}
+"""By the device's name. Sustained rates, that is under the power limit; attention is cuDNN's."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Least seconds of a step by what takes them, and the model FLOP/s per GPU that they allow."""
+
+    products: float
+    attention: float
+    activations: float
+    accumulation: float
+    optimizer: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(getattr(self, term) for term in TERMS))
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.seconds / 1e12
+
+    def record(self) -> dict[str, float]:
+        """As it stands in a result."""
+        return {**{term: asdict(self)[term] for term in TERMS}, "seconds": self.seconds, "tflops": self.tflops}
+
+
+def activation_bytes_per_token(step: Step) -> float:
+    """Bytes that element-wise work moves for one token through the whole model, forward and backward."""
+    qkv, attended = (step.heads + 2 * step.kv) * step.head_dim, step.heads * step.head_dim
+    layer = 2 * 8 * step.hidden + 4 * qkv + 8 * step.ffn
+    size = 4 if step.precision == "fp32" else 2
+    moved = size * (step.layers * layer + 8 * step.hidden + 3 * step.vocab)
+    if step.precision == "fp8":
+        inputs = step.hidden + attended + step.hidden + step.ffn
+        gradients = qkv + step.hidden + 2 * step.ffn + step.hidden
+        cast = inputs + gradients
+        moved += step.layers * 4 * cast
+    return float(moved)
+
+
+def roofline(step: Step, rates: Rates, replicas: int = 1) -> Roofline:
+    """The least time of a step on each GPU; ``replicas`` share the optimizer's state."""
+    share = step.tokens_per_gpu
+    layers, head = step.layers * step.layer_weights, step.hidden * step.vocab
+    fast = rates.gemm_fp8 if step.precision == "fp8" else rates.gemm
+    weights = step.weights / (step.tp * step.pp)
+    state = 30 * weights / (step.cp * replicas) + 8 * weights
+    return Roofline(
+        products=6 * share * (layers / fast + head / rates.gemm),
+        attention=share * step.attention_flops_per_token / rates.attention,
+        activations=share * activation_bytes_per_token(step) / rates.memory,
+        accumulation=8 * step.micro * step.matmul_weights / (step.tp * step.pp) / rates.memory,
+        optimizer=state / rates.memory,
+        flops=share * step.flops_per_token,
+    )

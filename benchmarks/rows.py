@@ -1,0 +1,154 @@
+"""The rows of the table: named steps, what they need, who runs beside Megalight, and what is aimed at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from benchmarks.step import Step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        about: what it is, in a line.
+        step: what runs.
+        gpus: processes, one per GPU (on CPU, per process).
+        aim: TFLOP/s per GPU to reach.
+        peers: who runs beside Megalight in the same call, where installed.
+        figures: peer -> TFLOP/s per GPU that were measured for it earlier on H200s, each in a call of its own.
+        against: another row, and how many times its TFLOP/s this one is to reach.
+    """
+
+    about: str
+    step: Step
+    gpus: int = 1
+    aim: float | None = None
+    peers: tuple[str, ...] = ()
+    figures: dict[str, float] = field(default_factory=dict)
+    against: tuple[str, float] | None = None
+
+
+LLAMA3_8B = "layers=32 vocab=128256"
+WIDTH_2048 = "layers=24 hidden=2048 ffn=8192 heads=16 kv=8 mbs=4 micro=2"
+SMALL = "layers=12 hidden=768 ffn=2048 heads=12 kv=12 vocab=50304 seq=1024 mbs=1 micro=4"
+TINY = (
+    "device=cpu precision=fp32 layers=2 hidden=64 ffn=128 heads=4 kv=2 vocab=256 seq=64 mbs=2 micro=2 steps=3 warmup=1"
+)
+FEW = "steps=3 warmup=2"
+"""Counts for rows of which one step takes seconds."""
+
+ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
+INTERLEAVED = "pp=4 mbs=1 micro=16 layout=Et|(tt|)*11(ttt|)*3L"
+NORMS = "attention_norm,mlp_norm"
+LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
+LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp"
+
+
+def _row(about: str, text: str, **more: object) -> Row:
+    return Row(about, Step().but(text), **more)  # type: ignore[arg-type]
+
+
+ROWS: dict[str, Row] = {
+    "8b-16l-bf16": _row(
+        "width of an 8B model, 16 layers, 4096 tokens, bf16",
+        "",
+        aim=580,
+        peers=("hf-compile", "mcore-te"),
+        figures={"mcore-te": 569, "hf-compile": 490},
+    ),
+    "8b-16l-te": _row(
+        "the same with TransformerEngine's kernels",
+        "backends=attention:transformer_engine,norm:transformer_engine,activation:transformer_engine,"
+        "weight_gradient:transformer_engine,adam:transformer_engine",
+    ),
+    "8b-16l-fp8": _row(
+        "the first row in FP8", "precision=fp8", aim=850, peers=("mcore-te",), figures={"mcore-te": 800}
+    ),
+    "8b-8l-8k-bf16": _row(
+        "8 layers of that, 8192 tokens, bf16",
+        "layers=8 seq=8192 mbs=1",
+        aim=575,
+        peers=("hf-compile", "mcore-te"),
+        figures={"mcore-te": 555, "hf-compile": 532},
+    ),
+    "8b-8l-8k-fp8": _row(
+        "the same in FP8",
+        "layers=8 seq=8192 mbs=1 precision=fp8",
+        aim=810,
+        peers=("mcore-te",),
+        figures={"mcore-te": 753},
+    ),
+    "2b-24l": _row(
+        "width 2048, 24 layers, bf16",
+        WIDTH_2048,
+        aim=560,
+        peers=("hf-compile", "mcore-te"),
+        figures={"mcore-te": 530, "hf-compile": 409},
+    ),
+    "125m": _row("125M, micro-batches of 1024 tokens: bound by launches", SMALL, peers=("hf", "hf-compile")),
+    "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
+    "8b-16l-dp2": _row("the first row on two GPUs, DP=2", "", gpus=2, against=("8b-16l-bf16", 0.96)),
+    "8b-16l-tp2": _row("the first row on two GPUs, TP=2 with SP", "tp=2", gpus=2, peers=("mcore-te",)),
+    "llama3-8b-dp4": _row(
+        "Llama-3-8B, DP=4, bf16",
+        f"{LLAMA3_8B} mbs=1",
+        gpus=4,
+        aim=565,
+        peers=("fsdp2", "mcore-te"),
+        figures={"mcore-te": 535, "fsdp2": 404},
+    ),
+    "llama3-8b-dp4-fp8": _row(
+        "the same in FP8",
+        f"{LLAMA3_8B} mbs=1 precision=fp8",
+        gpus=4,
+        aim=780,
+        peers=("mcore-te",),
+        figures={"mcore-te": 729},
+    ),
+    "llama3-8b-tp4": _row(
+        "Llama-3-8B, TP=4 with SP", f"{LLAMA3_8B} tp=4", gpus=4, aim=480, peers=("mcore-te",), figures={"mcore-te": 428}
+    ),
+    "llama3-8b-tp2dp2": _row(
+        "Llama-3-8B, TP=2 with SP, DP=2",
+        f"{LLAMA3_8B} tp=2 mbs=1",
+        gpus=4,
+        aim=500,
+        peers=("mcore-te",),
+        figures={"mcore-te": 456},
+    ),
+    "llama3-8b-pp4": _row("Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4),
+    "llama3-8b-pp4-zb": _row("the same, zero bubble", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B} schedule=zero_bubble", gpus=4),
+    "llama3-8b-pp4-vpp4": _row("Llama-3-8B, PP=4, VPP=4, interleaved", f"{LLAMA3_8B} {FEW} {INTERLEAVED}", gpus=4),
+    "llama3-8b-pp4-vpp4-zb": _row(
+        "the same, zero bubble",
+        f"{LLAMA3_8B} {FEW} {INTERLEAVED} schedule=zero_bubble",
+        gpus=4,
+        against=("llama3-8b-dp4", 0.92),
+    ),
+    "llama3-8b-tp2pp2": _row(
+        "Llama-3-8B, TP=2 with SP, PP=2, 1F1B", f"{LLAMA3_8B} {FEW} micro=8 tp=2 pp=2 layout=Et*17|t*15L", gpus=4
+    ),
+    **{
+        f"llama3-8b-cp4-32k-{kind.replace('_', '-')}": _row(
+            f"Llama-3-8B, CP=4, 32,768 tokens, {kind.replace('_', ' ')}",
+            f"{LLAMA3_8B} {FEW} {LONG} seq=32768 kind={kind}",
+            gpus=4,
+        )
+        for kind in ("ring", "all_gather", "all_to_all")
+    },
+    **{
+        f"llama3-8b-cp4-128k-{kind.replace('_', '-')}": _row(
+            f"Llama-3-8B, CP=4, 131,072 tokens, {kind.replace('_', ' ')}",
+            f"{LLAMA3_8B} {FEW} {LONGEST} kind={kind}",
+            gpus=4,
+            aim=450,
+        )
+        for kind in ("ring", "all_gather", "all_to_all")
+    },
+    "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
+    "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
+    "tiny-cpu-tp2": _row("the same, TP=2 with SP", f"{TINY} tp=2", gpus=2),
+}
+"""Name -> row, in the table's order."""

@@ -1,0 +1,154 @@
+"""One training step to be timed: the model's shape, how ranks share it, its precision. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+PRECISIONS = ("bf16", "fp32", "fp8")
+RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes by the names of the command line. The defaults are the width of an 8B model, 16 layers, one GPU.
+
+    ``mbs`` sequences make a micro-batch, ``micro`` of those a step of one replica. ``layout``, ``schedule`` are of the
+    pipeline, ``kind`` of attention under context parallelism, ``recompute`` modules inside every layer, ``recipe`` of
+    FP8; ``backends`` are named by op (``attention:cudnn``), ``graph`` runs steps as CUDA graphs.
+    """
+
+    layers: int = 16
+    hidden: int = 4096
+    ffn: int = 14336
+    heads: int = 32
+    kv: int = 8
+    vocab: int = 32000
+    seq: int = 4096
+    mbs: int = 2
+    micro: int = 4
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    steps: int = 8
+    warmup: int = 4
+    layout: str | None = None
+    schedule: str = "auto"
+    kind: str = "auto"
+    recompute: tuple[str, ...] = ()
+    precision: str = "bf16"
+    recipe: str = "tensorwise"
+    backends: tuple[str, ...] = ()
+    graph: bool = False
+    device: str = "cuda"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def model_ranks(self) -> int:
+        """GPUs that one replica of the model takes."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a replica's step."""
+        return self.mbs * self.micro * self.seq
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        return self.tokens / self.model_ranks
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the four matrices of one layer."""
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv) + 3 * self.hidden * self.ffn
+
+    @property
+    def matmul_weights(self) -> int:
+        """Elements that take part in matrix products: layers and head."""
+        return self.layers * self.layer_weights + self.hidden * self.vocab
+
+    @property
+    def weights(self) -> int:
+        """All elements: the input embedding too, norms left out."""
+        return self.matmul_weights + self.hidden * self.vocab
+
+    @property
+    def attention_flops_per_token(self) -> float:
+        """Forward and backward of causal attention: half of all pairs."""
+        return 6.0 * self.layers * self.heads * self.head_dim * self.seq
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs: 6 x matmul weights with the head, without the input embedding, + causal attention."""
+        return 6.0 * self.matmul_weights + self.attention_flops_per_token
+
+    def but(self, text: str) -> Step:
+        """This step with other values, as ``"pp=4 vpp=2 recompute=mlp.act,mlp_norm"``."""
+        words = dict(word.split("=", 1) for word in text.split())
+        unknown = set(words) - {field.name for field in fields(self)}
+        if unknown:
+            raise SystemExit(f"unknown {', '.join(sorted(unknown))} in {text!r}")
+        return replace(self, **{name: _value(getattr(self, name), word) for name, word in words.items()})
+
+    def words(self) -> list[str]:
+        """What differs from the defaults, as words of a command line."""
+        found: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            found.append(f"--{field.name}")
+            if value is not True:
+                found += list(value) if isinstance(value, tuple) else [str(value)]
+        return found
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        choices = {"precision": PRECISIONS, "device": ("cuda", "cpu")}
+        for field in fields(cls):
+            default, flag = field.default, f"--{field.name}"
+            if isinstance(default, bool):
+                parser.add_argument(flag, action="store_true")
+            elif isinstance(default, tuple):
+                parser.add_argument(flag, nargs="+", default=[])
+            else:
+                kind = int if isinstance(default, int) else str
+                parser.add_argument(flag, type=kind, default=default, choices=choices.get(field.name))
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Step:
+        return cls.of_record({field.name: getattr(arguments, field.name) for field in fields(cls)})
+
+    @classmethod
+    def of_record(cls, shape: dict[str, Any]) -> Step:
+        """From a result's shape; what it lacks has its default, what is unknown is left out."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in shape.items() if name in known
+        }
+        return cls(**values)
+
+
+def _value(old: Any, word: str) -> Any:
+    if isinstance(old, bool):
+        return word.lower() in ("1", "true", "yes")
+    if isinstance(old, int):
+        return int(word)
+    return tuple(word.split(",")) if isinstance(old, tuple) else word
+
+
+def only_of(step: Step, allowed: Iterable[str]) -> str | None:
+    """Why a peer that knows nothing but ``allowed`` of these choices cannot run the step, or None."""
+    plain = Step()
+    asked = [
+        name
+        for name in ("tp", "pp", "vpp", "cp", "layout", "schedule", "kind", "recompute", "graph")
+        if name not in allowed and getattr(step, name) != getattr(plain, name)
+    ]
+    return f"this runner has no {', '.join(asked)}" if asked else None

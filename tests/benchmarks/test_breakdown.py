@@ -1,0 +1,74 @@
+"""Kernels by name, and the division of a step's time among them."""
+
+import pytest
+
+from benchmarks.breakdown import PARTS, divide, longest, part_of, union
+
+NAMES = {
+    "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_cublas": "gemm",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align8>": "gemm",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "gemm",
+    "_accumulate": "gemm",
+    "triton_tem_fused_mm_0": "gemm",
+    "triton_tem_fused_flex_attention_2": "attention",
+    "aten::addmm": "gemm",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_f16_knob_7_128x128x128_4x1x1": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_f16": "attention",
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90>>": "attention",
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": "attention",
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "exposed",
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "exposed",
+    "Memcpy PtoP (Device -> Device)": "exposed",
+    "_step": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::NormTwoOps<float, float>>>": "optimizer",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>": "other",
+    "_forward": "other",
+    "_statistics": "other",
+    "Memcpy HtoD (Pinned -> Device)": "other",
+    "triton_poi_fused_mul_silu_1": "other",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_part_of_a_kernel(name):
+    assert part_of(name) == NAMES[name]
+
+
+def test_every_instant_belongs_to_one_part():
+    kernels = [
+        ("gemm_a", 1.0, 3.0),
+        ("ncclDevKernel_AllReduce", 2.0, 5.0),  # 1 s hidden under the product, 1 under attention, 1 alone
+        ("flash_fwd", 2.5, 4.0),  # half a second of it beside the product
+        ("_step", 6.0, 7.0),
+        ("relu", 6.5, 7.25),
+        ("relu", 6.5, 7.0),  # on another stream
+    ]
+    found = divide(kernels, seconds=6.5)
+    assert {part: found[part] for part in PARTS} == {
+        "gemm": 2.0,
+        "attention": 1.0,
+        "optimizer": 1.0,
+        "other": 0.25,
+        "exposed": 1.0,
+    }
+    assert found["idle"] == 1.0
+    assert found["step"] == 6.25 == sum(found[part] for part in PARTS) + found["idle"]
+    assert found["computing"] == 4.25
+    assert found["communicating"] == 3.0
+    assert found["accounted"] == pytest.approx(6.25 / 6.5)
+
+
+def test_nothing_ran():
+    assert divide([]) == {}
+
+
+def test_the_longest_are_summed_by_name():
+    kernels = [("relu", 0.0, 1.0), ("_step", 1.0, 2.5), ("relu", 3.0, 4.0)]
+    assert longest(kernels, 1) == [{"name": "relu", "part": "other", "calls": 2, "seconds": 2.0}]
+
+
+def test_union_joins_what_touches():
+    assert union([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (0.5, 0.75)]) == [(0.0, 2.0), (3.0, 4.0)]

@@ -1,0 +1,57 @@
+"""Rows as data, and the steps behind them."""
+
+import argparse
+
+import pytest
+
+from benchmarks.peers import PEERS, load
+from benchmarks.rows import ROWS
+from benchmarks.step import Step, only_of
+
+
+def parsed(words):
+    parser = argparse.ArgumentParser()
+    Step.add_arguments(parser)
+    return Step.of(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_survives_the_command_line(name):
+    row = ROWS[name]
+    assert parsed(row.step.words()) == row.step
+    assert row.gpus % row.step.model_ranks == 0
+    assert set(row.peers) | set(row.figures) <= set(PEERS)
+    assert row.against is None or row.against[0] in ROWS
+    assert row.step.heads % row.step.kv == 0
+    assert row.step.kv % row.step.tp == 0
+
+
+def test_no_two_rows_are_the_same():
+    assert len({(row.step, row.gpus) for row in ROWS.values()}) == len(ROWS)
+
+
+def test_changes_as_text():
+    step = Step().but("pp=4 layout=Et|t*3|tL recompute=mlp.act,mlp_norm graph=1")
+    assert (step.pp, step.layout, step.recompute, step.graph) == (4, "Et|t*3|tL", ("mlp.act", "mlp_norm"), True)
+    with pytest.raises(SystemExit, match="pq"):
+        Step().but("pq=4")
+
+
+@pytest.mark.parametrize(
+    ("peer", "change", "reason"),
+    [
+        ("hf", "tp=2", "no tp"),
+        ("hf", "precision=fp8", "no fp8"),
+        ("fsdp2", "cp=2 kind=ring", "no cp, kind"),
+        ("mcore-te", "", "megatron-core is not installed"),
+        ("megalight", "tp=3", "replicas of 3"),
+        ("megalight", "backends=norm:apex", "apex is not installed"),
+    ],
+)
+def test_peers_say_why_they_cannot(peer, change, reason):
+    assert reason in load(peer).why_not(Step().but(change))
+
+
+def test_what_a_runner_can_do_is_not_held_against_it():
+    assert only_of(Step(tp=2), ("tp",)) is None
+    assert load("hf").why_not(Step()) is None

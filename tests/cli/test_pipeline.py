@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from megalight.cli.main import main
+
+
+def doctor(*words: str) -> int:
+    return main(["doctor", *words])
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_a_layout_string_is_shown_with_its_bubble_and_its_timeline(capsys) -> None:
+    assert doctor("--layout", "Et|(tt|)*2tL", "--micro-batches", "4") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "6 layers on pp=4, vpp=1: Et|tt|tt|tL",
+        "rank 0  E 0",
+        "rank 1  1-2",
+        "rank 2  3-4",
+        "rank 3  5 L",
+    ]
+    text = "\n".join(lines)
+    assert "1f1b          bubble 75.0% of the work, activations of up to 4 chunks live" in text
+    assert "zero_bubble   bubble 25.0% of the work, activations of up to 4 chunks live" in text
+    assert "interleaved   it interleaves the chunks of a rank, but vpp=1" in text
+    assert lines[-5] == "1f1b:"
+    assert lines[-1].startswith("rank 3  .  .  .  F0 B0 =  F1")
+
+
+def test_chunks_come_from_the_string(capsys) -> None:
+    words = ["--layout", "E|t|t|tL", "--pipeline-parallel", "2", "--schedule", "zero_bubble", "--micro-batches", "6"]
+    assert doctor(*words) == 0
+    text = capsys.readouterr().out
+    assert (
+        "3 layers on pp=2, vpp=2: E|t|t|tL\n        chunk 0  chunk 1\nrank 0  E        1\nrank 1  0        2 L" in text
+    )
+    assert f"interleaved   bubble {1 / 12:.1%} of the work, activations of up to 5 chunks live" in text
+    assert f"zero_bubble   bubble {1 / 36:.1%} of the work" in text
+    assert "\nzero_bubble:\nrank 0  F0.0" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_splits_by_numbers(capsys) -> None:
+    assert doctor("--layers", "8", "--pipeline-parallel", "2", "--virtual-pipeline", "2", "--group-size", "3") == 0
+    assert "8 layers on pp=2, vpp=2: Ett|tt|tt|ttL\n" in capsys.readouterr().out
+    assert doctor("--layers", "7", "--pipeline-parallel", "4", "--first-layers", "1", "--micro-batches", "3") == 0
+    text = capsys.readouterr().out
+    assert "vpp=1: Et|tt|tt|ttL\n" in text
+    assert "3 micro-batches in a pipeline of 4 ranks: they wait 100%" in text
+    assert doctor("--layers", "6", "--pipeline-parallel", "2", "--count-embedding", "--count-loss") == 0
+    assert "vpp=1: Ettt|tttL\n" in capsys.readouterr().out
+
+
+def test_a_mesh_and_its_stages_together(capsys) -> None:
+    assert doctor("--layout", "tp=2,pp=2", "--layers", "2") == 0
+    text = capsys.readouterr().out
+    assert ["3", "1", "0", "0", "1"] in [line.split() for line in text.splitlines()]
+    assert "2 layers on pp=2, vpp=1: Et|tL" in text
+
+
+def test_many_ranks_are_not_drawn(capsys) -> None:
+    assert doctor("--layers", "128", "--pipeline-parallel", "64", "--micro-batches", "64") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 16
+    assert "rank 63  126-127 L" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--layout", "Et|xL"], ["character 4", "'x' means nothing"]),
+        (["--layout", "Et|tL", "--layers", "3"], ["names 2 layers 't'", "1 too few", "rank 1  1 L"]),
+        (["--layout", "Et|tL", "--pipeline-parallel", "4"], ["2 stages, no multiple of pp=4"]),
+        (["--layout", "Et|tL", "--first-layers", "1"], ["says by itself"]),
+        (["--layout", "pp=2", "--layers", "4", "--pipeline-parallel", "4"], ["contradicts --layout with pp=2"]),
+        (["--layers", "9", "--pipeline-parallel", "4"], ["9 layers do not divide", "'Et|ttt|ttt|ttL'"]),
+        (["--layers", "9"], ["--layers=9", "Add --pipeline-parallel"]),
+        (["--pipeline-parallel", "2"], ["how many layers", "Add --layers"]),
+        (["--layers", "8", "--pipeline-parallel", "4", "--first-layers", "2", "--count-loss"], ["nothing is counted"]),
+        (["--layout", "Et|tL", "--schedule", "gpipe"], ["'gpipe'", "1f1b"]),
+        (["--layout", "Et|tL", "--micro-batches", "0"], ["micro_batches=0"]),
+    ],
+)
+def test_errors_say_what_to_do(words: list[str], parts: list[str], capsys) -> None:
+    assert doctor(*words) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    for part in parts:
+        assert " ".join(part.split()) in text, text
