@@ -1,4 +1,4 @@
-# A fresh machine needs only Python >= 3.10 with pip: every target makes its own environment first.
+# A fresh machine needs only Python >= 3.11 with pip: every target makes its own environment first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ help: ## list these targets
 setup: $(READY) ## make the virtual environment (every other target does this by itself)
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"Python {v.major}.{v.minor} found; Megalight needs 3.10 or newer. Next: make PYTHON=python3.11 setup")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python {v.major}.{v.minor} found; Megalight needs 3.11 or newer. Next: make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@

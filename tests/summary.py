@@ -62,7 +62,7 @@ class Summary:
         lines = [
             "# Test run",
             "",
-            f"- Date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
+            f"- Date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
             f"- Commit: {commit()}",
             f"- Machine: {device()}, Python {platform.python_version()}",
             f"- Versions: {', '.join(found)}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import queue
@@ -64,10 +65,14 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
     while (job := jobs.get()) is not None:
+        failed = False
         try:
             results.put((rank, True, _answer(rank, job)))
         except BaseException:
+            failed = True
             results.put((rank, False, traceback.format_exc()))
+        if failed:
+            gc.collect()  # closes the connections of what the traceback held: peers need not wait for their timeout
 
 
 class _Pool:
