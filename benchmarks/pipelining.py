@@ -36,6 +36,7 @@ from torch.distributed import pipelining
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import build_layer, build_rotary
 from megalight.nn.init import initialise
+from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.executor import Executor
@@ -374,6 +375,7 @@ def main() -> None:
     if CUDA:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if CUDA else "gloo")
+    end_at_exit()
     place = Place(dist.get_rank(), dist.get_world_size(), device, torch.bfloat16 if CUDA else torch.float32)
     names = dict.fromkeys(["layers alone", *a.rows])
     rows = {name: row for name in names if (row := Row(name, a, shape, place)).fits}
@@ -393,7 +395,6 @@ def main() -> None:
             "rows": [row.record(rows) for row in rows.values()],
         }
         Path(a.out).write_text(json.dumps(record, indent=1) + "\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

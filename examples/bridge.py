@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
+from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Column, Plan, Row
 
@@ -126,6 +127,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
+    end_at_exit()
     rank, count = dist.get_rank(), options.encoder_ranks
     encoders = ParallelMesh(count, rank, tp=options.encoder_tensor_parallel, offset=0)
     decoders = ParallelMesh(world_size - count, rank, tp=options.decoder_tensor_parallel, offset=count)
@@ -151,7 +153,6 @@ def main() -> None:
         dist.all_reduce(loss, group=replicas)
     if rank == count:
         print(f"validation loss: {float(loss):.5f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -39,6 +39,17 @@ def _die_on_first() -> None:
         os._exit(7)
 
 
+def _meet_without_first() -> int:
+    """Rank 0 leaves before the others have met."""
+    if dist.get_rank() == 0:
+        return 0
+    time.sleep(0.3)
+    others = dist.new_group([1, 2], use_local_synchronization=True)
+    value = torch.tensor(dist.get_rank())
+    dist.all_reduce(value, group=others)
+    return int(value)
+
+
 def _leave_float64() -> torch.dtype:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -48,6 +59,10 @@ def _leave_float64() -> torch.dtype:
 def test_each_rank_answers_in_order() -> None:
     assert run(_sum_of_ranks, 2, 10) == [21, 21]
     assert run(_sum_of_ranks, 4, 0) == [6] * 4
+
+
+def test_a_rank_may_leave_before_others_meet() -> None:
+    assert run(_meet_without_first, 3) == [0, 3, 3]
 
 
 def test_processes_are_kept() -> None:

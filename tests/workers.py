@@ -46,13 +46,9 @@ def _answer(rank: int, job: bytes) -> bytes:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
+        patience = datetime.timedelta(seconds=timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
         return bytes(ForkingPickler.dumps(fn(*args)))
     finally:
         if dist.is_initialized():
@@ -110,6 +106,13 @@ def _close() -> None:
         _pools.pop().close()
 
 
+def _store() -> Any:
+    """Where the ranks of a job meet, on a port that the system chooses."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def _collect(pool: _Pool, world_size: int, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Answers and failures by rank, each in the order they came."""
     answers: dict[int, Any] = {}
@@ -136,10 +139,12 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 18
     """Run ``fn(*args)`` on ``world_size`` gloo ranks; returns each rank's result (must be picklable; use CPU tensors
     sparingly, numbers and numpy arrays travel best)."""
     pool = _pool(world_size)
-    job = bytes(ForkingPickler.dumps((fn, world_size, free_port(), timeout, args)))
+    store = _store()
+    job = bytes(ForkingPickler.dumps((fn, world_size, store.port, timeout, args)))
     for rank in range(world_size):
         pool.jobs[rank].put(job)
     answers, failures = _collect(pool, world_size, timeout)
+    del store  # ranks that need nobody any more leave; others may still be meeting
     missing = sorted(set(range(world_size)) - set(answers) - set(failures))
     if missing or not all(process.is_alive() for process in pool.processes):
         _pools.remove(pool)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
-import threading
-import time
 from abc import abstractmethod
 from typing import Any
 
@@ -15,31 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.parallel.mesh import ParallelMesh
-
-FAILED = threading.Event()
-"""Raised by an error on this rank: messages may be under way that no other rank will ever answer."""
-GRACE_SECONDS = 3.0
-"""How long the process group may then take to close. It would wait for such messages until its timeout, and all other
-ranks for the end of this one."""
-
-
-def end_at_exit() -> None:
-    """Close the process group before the interpreter goes: its threads must not outlive it, or the exit aborts."""
-    atexit.register(_end)
-
-
-def _end() -> None:
-    if dist.is_initialized():
-        if FAILED.is_set():
-            threading.Thread(target=_give_up, daemon=True).start()
-        dist.destroy_process_group()
-
-
-def _give_up() -> None:
-    time.sleep(GRACE_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 class Collectives:

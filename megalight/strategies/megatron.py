@@ -21,6 +21,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.ending import FAILED, end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.actions import Actions
@@ -31,7 +32,6 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.trace import spanned
 from megalight.strategies import _lightning, contract, launchers, persistence, refusals, setup
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
-from megalight.strategies.collectives import FAILED, end_at_exit
 from megalight.strategies.contract import own_steps
 from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.mesh_strategy import MeshStrategy
