@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,12 @@ def enough(rows: dict[str, Row]) -> None:
             )
 
 
-def call(words: Sequence[str], log: Path, limit: float) -> str | None:
+def call(words: Sequence[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
     """Run a command, its words to a file; returns why it failed, or None. It leaves no process behind."""
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            words, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(limit)
             return f"exit code {code}" if code else None
@@ -105,7 +107,7 @@ def measure(row: Row, peer: str, log: Path, limit: float) -> dict[str, Any]:
     """One peer's record; where it failed, a record whose row holds the end of what it said."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        problem = call(command(row, peer, out), log, limit)
+        problem = call(command(row, peer, out), row.environment, log, limit)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines:
             if line.startswith(SAID):
@@ -162,7 +164,8 @@ def run(
     if dry:
         for name, row in rows.items():
             for peer in chosen[name]:
-                print(shlex.join(command(row, peer, out / f"{name}.json")))
+                variables = [f"{variable}={value}" for variable, value in row.environment.items()]
+                print(shlex.join([*variables, *command(row, peer, out / f"{name}.json")]))
         return 0
     enough(rows)
     failed = 0

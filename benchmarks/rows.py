@@ -19,6 +19,7 @@ class Row:
         peers: who runs beside Megalight in the same call, where installed.
         figures: peer -> TFLOP/s per GPU that were measured for it earlier on H200s, each in a call of its own.
         against: another row, and how many times its TFLOP/s this one is to reach.
+        environment: variables of the processes.
     """
 
     about: str
@@ -28,6 +29,7 @@ class Row:
     peers: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
     against: tuple[str, float] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 LLAMA3_8B = "layers=32 vocab=128256"
@@ -43,7 +45,10 @@ ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
 INTERLEAVED = "pp=4 mbs=1 micro=16 layout=Et|(tt|)*11(ttt|)*3L"
 NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
-LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp"
+LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-46-9].mlp"
+"""Every fifth layer keeps its MLP's first product; there is memory for no more."""
+NO_GAPS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Blocks of many sizes in nearly all of the memory: its gaps would be too small."""
 
 
 def _row(about: str, text: str, **more: object) -> Row:
@@ -144,6 +149,7 @@ ROWS: dict[str, Row] = {
             f"{LLAMA3_8B} {FEW} {LONGEST} kind={kind}",
             gpus=4,
             aim=450,
+            environment=NO_GAPS,
         )
         for kind in ("ring", "all_gather", "all_to_all")
     },

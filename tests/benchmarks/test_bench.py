@@ -92,9 +92,17 @@ def test_what_hangs_is_ended_with_its_children(tmp_path):
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     log = tmp_path / "log"
     begin = time.monotonic()
-    assert bench.call([sys.executable, "-c", code], log, 4.0) == "not done after 4 s"
+    assert bench.call([sys.executable, "-c", code], {}, log, 4.0) == "not done after 4 s"
     assert time.monotonic() - begin < 20
     assert gone(log.read_text().strip())
+
+
+def test_a_row_may_bring_variables(tmp_path, capsys):
+    code = "import os; print(os.environ['ROOM'], len(os.environ) > 1)"
+    assert bench.call([sys.executable, "-c", code], {"ROOM": "no gaps"}, tmp_path / "log", 30.0) is None
+    assert (tmp_path / "log").read_text() == "no gaps True\n"
+    assert main(["bench", "llama3-8b-cp4-128k-ring", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ")
 
 
 def gone(pid):
