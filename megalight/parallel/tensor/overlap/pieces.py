@@ -33,7 +33,7 @@ def product_seconds(rows: int, inner: int, width: int) -> float:
 def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
     """Products of blocks as they arrive, the own one first; ``rows`` are those of one rank's share."""
     run = tp // pieces
-    message = LATENCY + rows * inner * itemsize / LINK
+    message = rows * inner * itemsize / LINK + _latency(pieces, tp)
     clock = 0.0
     for block in range(pieces):
         arrived = ((block + 1) * run - 1) * message
@@ -44,12 +44,17 @@ def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
 def scatter_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
     """Each block's sums leave while the next one is computed, the own block last."""
     run = tp // pieces
-    message = LATENCY + rows * width * itemsize / LINK
+    message = rows * width * itemsize / LINK + _latency(pieces, tp)
     clock = link = 0.0
     for block in range(pieces):
         clock += product_seconds(run * rows, inner, width)
         link = max(link, clock) + (run - (block == pieces - 1)) * message
     return max(clock, link)
+
+
+def _latency(pieces: int, tp: int) -> float:
+    """Of each message. One collective brings all shares where there is one piece."""
+    return LATENCY / (tp - 1) if pieces == 1 and tp > 1 else LATENCY
 
 
 def reduce_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
