@@ -163,6 +163,8 @@ def build_engine(strategy: MeshStrategy, module: pl.LightningModule, optimizer: 
         grad_dtype=options.dtype(options.gradient_dtype),
         reduce_dtype=options.dtype(options.reduce_dtype),
         bucket_size=options.bucket_size,
+        edge_bucket_size=options.edge_bucket_size,
+        max_ctas=options.max_ctas,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         device=strategy.root_device,
