@@ -25,6 +25,7 @@ OPTIONS = [
     TensorOptions(overlap="pipelined", keep_gathered=True, max_ctas=4),
     TensorOptions(overlap="symmetric", pieces=2),
     TensorOptions(overlap="symmetric", pieces=1),
+    TensorOptions(overlap="symmetric", pieces=4),
     TensorOptions(overlap="symmetric", keep_gathered=True),
 ]
 
@@ -91,8 +92,8 @@ def _rank(rank: int, size: int, port: int, options: TensorOptions) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_numbers_of_the_plain_way(options: TensorOptions) -> None:
     size = min(torch.cuda.device_count(), 4) // 2 * 2
-    if not size:
-        pytest.skip("needs two GPUs")
+    if not size or size % (options.pieces or 1):
+        pytest.skip("needs two GPUs, or as many as there are pieces")
     mp.spawn(_rank, (size, free_port(), options), nprocs=size)
 
 

@@ -7,13 +7,17 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import gpt
 from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.row import RowLinear
+from megalight.parallel.tensor.shared import Shared
 from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, VARIANTS, batch, jitter, parity, twin
 from tests.workers import run
@@ -81,3 +85,40 @@ def test_with_recompute(kind: str) -> None:
     for errors in run(beside_plain, 2, kind):
         assert errors
         assert max(errors.values()) < 1e-5, errors
+
+
+def rows_of_tokens(kind: str) -> dict[str, float]:
+    """Hidden states ``[B, S, h]``, through a column and a row layer with frozen parts, against the plain way."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = ParallelMesh(size, rank, tp=size)
+    generator = torch.Generator().manual_seed(rank)
+    x, grad, *weights = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, 5, 8), (3, 5, 8), (6, 8), (6,), (8, 6))
+    )
+
+    def gradients(tensor: TensorOptions, frozen: int | None, plain_input: bool) -> list[torch.Tensor]:
+        shared = Shared(mesh, True, sequence_dim=1, tensor=tensor)
+        up, bias, down = (nn.Parameter(weight.clone(), requires_grad=i != frozen) for i, weight in enumerate(weights))
+        module = nn.Sequential(ColumnLinear(up, bias, [6], shared), RowLinear(down, None, shared))
+        own = x.clone().requires_grad_(not plain_input)
+        y = module(own)
+        y.backward(grad)
+        assert y.is_contiguous()
+        return [y.detach(), *(t.grad for t in (own, up, bias, down) if t.grad is not None)]
+
+    errors = {}
+    with symmetric_on_cpu():
+        for frozen, plain_input in ((None, False), (0, False), (2, False), (None, True)):
+            wanted = gradients(TensorOptions(overlap="plain"), frozen, plain_input)
+            found = gradients(TensorOptions(overlap=kind, pieces=size), frozen, plain_input)
+            assert len(found) == len(wanted)
+            for index, (mine, right) in enumerate(zip(found, wanted, strict=True)):
+                errors[f"{frozen} {plain_input} {index}"] = float((mine - right).norm() / right.norm())
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["pipelined", "symmetric"])
+def test_tokens_in_rows_and_frozen_parts(kind: str) -> None:
+    for errors in run(rows_of_tokens, 4, kind):
+        assert max(errors.values()) < 1e-12, errors
