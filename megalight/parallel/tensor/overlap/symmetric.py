@@ -21,12 +21,14 @@ from torch.distributed import ProcessGroup
 
 from megalight.imports import has_symmetric_memory, symmetric_memory
 from megalight.ops.common import HALF, cuda_why_not
-from megalight.parallel.collectives import Pending
+from megalight.parallel.collectives import Pending, check_divides
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
 from megalight.parallel.tensor.overlap.rounds import Round, rounds_of
 from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+BUFFERS = "TORCH_SYMMMEM"
+"""Environment variables that torch reads when it makes symmetric memory."""
 
 
 def why_not(spec: OverlapSpec) -> str | None:
@@ -39,6 +41,8 @@ def why_not(spec: OverlapSpec) -> str | None:
         )
     if os.environ.get(NO_MULTICAST, "1") != "1":
         return f"goes without NVLink multicast, which {NO_MULTICAST}={os.environ[NO_MULTICAST]} asks for; set it to 1"
+    if os.environ.get(BUFFERS, "CUDA") != "CUDA":
+        return f"uses torch's own peer buffers, and {BUFFERS}={os.environ[BUFFERS]} asks for others; unset it"
     if not spec.sequence_parallel:
         return "needs sequence parallelism: without it sums go to all ranks, which pipelined overlaps"
     if spec.weight_dtype not in HALF:
@@ -84,6 +88,7 @@ class Symmetric(Pipelined):
         """In pieces; as one where the caller covers the copies."""
         if not covered:
             return super().start_product_scatter(x, product, dim, covered=False)
+        check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
         leaving = self.scatter_in_pieces(flat, product, 1)
         return Pending(None, lambda: back(leaving.finish()))

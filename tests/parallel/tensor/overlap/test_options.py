@@ -89,7 +89,9 @@ def test_multicast_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(symmetric.NO_MULTICAST, "0")
     assert "set it to 1" in str(symmetric.why_not(SPEC))
     monkeypatch.delenv(symmetric.NO_MULTICAST)
-    assert "multicast" not in str(symmetric.why_not(SPEC))
+    assert symmetric.why_not(SPEC) is None
+    monkeypatch.setenv(symmetric.BUFFERS, "NVSHMEM")
+    assert "TORCH_SYMMMEM=NVSHMEM asks for others; unset it" in str(symmetric.why_not(SPEC))
 
 
 def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
