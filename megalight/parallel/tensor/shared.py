@@ -68,8 +68,12 @@ class Shared:
 
     @cached_property
     def message_group(self) -> ProcessGroup:
-        """The same ranks, for messages that take few multiprocessors. Made on first use, by all of them."""
-        return new_group(self.mesh.ranks("tp"), "tensor-parallel messages", max_ctas=self.tensor.max_ctas)
+        """The same ranks, for messages that take few multiprocessors, but at once: products are queued behind them.
+
+        Made on first use, by all of them.
+        """
+        ranks, limit = self.mesh.ranks("tp"), self.tensor.max_ctas
+        return new_group(ranks, "tensor-parallel messages", max_ctas=limit, urgent=True)
 
     def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
         """The way to run the products and collectives of the split layer ``name``, for inputs like ``x``.

@@ -29,6 +29,8 @@ from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 BUFFERS = "TORCH_SYMMMEM"
 """Environment variables that torch reads when it makes symmetric memory."""
+MOST_VIEWS = 256
+"""Tensors in a buffer that are remembered; each shape of micro-batch has its own."""
 
 
 def why_not(spec: OverlapSpec) -> str | None:
@@ -107,9 +109,10 @@ class Buffer:
         """Kept: peers may still read them."""
         self.memory: Tensor | None = None
         self.handle: Any = None
+        self._views: dict[tuple[Any, ...], Tensor] = {}
 
-    def reserve(self, size: int) -> Any:
-        """A handle to at least so many bytes on every rank. A larger size than ever before is agreed upon by all."""
+    def reserve(self, size: int) -> None:
+        """Make sure of so many bytes on every rank. A size larger than ever before is agreed upon by all of them."""
         if self.memory is None or self.memory.numel() < size:
             os.environ[NO_MULTICAST] = "1"
             if self.memory is not None:
@@ -118,7 +121,20 @@ class Buffer:
             device = torch.device("cuda", torch.cuda.current_device())
             self.memory = symmetric_memory().empty(rounded, dtype=torch.uint8, device=device)
             self.handle = symmetric_memory().rendezvous(self.memory, self.group)
-        return self.handle
+            self._views.clear()
+
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """A tensor in the memory of a rank, from element ``offset`` on."""
+        key = rank, shape, dtype, offset
+        if key not in self._views:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = self.handle.get_buffer(rank, shape, dtype, offset)
+        return self._views[key]
+
+    def barrier(self) -> None:
+        """The current streams of all ranks wait for each other."""
+        self.handle.barrier(channel=0)
 
 
 class PeerCopies:
@@ -146,13 +162,13 @@ class GatheringCopies:
     """Each rank lays its share open and pulls those of the others."""
 
     def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
-        rank, size, shape = carrier.group.rank(), carrier.group.size(), share.shape
-        current, aside = torch.cuda.current_stream(), carrier.stream
-        handle = carrier.shares.reserve(share.nbytes)
+        rank, size, shape = carrier.group.rank(), carrier.group.size(), tuple(share.shape)
+        current, aside, laid_open = torch.cuda.current_stream(), carrier.stream, carrier.shares
+        laid_open.reserve(share.nbytes)
         current.wait_stream(aside)  # what this rank still pulls
-        handle.barrier(channel=0)  # and with that everybody: the shares of the call before may be overwritten
-        handle.get_buffer(rank, shape, share.dtype).copy_(share)
-        handle.barrier(channel=0)  # all shares are laid open
+        laid_open.barrier()  # and with that everybody: the shares of the call before may be overwritten
+        laid_open.view(rank, shape, share.dtype).copy_(share)
+        laid_open.barrier()  # all shares are there
         self.whole = share.new_empty(size * shape[0], *shape[1:])
         shares = self.whole.view(size, *shape)
         aside.wait_stream(current)
@@ -160,7 +176,7 @@ class GatheringCopies:
         with torch.cuda.stream(aside):
             for each in rounds:
                 for ahead, _ in each.pairs:
-                    shares[ahead].copy_(handle.get_buffer(ahead, shape, share.dtype), non_blocking=True)
+                    shares[ahead].copy_(laid_open.view(ahead, shape, share.dtype), non_blocking=True)
                 self.arrived.append(aside.record_event())
         if place_own:
             shares[rank].copy_(share)
@@ -178,11 +194,12 @@ class ScatteringCopies:
     ) -> None:
         self.carrier, self.shape, self.dtype, self.rounds = carrier, shape, dtype, rounds
         self.rank, self.size = carrier.group.rank(), carrier.group.size()
-        self.handle = carrier.sums.reserve(self.size * prod(shape) * dtype.itemsize)
-        self.parts = self.handle.get_buffer(self.rank, (self.size, *shape), dtype)
+        self.buffer = carrier.sums
+        self.buffer.reserve(self.size * prod(shape) * dtype.itemsize)
+        self.parts = self.buffer.view(self.rank, (self.size, *shape), dtype)
         self.own = self.parts[self.rank]
         self.leaving: list[Tensor] = []
-        self.handle.barrier(channel=1)  # everybody has summed up what came in the call before
+        self.buffer.barrier()  # everybody has summed up what came in the call before
 
     def send(self, number: int, piece: Tensor) -> None:
         """Start to push the rows of a piece."""
@@ -191,13 +208,13 @@ class ScatteringCopies:
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for ahead, _ in self.rounds[number].pairs:
-                slot = self.handle.get_buffer(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
+                slot = self.buffer.view(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
                 slot.copy_(by_owner[ahead % run], non_blocking=True)
         self.leaving.append(piece)  # freed when the current stream has waited
 
     def finish(self) -> Tensor:
         """Wait until everybody has pushed, and sum in float32."""
         torch.cuda.current_stream().wait_stream(self.carrier.stream)
-        self.handle.barrier(channel=1)
+        self.buffer.barrier()
         self.leaving.clear()
         return torch.sum(self.parts, 0)

@@ -105,7 +105,8 @@ def per_layer() -> tuple[list[str], list[int | None]]:
     """The ways of layers by pattern, and the limit of the group for messages."""
     asked: list[int | None] = []
 
-    def group(ranks: Any, purpose: str, max_ctas: int | None = None) -> Any:
+    def group(ranks: Any, purpose: str, max_ctas: int | None = None, urgent: bool = False) -> Any:
+        assert urgent
         asked.append(max_ctas)
         return dist.group.WORLD
 

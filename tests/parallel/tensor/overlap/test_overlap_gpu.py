@@ -111,4 +111,5 @@ def _limited(rank: int, size: int, port: int) -> None:
     shared = Shared(ParallelMesh(size, rank, tp=size), True, tensor=TensorOptions(overlap="pipelined", max_ctas=3))
     options = shared.message_group._get_backend(torch.device("cuda", rank)).options
     assert options.config.max_ctas == 3
+    assert options.is_high_priority_stream
     dist.destroy_process_group()
