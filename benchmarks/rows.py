@@ -91,6 +91,10 @@ ROWS: dict[str, Row] = {
     "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
     "8b-16l-dp2": _row("the first row on two GPUs, DP=2", "", gpus=2, against=("8b-16l-bf16", 0.96)),
     "8b-16l-tp2": _row("the first row on two GPUs, TP=2 with SP", "tp=2", gpus=2, peers=("mcore-te",)),
+    **{
+        f"8b-16l-tp2-{way}": _row(f"the same, collectives {way}", f"tp=2 overlap={way}", gpus=2)
+        for way in ("pipelined", "symmetric")
+    },
     "llama3-8b-dp4": _row(
         "Llama-3-8B, DP=4, bf16",
         f"{LLAMA3_8B} mbs=1",
