@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optim, bf16 on the wire": {"reduce_dtype": torch.bfloat16},
     "optim, bf16 gradients": {"grad_dtype": torch.bfloat16},
     "optim, bf16 gradients, fp32 sums": {"grad_dtype": torch.bfloat16, "reduction": "accumulate_fp32"},
+    "optim, 8 CTAs": {"max_ctas": 8},
+    "optim, edge buckets of 1 million": {"edge_bucket_size": 1_000_000},
     "no_shard": {"level": "no_shard"},
 }
 

@@ -96,6 +96,10 @@ ROWS: dict[str, Row] = {
     "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
     "8b-16l-dp2": _row("the first row on two GPUs, DP=2", "", gpus=2, against=("8b-16l-bf16", 0.96)),
     "8b-16l-tp2": _row("the first row on two GPUs, TP=2 with SP", "tp=2", gpus=2, peers=("mcore-te",)),
+    **{
+        f"8b-16l-tp2-{way}": _row(f"the same, collectives {way}", f"tp=2 overlap={way}", gpus=2)
+        for way in ("pipelined", "symmetric")
+    },
     "llama3-8b-dp4": _row(
         "Llama-3-8B, DP=4, bf16",
         f"{LLAMA3_8B} mbs=1",
@@ -123,6 +127,16 @@ ROWS: dict[str, Row] = {
         peers=("mcore-te",),
         figures={"mcore-te": 456},
     ),
+    **{
+        f"llama3-8b-{name}-{way}": _row(
+            f"{about}, collectives {way}", f"{LLAMA3_8B} {layout} overlap={way}", gpus=4, aim=aim
+        )
+        for name, about, layout, aim in (
+            ("tp4", "Llama-3-8B, TP=4 with SP", "tp=4", 480),
+            ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2 mbs=1", 500),
+        )
+        for way in ("pipelined", "symmetric")
+    },
     "llama3-8b-pp4": _row("Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4),
     "llama3-8b-pp4-zb": _row("the same, zero bubble", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B} schedule=zero_bubble", gpus=4),
     "llama3-8b-pp4-vpp4": _row("Llama-3-8B, PP=4, VPP=4, interleaved", f"{LLAMA3_8B} {FEW} {INTERLEAVED}", gpus=4),

@@ -16,8 +16,9 @@ class Step:
     """Sizes by the names of the command line. The defaults are the width of an 8B model, 16 layers, one GPU.
 
     ``mbs`` sequences make a micro-batch, ``micro`` of those a step of one replica. ``layout``, ``schedule`` are of the
-    pipeline, ``kind`` of attention under context parallelism, ``recompute`` modules inside every layer, ``recipe`` of
-    FP8; ``backends`` are named by op (``attention:cudnn``), ``graph`` runs steps as CUDA graphs.
+    pipeline, ``kind`` of attention under context parallelism, ``overlap`` of tensor parallelism, where ``keep`` keeps
+    gathered inputs, ``recompute`` modules inside every layer, ``recipe`` of FP8; ``backends`` are named by op
+    (``attention:cudnn``), ``graph`` runs steps as CUDA graphs.
     """
 
     layers: int = 16
@@ -38,6 +39,8 @@ class Step:
     layout: str | None = None
     schedule: str = "auto"
     kind: str = "auto"
+    overlap: str = "auto"
+    keep: bool = False
     recompute: tuple[str, ...] = ()
     precision: str = "bf16"
     recipe: str = "tensorwise"

@@ -63,6 +63,24 @@ def torch_distributed(*names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
+def symmetric_memory() -> ModuleType:
+    """Buffers that the GPUs of one host share, in torch; where :func:`has_symmetric_memory`."""
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+@functools.cache
+def has_symmetric_memory() -> bool:
+    """Whether this torch has them, by the names that are used here. Asks no device."""
+    try:
+        found = symmetric_memory()
+    except ImportError:
+        return False
+    handle = getattr(importlib.import_module("torch._C._distributed_c10d"), "_SymmetricMemory", None)
+    return all(hasattr(found, name) for name in ("empty", "rendezvous")) and all(
+        hasattr(handle, name) for name in ("get_buffer", "barrier")
+    )
+
+
 @functools.cache
 def has_grad_dtype() -> bool:
     """Whether a parameter may state the dtype of its gradient (``Tensor.grad_dtype``)."""

@@ -25,6 +25,7 @@ from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.options import Pipeline
@@ -181,6 +182,7 @@ def train(
         virtual_pipeline=step.vpp,
         pipeline_layout=step.layout,
         pipeline=Pipeline(schedule=step.schedule),
+        tensor=TensorOptions(overlap=step.overlap, keep_gathered=step.keep),
         context_parallel=step.cp,
         context=ContextOptions(step.kind, inner=2 if step.kind == "all_to_all_ring" else None),
         recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,

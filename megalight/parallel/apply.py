@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from megalight.errors import LayoutError, nearest
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import ContextRegion, Plan
+from megalight.parallel.plan import Column, ContextRegion, Plan, Row
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
 from megalight.parallel.tensor.splitter import Splitter
 from megalight.parallel.tensor.styles import style_module
@@ -25,6 +29,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     context: ContextOptions | None = None,
+    tensor: TensorOptions | None = None,
     prefix: str = "",
 ) -> dict[str, ShardSpec]:
     """Split a one-device model over the ``tp`` axis of a mesh, and its attention over ``cp``, in place.
@@ -39,6 +44,7 @@ def parallelize(
         sequence_parallel: hidden states between split layers hold a share of the tokens each; token counts must then
             be multiples of ``tp``.
         context: which kind of attention its layers use under context parallelism; None is ``auto``.
+        tensor: how its split layers hide their communication; None is ``auto``.
         prefix: put before every canonical name.
 
     Returns:
@@ -48,7 +54,8 @@ def parallelize(
     Raises:
         LayoutError: the model is parallel already; something does not divide; a pattern matches nothing; a style does
             not fit its module; under sequence parallelism, a module with parameters has no rule; under context
-            parallelism, the plan names no attention, or a kind cannot serve a layer.
+            parallelism, the plan names no attention, or a kind cannot serve a layer; options of ``tensor`` that cannot
+        act.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -59,8 +66,15 @@ def parallelize(
             f"pattern {pattern!r} of the plan matches no module of {type(model).__name__}; correct or remove it."
             + nearest(pattern, modules)
         )
-    shared = Shared(mesh, sequence_parallel and mesh.tp > 1, plan.sequence_dim, context or ContextOptions())
+    shared = Shared(
+        mesh,
+        sequence_parallel and mesh.tp > 1,
+        plan.sequence_dim,
+        context or ContextOptions(),
+        tensor or TensorOptions(),
+    )
     _check_context(plan, shared, modules)
+    _check_tensor(plan, shared, modules)
     splitter = Splitter(model, shared, prefix)
     unknown = []
     for name, module in modules.items():
@@ -88,6 +102,29 @@ def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
             "attention, so none would look at the other shares. Add the rule, or set cp=1."
         )
     shared.context.check(regions)
+
+
+def _check_tensor(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
+    """What the options say of split layers acts on some."""
+    styles = {name: plan.styles_of(name, module) for name, module in modules.items()}
+    split = [
+        name
+        for name, found in styles.items()
+        if any(isinstance(style, Row) or (isinstance(style, Column) and style.tokens == "share") for style in found)
+    ]
+    if shared.mesh.tp > 1:
+        shared.tensor.check(split, shared.mesh.tp, shared.sequence_parallel)
+
+
+def check_overlap(model: nn.Module, device: torch.device) -> None:
+    """Refuse, before a parallel model runs on ``device``, ways to overlap that cannot serve one of its layers.
+
+    Raises:
+        LayoutError: names the layer, and says why of each way.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear) and module.shared.mesh.tp > 1:
+            module.shared.check_overlap(module.name, module.weight, device)
 
 
 @contextmanager

@@ -106,13 +106,22 @@ def own_slice(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
     return x if group is None else _slices(x, group, dim)[group.rank()]
 
 
-def _slices(x: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
+def check_divides(x: Tensor, group: ProcessGroup, dim: int) -> None:
+    """Refuse an ``x`` that a group cannot share along ``dim``.
+
+    Raises:
+        LayoutError: ``dim`` does not divide by the group's size.
+    """
     if x.shape[dim] % group.size():
         raise LayoutError(
             f"dim {dim} of a tensor {tuple(x.shape)} must divide by the {group.size()} ranks that share it. "
             f"Pad it: PackedSequences.pad_to({group.size()}) for packed tokens, a sequence length that is a multiple "
             "of tp for rows of tokens."
         )
+
+
+def _slices(x: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
+    check_divides(x, group, dim)
     return x.chunk(group.size(), dim)
 
 

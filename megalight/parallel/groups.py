@@ -14,7 +14,11 @@ from megalight.errors import LayoutError
 
 
 def new_group(
-    ranks: Sequence[int], purpose: str, backend: str | None = None, max_ctas: int | None = None
+    ranks: Sequence[int],
+    purpose: str,
+    backend: str | None = None,
+    max_ctas: int | None = None,
+    urgent: bool = False,
 ) -> ProcessGroup:
     """A group of global ``ranks``, which all call this at the same time; nobody else takes part.
 
@@ -26,6 +30,7 @@ def new_group(
         backend: ``"gloo"`` for a group on the host; None: that of the default group.
         max_ctas: most multiprocessors of a GPU that a message occupies, also while it waits for the other side; None:
             NCCL's own choice.
+        urgent: messages get multiprocessors before computation that waits for them too.
 
     Raises:
         LayoutError: torch.distributed is not initialised.
@@ -36,9 +41,10 @@ def new_group(
             "call torch.distributed.init_process_group first."
         )
     options = None
-    if max_ctas is not None and (backend or dist.get_backend()) == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas, options.config.min_ctas = max_ctas, 1
+    if (max_ctas is not None or urgent) and (backend or dist.get_backend()) == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        if max_ctas is not None:
+            options.config.max_ctas, options.config.min_ctas = max_ctas, 1
     with _named(f"{purpose} {' '.join(map(str, ranks))} {backend}"):
         group = dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)

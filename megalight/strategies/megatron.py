@@ -29,6 +29,7 @@ from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.trace import spanned
 from megalight.strategies import _lightning, contract, launchers, persistence, refusals, setup
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
@@ -51,6 +52,7 @@ class MegatronStrategy(MeshStrategy):
     Args:
         tensor_parallel: ranks over which each layer's weights are split.
         sequence_parallel: also split the activations between those layers, by tokens.
+        tensor: how split layers hide their communication under their products.
         pipeline_parallel: ranks over which the layers are divided.
         virtual_pipeline: chunks of layers per pipeline rank; micro-batches go round the ranks as often.
         pipeline_layout: which layers go where, as a string (``"Et|tt|tt|tL"``, see
@@ -88,6 +90,7 @@ class MegatronStrategy(MeshStrategy):
         self,
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
+        tensor: TensorOptions | None = None,
         pipeline_parallel: int = 1,
         virtual_pipeline: int = 1,
         pipeline_layout: str | None = None,
@@ -126,6 +129,7 @@ class MegatronStrategy(MeshStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.tensor_parallel = tensor_parallel
         self.sequence_parallel = sequence_parallel
+        self.tensor = tensor or TensorOptions()
         self.context_parallel = context_parallel
         self.context = context or ContextOptions()
         self.recompute = recompute or Recompute()

@@ -16,6 +16,7 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.options import DataParallel, Pipeline
@@ -26,7 +27,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     """Ranks on a mesh. Set-up, checkpoints and launchers know a strategy as this.
 
     Attributes:
-        tensor_parallel, sequence_parallel, context_parallel, context, pipeline_parallel, virtual_pipeline,
+        tensor_parallel, sequence_parallel, tensor, context_parallel, context, pipeline_parallel, virtual_pipeline,
         pipeline_layout, pipeline, recompute, data_parallel, plan: as the user asked; ``virtual_pipeline`` as a layout
             string says.
         mesh: the grid of ranks.
@@ -43,6 +44,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     tensor_parallel: int
     sequence_parallel: bool
+    tensor: TensorOptions
     context_parallel: int
     context: ContextOptions
     pipeline_parallel: int

@@ -27,6 +27,10 @@ class DataParallel:
             weights are.
         reduce_dtype: of gradients while they travel. None: that of the buffers.
         bucket_size: elements of one reduction. None: chosen from the number of replicas.
+        edge_bucket_size: the same for the parameters that the model registers first, which are reduced last and
+            gathered first, with little or nothing to hide under. None: ``bucket_size``.
+        max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation. None: NCCL's own
+            choice.
         overlap_grad_reduce: reduce buckets while the backward still runs.
         overlap_param_gather: gather parameters while the next forward already runs.
     """
@@ -35,14 +39,18 @@ class DataParallel:
     gradient_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     bucket_size: int | None = None
+    edge_bucket_size: int | None = None
+    max_ctas: int | None = None
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
     def __post_init__(self) -> None:
         if self.level not in ("no_shard", "optim"):
             raise ConfigurationError(f"data_parallel.level={self.level!r}; it must be 'no_shard' or 'optim'.")
-        if self.bucket_size is not None and self.bucket_size < 1:
-            raise ConfigurationError(f"data_parallel.bucket_size={self.bucket_size}; it must be at least 1 element.")
+        for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
 
     @staticmethod
     def dtype(name: str | None) -> torch.dtype | None:

@@ -11,7 +11,7 @@ import torch
 
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
-from megalight.parallel.apply import parallelize
+from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import check_recompute
 from megalight.strategies.contract import check_steps
@@ -65,4 +65,12 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
         plan = strategy.plan or module.plan(model)
         stages = strategy.layout(model).stages if mesh.pp > 1 else ()
         check_recompute(model, strategy.recompute, [stage.layers for stage in stages])
-        parallelize(model, plan, mesh, sequence_parallel=strategy.sequence_parallel, context=strategy.context)
+        parallelize(
+            model,
+            plan,
+            mesh,
+            sequence_parallel=strategy.sequence_parallel,
+            context=strategy.context,
+            tensor=strategy.tensor,
+        )
+        check_overlap(model, strategy.root_device)

@@ -28,7 +28,7 @@ from torch.utils.data import RandomSampler
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.optim import shard_optimizer
-from megalight.parallel.apply import parallelize
+from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.pipeline.stages import cut
@@ -63,6 +63,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, loaded: Loaded | N
         apply_recompute(chunk, strategy.recompute, whole=strategy.mesh.pp == 1)
     cut_layers = sum(len(stage.layers) for stage in split.layout.stages)
     strategy.precision.prepare(root, strategy.mesh, cut_layers or None)
+    check_overlap(root, strategy.root_device)
     strategy.fresh = fresh and loaded is None
     strategy.streams.seed(seed)
     return split
@@ -88,6 +89,7 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
         strategy.mesh,
         sequence_parallel=strategy.sequence_parallel,
         context=strategy.context,
+        tensor=strategy.tensor,
         prefix=CANONICAL_PREFIX,
     )
     layout = strategy.layout(root)
@@ -117,6 +119,7 @@ def _split_before(strategy: MeshStrategy, root: nn.Module) -> Split | None:
 
 def _asked(strategy: MeshStrategy) -> str:
     parts = [strategy.mesh.describe(), *["sequence parallel"] * strategy.sequence_parallel]
+    parts += [repr(strategy.tensor)] * (strategy.tensor_parallel > 1)
     parts += [repr(strategy.context)] * (strategy.context_parallel > 1)
     if strategy.pipeline_parallel > 1:
         chunks = f"{strategy.virtual_pipeline} chunks per rank"
@@ -160,6 +163,8 @@ def build_engine(strategy: MeshStrategy, module: pl.LightningModule, optimizer: 
         grad_dtype=options.dtype(options.gradient_dtype),
         reduce_dtype=options.dtype(options.reduce_dtype),
         bucket_size=options.bucket_size,
+        edge_bucket_size=options.edge_bucket_size,
+        max_ctas=options.max_ctas,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         device=strategy.root_device,

@@ -18,6 +18,7 @@ from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Column, HeadRegion, Plan, Replicated, Row, SequenceRegion, Vocab, VocabHead
 from megalight.parallel.plans import gpt, plan_for
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.workers import run
@@ -82,7 +83,12 @@ def batch(vocab: int, lengths: list[int], multiple: int):
     return tokens, labels, weights, sequences
 
 
-def parity(options: dict, sequence_parallel: bool, dtype: torch.dtype = torch.float64) -> dict[str, float]:
+def parity(
+    options: dict,
+    sequence_parallel: bool,
+    dtype: torch.dtype = torch.float64,
+    tensor: TensorOptions | None = None,
+) -> dict[str, float]:
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
     config = GPTConfig(**{**BASE, **options})
@@ -90,7 +96,7 @@ def parity(options: dict, sequence_parallel: bool, dtype: torch.dtype = torch.fl
     jitter(whole)
     whole.to(dtype)
     model = copy.deepcopy(whole)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel, tensor=tensor)
     model = copy.deepcopy(model)  # a parallel model can be copied
     assert {name for name, _ in model.named_parameters()} == set(specs)
     tokens, labels, weights, sequences = batch(config.vocab_size, [7, 1, 5, 8], tp)

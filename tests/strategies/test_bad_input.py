@@ -164,6 +164,24 @@ WORDS = {
         ["--trainer.devices=3", f"{STRATEGY}context_parallel=3", f"{STRATEGY}context.kind=all_to_all"],
         ["layers.0.attention.inner", "all_to_all", "cp=3"],
     ),
+    "overlap without a GPU": (
+        [
+            "--trainer.devices=2",
+            f"{STRATEGY}tensor_parallel=2",
+            f"{STRATEGY}sequence_parallel=true",
+            f"{STRATEGY}tensor.overlap=symmetric",
+        ],
+        ["layers.0.attention.qkv", "symmetric: needs tensors on cuda, not on cpu", "pipelined: can serve"],
+    ),
+    "pieces over ranks": (
+        [
+            "--trainer.devices=2",
+            f"{STRATEGY}tensor_parallel=2",
+            f"{STRATEGY}sequence_parallel=true",
+            f"{STRATEGY}tensor.pieces=3",
+        ],
+        ["TensorOptions.pieces=3 does not divide tp=2", "Choose a divisor"],
+    ),
     "batch over ranks": (
         ["--trainer.devices=3"],
         ["global_batch_size is 4", "3 data-parallel ranks", "Change global_batch_size or the layout"],

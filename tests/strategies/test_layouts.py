@@ -11,6 +11,7 @@ import pytest
 from megalight.models.gpt import AttentionConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies.options import Pipeline
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.workers import run
@@ -38,6 +39,7 @@ class Row:
     packed: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
     recompute: Recompute = field(default_factory=Recompute)
+    tensor: TensorOptions = field(default_factory=TensorOptions)
 
     @property
     def world(self) -> int:
@@ -49,12 +51,13 @@ class Row:
             value = getattr(self, each.name)
             if value != each.default and each.default_factory is not type(value):
                 parts.append(each.name if value is True else f"{each.name}{value}")
-        for options in (self.pipeline, self.recompute):
+        for options in (self.pipeline, self.recompute, self.tensor):
             default = type(options)()
             parts += [f"{k}={v}" for k, v in vars(options).items() if v and v != getattr(default, k)]
         return "-".join(parts)
 
 
+PIECES = TensorOptions(overlap="pipelined", pieces=2)
 ZERO_BUBBLE = Pipeline(schedule="zero_bubble")
 WHOLE = Recompute(granularity="full", num_layers=1)
 GROUPS = Recompute(granularity="full", method="uniform", num_layers=2)
@@ -73,6 +76,8 @@ COVER = [
     Row("mha", 5, pp=2, pipeline=Pipeline(first_layers=2), packed=True),
     Row("gqa", pp=2, dp=2, pipeline=ZERO_BUBBLE),
     Row("tied", pp=2, vpp=2, pipeline=ZERO_BUBBLE, packed=True),
+    Row("gqa", 2, pp=2, tp=2, sp=True, pipeline=ZERO_BUBBLE, recompute=NORMS, tensor=PIECES),
+    Row("gpt2", 2, tp=2, dp=2, tensor=PIECES),
     Row("gqa", 7, pp=4, pipeline=Pipeline(count_loss=True)),
     Row("gqa", 2, cp=2, kind="ring"),
     Row("gqa", 2, cp=2, kind="all_to_all", tp=1, dp=2, packed=True),
@@ -112,6 +117,7 @@ WIDE = [
     Row("window", 2, cp=2, tp=2, sp=True, kind="all_gather"),
     Row("window", 4, cp=2, pp=2, kind="auto", recompute=NORMS),
     Row("mha", 2, cp=2, dp=2, kind="ring", level="no_shard"),
+    Row("gpt2", 2, tp=4, sp=True, dp=2, tensor=PIECES, recompute=WHOLE),
     Row("gqa", 5, pp=3, text="Et|(t|)*1t*3L"),
     Row("tied", 6, pp=2, text="E|tt|t*3|tL"),
     Row("gqa", 5, pp=4, text="E|t*2||t*3L", dp=2),
@@ -136,6 +142,7 @@ def options_of(row: Row) -> dict[str, Any]:
         "pipeline_layout": row.text,
         "pipeline": row.pipeline,
         "recompute": row.recompute,
+        "tensor": row.tensor,
     }
 
 

@@ -55,8 +55,9 @@ def test_pipeline_options() -> None:
 def test_data_parallel_options() -> None:
     with pytest.raises(ConfigurationError, match=r"level='full'; it must be"):
         DataParallel(level="full")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="at least 1 element"):
-        DataParallel(bucket_size=0)
+    for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
+        with pytest.raises(ConfigurationError, match=rf"data_parallel\.{name}=0; it must be at least 1"):
+            DataParallel(**{name: 0})
 
 
 def test_checkpoint_plugins() -> None:

@@ -44,8 +44,10 @@ def precision_of(weight: Tensor) -> LowPrecision | None:
     return precision
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b``, without a graph."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """``x W^T + b``, without a graph; into ``out [n, out]``, of an ``x [n, in]`` and weight of one plain type."""
+    if out is not None:
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     precision = precision_of(weight)
     return F.linear(x, weight, bias) if precision is None else precision.product(x, weight, bias)
 
@@ -61,8 +63,10 @@ def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return y
 
 
-def input_gradient(grad_y: Tensor, weight: Tensor) -> Tensor:
-    """``grad_y [..., out] x weight [out, in] -> [..., in]``, in the type of ``grad_y``."""
+def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """``grad_y [..., out] x weight [out, in] -> [..., in]``, in its type; ``out`` as of :func:`product`."""
+    if out is not None:
+        return torch.mm(grad_y, weight, out=out)
     precision = precision_of(weight)
     return grad_y @ weight.to(grad_y.dtype) if precision is None else precision.input_gradient(grad_y, weight)
 

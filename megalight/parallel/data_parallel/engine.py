@@ -16,6 +16,7 @@ from megalight.parallel.data_parallel.gather import Gatherer, masters_to_paramet
 from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
+from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import span, spanned
@@ -52,6 +53,10 @@ class DataParallelEngine:
         master_dtype: of the tensors the optimizer updates; None: float32 for half-precision parameters, else the
             parameters' own, and then no copy is kept.
         bucket_size: elements; None: 40 million, or 1 million per rank where that is more.
+        edge_bucket_size: the same for the parameters that the model registers first: their gradients are reduced last,
+            and they are gathered first, so that whole messages are exposed. None: ``bucket_size``.
+        max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation, in a process
+            group of their own; None: NCCL's own choice.
         overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. How
             often each parameter's gradient arrives is learned from the steps seen so far; the first one of all
             therefore never overlaps.
@@ -76,6 +81,8 @@ class DataParallelEngine:
         reduction: str = "sum",
         master_dtype: torch.dtype | None = None,
         bucket_size: int | None = None,
+        edge_bucket_size: int | None = None,
+        max_ctas: int | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         device: torch.device | None = None,
@@ -85,6 +92,8 @@ class DataParallelEngine:
         self.overlap_param_gather = overlap_param_gather
         self.infos = distinct_trainable(params)
         group = mesh.group(*DATA_AXES)
+        if group is not None and max_ctas is not None:
+            group = new_group(mesh.ranks(*DATA_AXES), "data parallelism", max_ctas=max_ctas)
         world = mesh.size("dp") * mesh.size("cp")
         rank = mesh.ranks(*DATA_AXES).index(mesh.global_rank)
 
@@ -93,7 +102,7 @@ class DataParallelEngine:
             for i in self.infos
         ]
         sizes = [info.parameter.numel() for info in self.infos]
-        layouts = plan_buckets(sizes, kinds, world, bucket_size or default_bucket_size(world))
+        layouts = plan_buckets(sizes, kinds, world, bucket_size or default_bucket_size(world), edge_bucket_size)
         self.buckets = [
             Bucket(
                 layout,

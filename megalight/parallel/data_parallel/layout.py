@@ -114,7 +114,9 @@ def default_bucket_size(world: int) -> int:
     return max(MIN_BUCKET, MIN_SHARD * world)
 
 
-def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket_size: int) -> list[BucketLayout]:
+def plan_buckets(
+    sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket_size: int, edge_size: int | None = None
+) -> list[BucketLayout]:
     """Assign parameters to buckets.
 
     Args:
@@ -122,6 +124,8 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket
         kinds: kind of each.
         world: ranks that share a bucket; its size becomes a multiple of ``world * SHARD_ALIGNMENT``.
         bucket_size: elements; a bucket closes once it holds at least as many.
+        edge_size: the same for the first ``bucket_size`` elements of each kind, which are reduced last, with no more of
+            the backward pass to hide under, and gathered first, while the forward pass waits.
 
     Returns:
         buckets in the order in which the backward pass is expected to complete them: by the first-registered parameter
@@ -134,12 +138,22 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket
         slots = open_slots.pop(kind)
         buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, world * SHARD_ALIGNMENT)))
 
+    left: dict[Kind, int] = {}
+    for size, kind in zip(sizes, kinds, strict=True):
+        left[kind] = left.get(kind, 0) + size
     for index in reversed(range(len(sizes))):
-        slots = open_slots.setdefault(kinds[index], [])
+        kind = kinds[index]
+        at_edge = edge_size is not None and left[kind] <= bucket_size
+        limit = edge_size if edge_size is not None and at_edge else bucket_size
+        left[kind] -= sizes[index]
+        slots = open_slots.setdefault(kind, [])
+        if slots and slots[-1].stop >= limit:  # grew up to here by the larger size
+            close(kind)
+            slots = open_slots.setdefault(kind, [])
         start = align(slots[-1].stop, ALIGNMENT) if slots else 0
         slots.append(Slot(index, start, sizes[index]))
-        if slots[-1].stop >= bucket_size:
-            close(kinds[index])
+        if slots[-1].stop >= limit:
+            close(kind)
     for kind in list(open_slots):
         close(kind)
     return sorted(buckets, key=lambda bucket: -bucket.slots[-1].index)

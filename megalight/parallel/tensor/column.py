@@ -8,20 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from megalight.ops.linear import (
-    accumulate_bias_gradient,
-    accumulate_weight_gradient,
-    input_gradient,
-    linear,
-    product,
-    product_and_save,
-)
+from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, linear, product_and_save
 from megalight.ops.linear.deferred import queue_for
-from megalight.ops.linear.inputs import save_input, saved_input
-from megalight.parallel.collectives import join, start_all_gather, start_all_reduce, start_reduce_scatter
+from megalight.ops.linear.inputs import recipe_of, save_input, saved_input
+from megalight.parallel.collectives import join
 from megalight.parallel.plan import Tokens
+from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
 
 
@@ -35,6 +28,7 @@ class ColumnLinear(nn.Module):
         shared: what the layers share.
         tokens: which tokens it is fed under sequence parallelism.
         gather_output: hand out all features.
+        name: of the module, for options and messages.
     """
 
     def __init__(
@@ -46,6 +40,7 @@ class ColumnLinear(nn.Module):
         *,
         tokens: Tokens = "share",
         gather_output: bool = False,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -55,10 +50,11 @@ class ColumnLinear(nn.Module):
         self.shared = shared
         self.tokens = tokens
         self.gather_output = gather_output
+        self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T/tp, in] -> [T, out/tp]`` under sequence parallelism, else ``[T, in] -> [T, out/tp]``."""
-        y = column_linear(x, self.weight, self.bias, self.shared, self.tokens)
+        y = column_linear(x, self.weight, self.bias, self.shared, self.tokens, self.name)
         return join(y, self.shared.group, y.dim() - 1) if self.gather_output else y
 
     def extra_repr(self) -> str:
@@ -66,13 +62,18 @@ class ColumnLinear(nn.Module):
         return f"{self.in_features} -> {self.out_features} x {self.shared.mesh.tp}, bias={self.bias is not None}"
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared, planned: Tokens = "share") -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared, planned: Tokens = "share", name: str = ""
+) -> Tensor:
     """The layer as a function."""
     tokens = shared.tokens(planned)
     if shared.group is None or tokens == "gathered":
         return linear(x, weight, bias)
-    apply: Any = _GatheredInput.apply if tokens == "share" else _WholeInput.apply
-    y: Tensor = apply(x, weight, bias, shared.group, shared.sequence_dim)
+    overlap, dim = shared.overlap(name, x, weight), shared.sequence_dim
+    if tokens == "whole":
+        y: Tensor = _WholeInput.apply(x, weight, bias, overlap, dim)  # type: ignore[no-untyped-call]
+    else:
+        y = _GatheredInput.apply(x, weight, bias, overlap, dim, shared.tensor.keep_gathered)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -80,53 +81,61 @@ class _WholeInput(torch.autograd.Function):
     """Every rank holds ``x``. Backward: the all-reduce of its gradient runs under the weight-gradient GEMM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap, dim: int) -> Tensor:
         # Parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
-        ctx.weight, ctx.bias, ctx.group = weight, bias, group
+        ctx.weight, ctx.bias, ctx.overlap, ctx.dim = weight, bias, overlap, dim
         return product_and_save(ctx, x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        pending = None
+        pending, grad_weight = None, None
+        covered = ctx.needs_input_grad[1] and queue_for(ctx.weight) is None
         if ctx.needs_input_grad[0]:
-            pending = start_all_reduce(input_gradient(grad_y, ctx.weight), ctx.group)
-        grad_weight = (
-            accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if ctx.needs_input_grad[1] else None
-        )
+            pending = ctx.overlap.start_product_reduce(grad_y, Product.of_input(ctx.weight), ctx.dim, covered=covered)
+        if ctx.needs_input_grad[1]:
+            grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (pending.wait() if pending else None), grad_weight, grad_bias, None, None
 
 
 class _GatheredInput(torch.autograd.Function):
-    """Each rank holds a share of the tokens of ``x``, and saves no more than that.
+    """Each rank holds a share of the tokens of ``x``, and saves no more than that, unless all are to be kept.
 
     Backward: ``x`` is gathered again under the input-gradient GEMM, and the reduce-scatter of the input gradient runs
-    under the weight-gradient GEMM.
+    under the weight-gradient GEMM, or, where that comes later, under pieces of the input-gradient GEMM itself.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.weight, ctx.bias, ctx.group, ctx.dim = weight, bias, group, dim
-        save_input(ctx, x, ctx.needs_input_grad[1])
-        return product(start_all_gather(x, group, dim).wait(), weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap, dim: int, keep: bool
+    ) -> Tensor:
+        ctx.weight, ctx.bias, ctx.overlap, ctx.dim = weight, bias, overlap, dim
+        ctx.kept = keep and ctx.needs_input_grad[1] and recipe_of(x) is None
+        y, whole = overlap.gather_product(x, Product.forward(weight, bias), dim, keep=ctx.kept)
+        save_input(ctx, x if whole is None else whole, ctx.needs_input_grad[1])
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        group, dim, grad_weight, share = ctx.group, ctx.dim, None, None
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        overlap, dim, grad_weight, share = ctx.overlap, ctx.dim, None, None
         if ctx.needs_input_grad[1]:
-            kept = saved_input(ctx)
-            assert isinstance(kept, Tensor)
-            share = kept.detach()
+            saved = saved_input(ctx)
+            assert isinstance(saved, Tensor)
+            share = saved.detach()
         later = queue_for(ctx.weight)
-        gathering = start_all_gather(share, group, dim) if share is not None and later is None else None
+        again = share is not None and not ctx.kept
+        gathering = overlap.start_gather(share, dim) if again and later is None else None
         scattering = None
         if ctx.needs_input_grad[0]:
-            scattering = start_reduce_scatter(input_gradient(grad_y, ctx.weight), group, dim)
-        if gathering is not None:
-            grad_weight = accumulate_weight_gradient(grad_y, gathering.wait(), ctx.weight)
-        elif share is not None and later is not None:  # only the share waits; it is gathered when its turn comes
-            later.put(ctx.weight, grad_y, lambda: start_all_gather(share, group, dim).wait)
+            covered = share is not None and later is None
+            scattering = overlap.start_product_scatter(grad_y, Product.of_input(ctx.weight), dim, covered=covered)
+        if share is not None and later is not None and again:
+            # only the share waits; it is gathered when its turn comes
+            later.put(ctx.weight, grad_y, lambda: overlap.start_gather(share, dim).wait)
+        elif share is not None:
+            x = share if gathering is None else gathering.wait()
+            grad_weight = accumulate_weight_gradient(grad_y, x, ctx.weight)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
-        return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None
+        return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None

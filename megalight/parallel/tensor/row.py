@@ -2,41 +2,98 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
 
-from megalight.ops.linear import linear
-from megalight.parallel.collectives import all_reduce, reduce_scatter
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, precision_of, product_and_save
+from megalight.ops.linear.inputs import save_input, saved_input
+from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
 
 
 class RowLinear(nn.Module):
     """``y = x W^T + b`` for this rank's columns of ``W``: partial results are summed, then the bias is added once.
 
-    The backward needs nothing beyond the regions': under sequence parallelism the gradient of ``y`` has to be gathered
-    before either GEMM can start; without it, it is there already.
-
     Args:
         weight: ``[out, in/tp]``.
         bias: ``[out]`` or None; under sequence parallelism its gradient here comes from this rank's tokens alone.
         shared: what the layers share.
+        name: of the module, for options and messages.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, name: str = "") -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         self.shared = shared
+        self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, in/tp] -> [T/tp, out]`` under sequence parallelism, else ``[T, in/tp] -> [T, out]``."""
-        y = linear(x, self.weight)
-        if self.shared.sequence_parallel:
-            y = reduce_scatter(y, self.shared.group, self.shared.sequence_dim)
-        else:
-            y = all_reduce(y, self.shared.group)
+        shared = self.shared
+        if shared.group is None:
+            return linear(x, self.weight, self.bias)
+        function = _ScatteredSum if shared.sequence_parallel else _WholeSum
+        overlap = shared.overlap(self.name, x, self.weight)
+        y: Tensor = function.apply(x, self.weight, overlap, shared.sequence_dim)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """Shape here and how many ranks share the layer, for printing."""
         return f"{self.in_features} x {self.shared.mesh.tp} -> {self.out_features}, bias={self.bias is not None}"
+
+
+class _ScatteredSum(torch.autograd.Function):
+    """Partial sums are scattered by tokens. Backward: the gradient is gathered once, for both GEMMs.
+
+    Where a way cuts products in pieces, each collective runs under the product that it belongs to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, dim: int) -> Tensor:
+        ctx.weight, ctx.overlap, ctx.dim, ctx.x_dtype = weight, overlap, dim, x.dtype
+        return overlap.start_product_scatter(x, _product(ctx, x, weight), dim, covered=False).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        grad_x, whole, grad_weight = None, None, None
+        if need_x:
+            product = Product.of_input(ctx.weight)
+            grad_x, whole = ctx.overlap.gather_product(grad_y, product, ctx.dim, keep=need_weight)
+            grad_x = grad_x.to(ctx.x_dtype)
+        if need_weight:
+            whole = ctx.overlap.start_gather(grad_y, ctx.dim).wait() if whole is None else whole
+            grad_weight = accumulate_weight_gradient(whole, saved_input(ctx), ctx.weight)
+        return grad_x, grad_weight, None, None
+
+
+class _WholeSum(torch.autograd.Function):
+    """Every rank gets the sum of all tokens; its gradient is whole already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, dim: int) -> Tensor:
+        ctx.weight, ctx.x_dtype = weight, x.dtype
+        return overlap.start_product_reduce(x, _product(ctx, x, weight), dim, covered=False).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        grad_x = input_gradient(grad_y, ctx.weight).to(ctx.x_dtype) if need_x else None
+        grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if need_weight else None
+        return grad_x, grad_weight, None, None
+
+
+def _product(ctx: Any, x: Tensor, weight: Tensor) -> Product:
+    """The product in the forward of a function of ``(x, weight, ...)``, which keeps ``x``."""
+    if precision_of(weight) is None:
+        save_input(ctx, x, ctx.needs_input_grad[1])
+        return Product.forward(weight, None)
+    # never in pieces: it keeps the cast that it makes of the whole input
+    return Product(lambda whole, out: product_and_save(ctx, whole, weight, None), weight.shape[1], weight.shape[0])

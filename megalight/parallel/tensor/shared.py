@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalight.ops.linear import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
+from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Tokens
 from megalight.parallel.random import RandomStreams
+from megalight.parallel.tensor.overlap.kinds import choose
+from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
 
 
 @dataclass
@@ -24,6 +32,7 @@ class Shared:
             forward, so that it can be off for a while (decoding).
         sequence_dim: the dim of hidden states that counts tokens.
         context: which kind of attention layers use under context parallelism.
+        tensor: how split layers hide their communication.
         context_groups: the ranks along ``cp``.
         streams: random streams for dropout.
     """
@@ -32,6 +41,7 @@ class Shared:
     sequence_parallel: bool = False
     sequence_dim: int = 0
     context: ContextOptions = field(default_factory=ContextOptions)
+    tensor: TensorOptions = field(default_factory=TensorOptions)
     context_groups: ContextGroups = field(init=False)
     streams: RandomStreams = field(init=False)
 
@@ -39,6 +49,9 @@ class Shared:
         self.context_groups = ContextGroups(self.mesh, self.context.inner)
         self.streams = RandomStreams(self.mesh)
         self._group: ProcessGroup | None = None
+        self._splits_tokens = self.sequence_parallel  # also while it is off for decoding
+        self._overlaps: dict[tuple[str, OverlapSpec], Overlap] = {}
+        self._ways: dict[str, Overlap] = {}
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -46,6 +59,58 @@ class Shared:
         if self._group is None and self.mesh.tp > 1:
             self._group = self.mesh.group("tp")
         return self._group
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """The same, where there are several ranks."""
+        assert self.group is not None
+        return self.group
+
+    @cached_property
+    def message_group(self) -> ProcessGroup:
+        """The same ranks, for messages that take few multiprocessors, but at once: products are queued behind them.
+
+        Made on first use, by all of them.
+        """
+        ranks, limit = self.mesh.ranks("tp"), self.tensor.max_ctas
+        return new_group(ranks, "tensor-parallel messages", max_ctas=limit, urgent=True)
+
+    def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
+        """The way to run the products and collectives of the split layer ``name``, for inputs like ``x``.
+
+        Raises:
+            LayoutError: the way that was asked for cannot serve.
+        """
+        spec = self._spec(weight, x.device, x.dtype, self.group)
+        kind = self.tensor.kind_of(name)
+        if (kind, spec) not in self._overlaps:
+            way = choose(name, spec, kind)
+            if way.name not in self._ways:
+                self._ways[way.name] = way.fn(self)
+            self._overlaps[kind, spec] = self._ways[way.name]
+        return self._overlaps[kind, spec]
+
+    def check_overlap(self, name: str, weight: Tensor, device: torch.device) -> None:
+        """Refuse now, before anything runs, a way that cannot serve a layer.
+
+        Raises:
+            LayoutError: says why of each way.
+        """
+        choose(name, self._spec(weight, device, None, None), self.tensor.kind_of(name))
+
+    def _spec(
+        self, weight: Tensor, device: torch.device, dtype: torch.dtype | None, group: ProcessGroup | None
+    ) -> OverlapSpec:
+        return OverlapSpec(
+            self.mesh.tp,
+            self._splits_tokens,
+            device.type,
+            dtype,
+            weight.dtype,
+            low_precision=precision_of(weight) is not None,
+            autocast=torch.is_autocast_enabled(device.type),
+            group=group,
+        )
 
     def tokens(self, planned: Tokens) -> Tokens:
         """Which tokens a layer is fed now, where the plan says ``planned`` under sequence parallelism."""

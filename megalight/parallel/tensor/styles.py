@@ -71,6 +71,7 @@ def _column(splitter: Splitter, name: str, module: nn.Module, style: styles.Colu
         splitter.shared,
         tokens=style.tokens,
         gather_output=style.gather_output,
+        name=name,
     )
 
 
@@ -84,7 +85,7 @@ def _row(splitter: Splitter, name: str, module: nn.Module, style: styles.Row) ->
         name, linear, "bias", lambda parts, shape: split.replicated(parts, shape, mesh, partial=partial)
     )
     assert weight is not None
-    return RowLinear(weight, bias, splitter.shared)
+    return RowLinear(weight, bias, splitter.shared, name)
 
 
 def _vocab(splitter: Splitter, name: str, module: nn.Module, style: styles.Vocab) -> nn.Module:

@@ -5,6 +5,7 @@ import gc
 import weakref
 from contextlib import suppress
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import engine as engine_module
+from megalight.parallel.data_parallel import reduce as reduce_module
+from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import (
@@ -26,6 +30,43 @@ from tests.parallel.data_parallel.helpers import (
     mesh,
 )
 from tests.workers import run
+
+
+def _edges_and_limits() -> list[int]:
+    """Elements of the buckets as they are sent, with small ones at the edge, through a group with a limit."""
+    asked: list[tuple[tuple[int, ...], int | None]] = []
+    made: list[dist.ProcessGroup] = []
+
+    def group(ranks: tuple[int, ...], purpose: str, max_ctas: int | None = None) -> dist.ProcessGroup:
+        asked.append((tuple(ranks), max_ctas))
+        made.append(new_group(ranks, purpose, max_ctas=max_ctas))
+        return made[-1]
+
+    model, reference = build(), build()
+    with patch.object(engine_module, "new_group", group):
+        engine = DataParallelEngine(infos(model), mesh(), bucket_size=60, edge_bucket_size=8, max_ctas=3)
+    assert asked == [((0, 1), 3)]
+    inputs = batches(0, 2, 1)
+    sent: list[int] = []
+
+    def reduce(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work:
+        assert group is made[0]
+        sent.append(x.numel())
+        return before(out, x, group=group, async_op=async_op)
+
+    before = reduce_module.reduce_scatter
+    with patch.object(reduce_module, "reduce_scatter", reduce):
+        accumulate(engine, model, inputs[dist.get_rank()])
+    loss(reference, inputs).backward()
+    gradients = [p.grad for p in reference.parameters() if p.grad is not None]
+    assert_close(engine.grad_norm(), torch.stack([g.norm() for g in gradients]).norm())
+    assert sent == [bucket.layout.numel for bucket in engine.buckets]
+    return [sum(slot.numel for slot in bucket.layout.slots) for bucket in engine.buckets]
+
+
+def test_small_buckets_at_the_edge_and_a_limit_on_multiprocessors() -> None:
+    """Weights of 35, 7, 7, 7, 21 and 3 elements, last first: 80 in all, 56 of them at the edge."""
+    assert run(_edges_and_limits, 2) == [[24, 14, 42]] * 2
 
 
 def _trains_like_one_process(level: str) -> None:

@@ -97,6 +97,7 @@ def _two_ranks(rank: int, port: int) -> None:
             {"level": "no_shard"},
             {"level": "optim"},
             {"level": "optim", "overlap_grad_reduce": False, "overlap_param_gather": False},
+            {"level": "optim", "max_ctas": 4, "edge_bucket_size": 1},
             {"level": "optim", "reduce_dtype": torch.bfloat16},
             {"level": "optim", "grad_dtype": torch.bfloat16, "reduction": "accumulate_fp32"},
         ):

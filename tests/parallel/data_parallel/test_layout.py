@@ -61,6 +61,24 @@ def test_golden_layout() -> None:
     assert second.interval(1, 2) == (128, 256)  # parameter 0 straddles the ranks
 
 
+def test_small_buckets_at_the_edge() -> None:
+    """The first 150 elements as registered, which are reduced last, lie in buckets of at least 50."""
+    sizes = [40, 30, 60, 90, 80]
+
+    def places(edge: int | None) -> list[list[int]]:
+        return [[s.index for s in bucket.slots] for bucket in plan_buckets(sizes, [KINDS[0]] * 5, 1, 150, edge)]
+
+    assert places(None) == [[4, 3], [2, 1, 0]]
+    assert places(50) == [[4, 3], [2], [1, 0]]
+    assert places(1) == [[4, 3], [2], [1], [0]]
+
+
+def test_a_large_bucket_closes_where_the_edge_begins() -> None:
+    sizes = [20, 100, 90]
+    places = [[s.index for s in bucket.slots] for bucket in plan_buckets(sizes, [KINDS[0]] * 3, 1, 120, 30)]
+    assert places == [[2], [1], [0]]
+
+
 def test_default_bucket_grows_with_the_ranks() -> None:
     assert default_bucket_size(8) == 40_000_000
     assert default_bucket_size(64) == 64_000_000

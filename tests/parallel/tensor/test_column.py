@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import column
 from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.overlap import plain, spec
 from megalight.parallel.tensor.shared import Shared
 from tests.workers import run
 
@@ -84,27 +85,28 @@ def order(sequence_parallel: bool) -> tuple[list[str], int]:
     """The order in which the backward starts and awaits things, and how many numbers the forward keeps."""
     module, own, _, _ = layer(sequence_parallel)
     events: list[str] = []
-    before = dict(vars(column))
+    before = {module: dict(vars(module)) for module in (column, plain, spec)}
 
-    def watch(name: str, started: bool) -> None:
+    def watch(module: Any, name: str, started: bool) -> None:
         def call(*args: Any) -> Any:
             events.append(name)
-            result = before[name](*args)
+            result = before[module][name](*args)
             return Watched(name, result, events) if started else result
 
-        setattr(column, name, call)
+        setattr(module, name, call)
 
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
         y = module(own.requires_grad_())
     try:
         for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
-            watch(name, True)
-        for name in ("input_gradient", "accumulate_weight_gradient"):
-            watch(name, False)
+            watch(plain, name, True)
+        watch(spec, "input_gradient", False)
+        watch(column, "accumulate_weight_gradient", False)
         y.sum().backward()
     finally:
-        vars(column).update(before)
+        for module, names in before.items():
+            vars(module).update(names)
     return events, sum(shape.numel() for shape in kept)
 
 

@@ -1,0 +1,88 @@
+"""Shares sent and received by messages between two ranks each, on any device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.parallel.tensor.overlap.rounds import Round
+
+
+class Messages:
+    """A carrier; all messages of a call are posted in the order in which they are needed.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringMessages:
+        """Start to bring all shares here."""
+        return GatheringMessages(self.group, share, rounds, place_own)
+
+    def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringMessages:
+        """Be ready for partial sums."""
+        return ScatteringMessages(self.group, like.new_empty(self.group.size(), rows, width), rounds)
+
+
+class GatheringMessages:
+    """Shares that are all under way from the beginning."""
+
+    def __init__(self, group: ProcessGroup, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
+        self.share = share  # held until it has left
+        self.whole = share.new_empty(group.size() * len(share), *share.shape[1:])
+        shares = self.whole.view(group.size(), *share.shape)
+        self.works = [
+            [exchange(group, share, behind, shares[ahead], ahead) for ahead, behind in each.pairs] for each in rounds
+        ]
+        if place_own:
+            shares[group.rank()].copy_(share)
+
+    def wait(self, number: int) -> None:
+        """Until the shares of a round are here."""
+        wait(self.works[number])
+
+
+class ScatteringMessages:
+    """Partial sums, by sender."""
+
+    def __init__(self, group: ProcessGroup, parts: Tensor, rounds: tuple[Round, ...]) -> None:
+        self.group = group
+        self.parts = parts
+        self.own = parts[group.rank()]
+        self.rounds = rounds
+        self.works: list[list[dist.Work]] = []
+        self.leaving: list[Tensor] = []
+
+    def send(self, number: int, piece: Tensor) -> None:
+        """Start to send the rows of a piece, and to receive as many."""
+        run, rows = self.group.size() // len(self.rounds), len(self.own)
+        by_owner = piece.view(run, rows, -1)
+        for ahead, behind in self.rounds[number].pairs:
+            self.works.append(exchange(self.group, by_owner[ahead % run], ahead, self.parts[behind], behind))
+        self.leaving.append(piece)
+
+    def finish(self) -> Tensor:
+        """Wait, and sum in at least float32."""
+        wait(self.works)
+        self.leaving.clear()
+        return torch.sum(self.parts, 0)
+
+
+def exchange(group: ProcessGroup, leaving: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
+    """Start to send one tensor and to receive another; ranks are those of the group."""
+    send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
+    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
+    works: list[dist.Work] = dist.batch_isend_irecv([send, receive])
+    return works
+
+
+def wait(works: list[list[dist.Work]]) -> None:
+    """For messages to be through; on a GPU the current stream waits, not the host."""
+    for each in works:
+        for work in each:
+            work.wait()

@@ -1,0 +1,72 @@
+"""How tensor-parallel layers hide their communication."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megalight.errors import LayoutError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions:
+    """How the collectives of split layers run beside their products. With tp=1 nothing acts.
+
+    Attributes:
+        overlap: a way's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: the first by priority that can
+            serve the layer. Or a mapping from globs over names of split linear layers (``"*.mlp.gate_up"``) to ways;
+            the first that matches decides, and ``auto`` serves what none matches.
+        pieces: products that one product is cut into, where its communication runs under it; under sequence
+            parallelism a divisor of tp. None: by the sizes of each product
+            (:mod:`megalight.parallel.tensor.overlap.pieces`).
+        max_ctas: most multiprocessors that the messages of ``pipelined`` occupy.
+        keep_gathered: keep the gathered input of a layer for its weight gradient, ``tp`` times what is kept otherwise,
+            instead of gathering it again in the backward pass.
+
+    Raises:
+        LayoutError: ``pieces`` or ``max_ctas`` is below 1.
+    """
+
+    overlap: str | Mapping[str, str] = "auto"
+    pieces: int | None = None
+    max_ctas: int = 16
+    keep_gathered: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pieces", "max_ctas"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LayoutError(f"TensorOptions.{name}={value}; it must be at least 1.")
+
+    def kind_of(self, name: str) -> str:
+        """The way for the split layer ``name``."""
+        if isinstance(self.overlap, str):
+            return self.overlap
+        return next((kind for pattern, kind in self.overlap.items() if fnmatch.fnmatchcase(name, pattern)), "auto")
+
+    def check(self, names: Iterable[str], tp: int, sequence_parallel: bool) -> None:
+        """Refuse what cannot act on the split layers ``names``.
+
+        Raises:
+            LayoutError: a pattern matches none of them; ``pieces`` does not divide ``tp``; ``keep_gathered`` without
+                anything that is gathered.
+        """
+        names = list(names)
+        for pattern in [] if isinstance(self.overlap, str) else self.overlap:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise LayoutError(
+                    f"the pattern {pattern!r} of TensorOptions.overlap matches no split layer; correct or remove it. "
+                    f"There are {', '.join(names[:3]) or 'none'}{' ...' if names[3:] else ''}."
+                    + nearest(pattern, names)
+                )
+        if sequence_parallel and self.pieces is not None and tp % self.pieces:
+            raise LayoutError(
+                f"TensorOptions.pieces={self.pieces} does not divide tp={tp}: a piece holds the tokens of whole ranks. "
+                "Choose a divisor, or leave it out."
+            )
+        if self.keep_gathered and not sequence_parallel:
+            raise LayoutError(
+                "TensorOptions.keep_gathered=True needs sequence parallelism: without it, inputs are whole and nothing "
+                "is gathered. Leave it out."
+            )

@@ -1,0 +1,147 @@
+"""What is asked for acts, or is refused with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.parallel.apply import check_overlap, parallelize
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plans import gpt
+from megalight.parallel.tensor import shared as shared_module
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.overlap import symmetric
+from megalight.parallel.tensor.overlap.kinds import OVERLAPS
+from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import OverlapSpec
+from megalight.parallel.tensor.shared import Shared
+from tests.parallel.test_apply import BASE
+from tests.workers import run
+
+SPEC = OverlapSpec(2, True, "cuda", torch.bfloat16, torch.bfloat16, low_precision=False, autocast=False)
+
+
+def split(options: TensorOptions, tp: int = 2, sequence_parallel: bool = True) -> nn.Module:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**BASE, num_kv_heads=2))
+    parallelize(model, gpt.plan(model), ParallelMesh(tp, 0, tp=tp), sequence_parallel=sequence_parallel, tensor=options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorOptions(pieces=0), r"TensorOptions\.pieces=0; it must be at least 1"),
+        (lambda: TensorOptions(max_ctas=0), r"TensorOptions\.max_ctas=0"),
+        (lambda: split(TensorOptions(pieces=4)), r"pieces=4 does not divide tp=2.*Choose a divisor"),
+        (
+            lambda: split(TensorOptions(overlap={"*.mlp.gateup": "plain"})),
+            r"'\*\.mlp\.gateup' of TensorOptions\.overlap matches no split layer.*layers\.0\.attention\.qkv",
+        ),
+        (
+            lambda: split(TensorOptions(keep_gathered=True), sequence_parallel=False),
+            r"keep_gathered=True needs sequence parallelism",
+        ),
+        (
+            lambda: check_overlap(split(TensorOptions(overlap="symetric")), torch.device("cpu")),
+            r"layers\.0\.attention\.qkv: .*no backend 'symetric'.*Did you mean 'symmetric'",
+        ),
+    ],
+)
+def test_refusals(make: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("pipelined", {"low_precision": True}, "8 or 4 bits"),
+        ("pipelined", {"autocast": True}, "autocast"),
+        ("pipelined", {"dtype": torch.float32}, "needs inputs of the weight's type"),
+        ("symmetric", {"device": "cpu"}, "needs tensors on cuda"),
+        ("symmetric", {"sequence_parallel": False}, "needs sequence parallelism"),
+        ("symmetric", {"weight_dtype": torch.float32}, "serves bfloat16 and float16"),
+        ("symmetric", {"low_precision": True}, "8 or 4 bits"),
+    ],
+)
+def test_reasons(name: str, changes: dict[str, Any], reason: str) -> None:
+    here = symmetric.cuda_why_not if "device" in changes else lambda device: None
+    with patch.object(symmetric, "cuda_why_not", here):
+        answers = {backend.name: answer for backend, answer in OVERLAPS.table(SPEC)}
+        assert answers["pipelined"] is None
+        found = {backend.name: answer for backend, answer in OVERLAPS.table(replace(SPEC, **changes))}
+    assert reason in str(found[name])
+    assert found["plain"] is None
+
+
+def test_multicast_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "cuda_why_not", lambda device: None)
+    monkeypatch.setenv(symmetric.NO_MULTICAST, "0")
+    assert "set it to 1" in str(symmetric.why_not(SPEC))
+    monkeypatch.delenv(symmetric.NO_MULTICAST)
+    assert symmetric.why_not(SPEC) is None
+    monkeypatch.setenv(symmetric.BUFFERS, "NVSHMEM")
+    assert "TORCH_SYMMMEM=NVSHMEM asks for others; unset it" in str(symmetric.why_not(SPEC))
+
+
+def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "cuda_why_not", lambda device: None)
+    monkeypatch.setattr(symmetric, "hosts_of", lambda group: 2)
+    spec = replace(SPEC, tp=4, group=SimpleNamespace())
+    assert "needs all ranks on one host, and tp=4 spans 2" in str(symmetric.why_not(spec))
+
+
+def per_layer() -> tuple[list[str], list[int | None]]:
+    """The ways of layers by pattern, and the limit of the group for messages."""
+    asked: list[int | None] = []
+
+    def group(ranks: Any, purpose: str, max_ctas: int | None = None, urgent: bool = False) -> Any:
+        assert urgent
+        asked.append(max_ctas)
+        return dist.group.WORLD
+
+    options = TensorOptions(overlap={"*.qkv": "pipelined", "*.proj": "plain"}, max_ctas=5)
+    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
+    x, weight = torch.zeros(2, 4), torch.zeros(6, 4)
+    with patch.object(shared_module, "new_group", group):
+        ways = [shared.overlap(f"layers.0.{name}", x, weight) for name in ("qkv", "proj", "up", "qkv")]
+    assert ways[0] is ways[3]
+    assert ways[1] is ways[2]
+    return [type(way).__name__ for way in ways], asked
+
+
+def test_patterns_and_the_limit_on_multiprocessors_act() -> None:
+    assert run(per_layer, 2) == [(["Pipelined", "Plain", "Plain", "Pipelined"], [5])] * 2
+
+
+def kept(keep: bool) -> tuple[int, int]:
+    """Numbers that a column layer keeps, and gathers in the backward pass."""
+    gathers = []
+    options = TensorOptions(keep_gathered=keep)
+    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
+    module = ColumnLinear(nn.Parameter(torch.ones(6, 5)), None, [6], shared)
+    x = torch.ones(4, 5, requires_grad=True)
+    way = shared.overlap("", x, module.weight)
+    start = way.start_gather
+    way.start_gather = lambda share, dim: gathers.append(share) or start(share, dim)  # type: ignore[method-assign]
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+        y = module(x)
+    y.sum().backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((6, 5), 8.0))
+    return sum(sizes), len(gathers)
+
+
+def test_keep_gathered_trades_memory_for_a_gather() -> None:
+    assert run(kept, 2, False) == [(4 * 5, 1)] * 2
+    assert run(kept, 2, True) == [(8 * 5, 0)] * 2

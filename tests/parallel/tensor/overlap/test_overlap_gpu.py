@@ -1,0 +1,115 @@
+"""Ways to overlap on GPUs: the plain way's numbers, also while ranks lag, and no call that waits for the device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.row import RowLinear
+from megalight.parallel.tensor.shared import Shared
+from tests.workers import free_port
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, INNER = 512, 768
+OPTIONS = [
+    TensorOptions(overlap="pipelined", pieces=2),
+    TensorOptions(overlap="pipelined", keep_gathered=True, max_ctas=4),
+    TensorOptions(overlap="symmetric", pieces=2),
+    TensorOptions(overlap="symmetric", pieces=1),
+    TensorOptions(overlap="symmetric", pieces=4),
+    TensorOptions(overlap="symmetric", keep_gathered=True),
+]
+
+
+def mlp(shared: Shared, dtype: torch.dtype) -> nn.Sequential:
+    """A column and a row layer of this rank, whose weight gradients go to float32."""
+    tp, rank = shared.mesh.tp, shared.mesh.rank("tp")
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def weight(*shape: int) -> nn.Parameter:
+        values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32) / shape[1] ** 0.5
+        parameter = nn.Parameter(values.to(dtype))
+        parameter.main_grad = torch.zeros(shape, device="cuda")
+        parameter.mark_grad_ready = lambda: None
+        return parameter
+
+    up, down = weight(INNER // tp, WIDTH), weight(WIDTH, INNER // tp)
+    return nn.Sequential(
+        ColumnLinear(up, None, [len(up)], shared, name="up"), nn.GELU(), RowLinear(down, None, shared, name="down")
+    )
+
+
+def step(module: nn.Sequential, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    found = {"output": y.detach(), "input": x.grad}
+    for name, parameter in module.named_parameters():
+        found[name] = parameter.main_grad.clone()
+        parameter.main_grad.zero_()
+    return found
+
+
+def _rank(rank: int, size: int, port: int, options: TensorOptions) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    mesh = ParallelMesh(size, rank, tp=size)
+    plain = Shared(mesh, True, tensor=TensorOptions(overlap="plain"))
+    exact, module = mlp(plain, torch.float32), mlp(Shared(mesh, True, tensor=options), torch.bfloat16)
+    for mine, theirs in zip(module.parameters(), exact.parameters(), strict=True):
+        theirs.data.copy_(mine.data)
+    results = []
+    for index, tokens in enumerate((128, 256, 256, 64, 256)):  # buffers grow, and are used again
+        generator = torch.Generator("cuda").manual_seed(100 * index + rank)
+        x, grad = (torch.randn(tokens, WIDTH, generator=generator, device="cuda").bfloat16() for _ in range(2))
+        wanted = step(exact, x.float(), grad.float())
+        torch.cuda.synchronize()
+        last = index == 4
+        if last:
+            torch.cuda.set_sync_debug_mode("error")
+        if rank == index % size:
+            torch.cuda._sleep(20_000_000)  # this rank lags by about 10 ms
+        found = step(module, x, grad)
+        torch.cuda.set_sync_debug_mode("default")
+        results.append((found, wanted))
+    for found, wanted in results:
+        for name, value in wanted.items():
+            error = ((found[name].float() - value).norm() / value.norm()).item()
+            assert error < 2e-2, f"{options}: {name} is off by {error:.2e}"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_numbers_of_the_plain_way(options: TensorOptions) -> None:
+    size = min(torch.cuda.device_count(), 4) // 2 * 2
+    if not size or size % (options.pieces or 1):
+        pytest.skip("needs two GPUs, or as many as there are pieces")
+    mp.spawn(_rank, (size, free_port(), options), nprocs=size)
+
+
+def test_a_group_of_few_multiprocessors() -> None:
+    """The limit reaches NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    mp.spawn(_limited, (2, free_port()), nprocs=2)
+
+
+def _limited(rank: int, size: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    shared = Shared(ParallelMesh(size, rank, tp=size), True, tensor=TensorOptions(overlap="pipelined", max_ctas=3))
+    options = shared.message_group._get_backend(torch.device("cuda", rank)).options
+    assert options.config.max_ctas == 3
+    assert options.is_high_priority_stream
+    dist.destroy_process_group()
