@@ -16,7 +16,7 @@ from megalight.ops.adam import reference as adam_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.norm import reference as norm_reference
-from megalight.ops.quantize import Scheme, cast
+from megalight.ops.quantize import Quantized, Scheme, cast
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
@@ -254,3 +254,17 @@ def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Sch
         assert torch.equal(ours.scale, theirs.scale)
         codes = ours.data if ours.data.dtype == theirs.data.dtype else to_fp8(ours.data, scheme.format)
         assert torch.equal(codes.view(torch.uint8), theirs.data.view(torch.uint8))
+
+
+def check_scaled_accumulate(
+    fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, out_is_zero: bool
+) -> None:
+    """A sum with codes in float32, which matrix units of every kind multiply."""
+    a, b = (
+        Quantized(torch.randn(size, tokens, device=device), torch.rand(1, 1, device=device), Scheme("e4m3"))
+        for size in (rows, columns)
+    )
+    out = torch.randn(rows, columns, device=device)
+    expected = a.dequantize() @ b.dequantize().T + (0 if out_is_zero else out)
+    fn(out, a, b, out_is_zero)
+    assert error(out, expected) <= 1e-5

@@ -85,9 +85,10 @@ def main() -> None:
     from megalight.ops.cross_entropy import triton as rows
     from megalight.ops.linear import triton as linear
     from megalight.ops.norm import triton as norms
-    from megalight.ops.quantize import Scheme
+    from megalight.ops.quantize import Scheme, quantize
     from megalight.ops.quantize import triton as casts
     from megalight.ops.rotary import triton as rotary
+    from megalight.ops.scaled_accumulate import triton as sums
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
         x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
@@ -120,6 +121,9 @@ def main() -> None:
     for tile in casts.MODES:
         for columns in (None, Scheme("e5m2", tile, "power")):
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
+    for form, zero in (("e4m3", True), ("e5m2", False)):
+        a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
+        sums.accumulate(torch.zeros(64, 64), a, b, zero)
 
 
 if __name__ == "__main__":

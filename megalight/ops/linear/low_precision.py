@@ -16,6 +16,7 @@ from torch import Tensor
 from megalight.ops.quantize import Cast, Quantized, Scheme, amax_of, cast, tile_amax
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.scaled_accumulate import scaled_accumulate
 from megalight.ops.scaled_mm import scaled_mm
 
 Reduce = Callable[[Tensor], None]
@@ -118,10 +119,17 @@ class LowPrecision:
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """``grad_y [..., out], x [..., in] -> grad_y^T x [out, in]``; ``x`` may be cast already, transposed."""
+        gradient_t, x_t = self._factors(grad_y, x)
+        return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
+
+    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Tensor | Quantized, is_zero: bool) -> None:
+        """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``is_zero``: that holds zeros."""
+        scaled_accumulate(main_grad, *self._factors(grad_y, x), out_is_zero=is_zero, backend=self.backend)
+
+    def _factors(self, grad_y: Tensor, x: Tensor | Quantized) -> tuple[Quantized, Quantized]:
         x_t = x if isinstance(x, Quantized) else self._cast_input(x, self.recipe.x_t, rows=False)[1]
         assert x_t is not None
-        _, gradient_t = self._cast_gradient(grad_y)
-        return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
+        return self._cast_gradient(grad_y)[1], x_t
 
     def forget(self) -> None:
         """The weight may change: cast it again when it is needed."""

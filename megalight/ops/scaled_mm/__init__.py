@@ -55,6 +55,22 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fa
     return choose(Spec(a.data.device.type, a.scheme, b.scheme, dtype), backend)(a, b, dtype, fast)
 
 
+def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
+    """Write ``a b^T`` into ``out``, where torch can do so without a temporary; whether it did."""
+    spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
+    if choose(spec) is not _tensorwise or not out.is_contiguous():
+        return False
+    torch._scaled_mm(
+        a.data,
+        b.data.t(),
+        scale_a=a.scale.reshape(()),
+        scale_b=b.scale.reshape(()),
+        out_dtype=out.dtype,
+        out=out,
+    )
+    return True
+
+
 @remembered
 def choose(spec: Spec, backend: str = "auto") -> ScaledMM:
     """The way to multiply for ``spec``."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
+from megalight.ops.linear.wgrad import IS_ZERO
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.shard import Piece, ShardSpec
 
@@ -163,6 +164,7 @@ def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
+        accumulated.__dict__.pop(IS_ZERO, None)
         if gradient is not None and gradient is not buffer:
             if torch.is_grad_enabled():  # autograd has then added up out of place
                 raise MegalightError(

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
+from megalight.ops.linear import precision_of
+from megalight.ops.linear.wgrad import IS_ZERO
 from megalight.parallel.data_parallel.arrivals import Arrivals
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
 from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
@@ -133,6 +135,9 @@ class DataParallelEngine:
             bucket.shard.master.grad = None
         if self.buckets:
             torch._foreach_zero_([bucket.grads for bucket in self.buckets])
+        for info in self.infos:
+            if precision_of(info.parameter) is not None:
+                setattr(info.parameter, IS_ZERO, True)
 
     @contextmanager
     def micro_batches(self, count: int, reduce: bool = True) -> Iterator[None]:
