@@ -47,7 +47,7 @@ def test_products_can_be_captured() -> None:
     assert left is not None
     for backend in BACKENDS:
         spec = Spec("cuda", left.scheme, left.scheme, torch.float32)
-        if dict((row.name, reason) for row, reason in SCALED_ACCUMULATE.table(spec))[backend] is not None:
+        if {row.name: reason for row, reason in SCALED_ACCUMULATE.table(spec)}[backend] is not None:
             continue
         out = torch.zeros(32, 32, device="cuda")
         scaled_accumulate(out, left, left, backend=backend)

@@ -1,8 +1,8 @@
 """Products in 8 bits that add to float32 in cuBLAS' own epilogue.
 
-torch has these products without the addend, so cuBLASLt, which torch has loaded, is called by its C interface. Constants
-are those of ``cublasLt.h`` and ``library_types.h``, CUDA 12 and 13. A product is tried on small matrices before any other
-is asked for.
+torch has these products without the addend, so cuBLASLt, which torch has loaded, is called by its C interface.
+Constants are those of ``cublasLt.h`` and ``library_types.h``, CUDA 12 and 13. A product is tried on small matrices
+before any other is asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAST_ALIGNMENT = 16
 class _Found(ctypes.Structure):
     """``cublasLtMatmulHeuristicResult_t``; its first 64 bytes are the algorithm."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("algorithm", c_uint64 * 8),
         ("workspace", c_size_t),
         ("state", c_int),
