@@ -40,6 +40,9 @@ class LowPrecisionOptions:
         reduce_amax: scales that span features of several ``tp`` ranks agree, so that results do not depend on ``tp``.
             It costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` agrees once a step,
             over ``tp``, ``cp`` and ``dp``, always.
+        primary_weights: weights of these layers live as codes while training: the optimizer's masters are cast with the
+            scale of the whole weight, codes of one byte travel to the data-parallel ranks, and nobody holds the weights
+            in their own type. For ``tensorwise`` and ``delayed``, whose weights then scale by the values there are.
         emulate: form products in float64 from what the codes stand for: on machines that lack the real ones.
 
     Raises:
@@ -55,6 +58,7 @@ class LowPrecisionOptions:
     last_layers: int = 0
     modules: Sequence[str] = ("*",)
     reduce_amax: bool = False
+    primary_weights: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +70,11 @@ class LowPrecisionOptions:
             raise ConfigurationError(f"history={self.history}; it must be at least 1.")
         if self.reduce_amax and self.recipe not in ("tensorwise", "rowwise"):
             raise ConfigurationError(f"reduce_amax does nothing for recipe {self.recipe!r}; leave it out.")
+        if self.primary_weights and not one_scale:
+            raise ConfigurationError(
+                f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
+                "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
+            )
         if min(self.first_layers, self.last_layers) < 0:
             raise ConfigurationError("first_layers and last_layers must not be negative.")
 
@@ -121,6 +130,7 @@ def apply_low_precision(
                 emulate=options.emulate,
                 margin=options.margin,
                 history=options.history,
+                primary=options.primary_weights,
                 reduce_amax=(
                     reduce if isinstance(module, RowLinear) else None,
                     reduce if isinstance(module, ColumnLinear) else None,

@@ -121,6 +121,7 @@ def main() -> None:
     for tile in casts.MODES:
         for columns in (None, Scheme("e5m2", tile, "power")):
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
+    casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
         sums.accumulate(torch.zeros(64, 64), a, b, zero)

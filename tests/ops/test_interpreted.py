@@ -112,3 +112,11 @@ def test_casts(tile: tuple[int, int], scale: Any, shape: tuple[int, int], monkey
     monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
     for form in ("e4m3", "e5m2"):
         checks.check_cast(module, "cpu", *shape, Scheme(form, tile, scale), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(150, 144), (16, 272)])
+def test_transposed_codes(shape: tuple[int, int]) -> None:
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    found = kernels("quantize").transpose(codes)
+    assert found.dtype == codes.dtype
+    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())

@@ -7,7 +7,7 @@ import torch
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.quantize import Scheme, cast
+from megalight.ops.quantize import Scheme, cast, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 from tests.ops.checks import check_cast, error
@@ -87,3 +87,12 @@ def test_linear_equals_its_emulation(name: str) -> None:
         found.append((out, leaf.grad, weight.main_grad))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(144, 150), (4096, 14336)])
+def test_transposed_codes(shape: tuple[int, int]) -> None:
+    codes, _ = cast(torch.randn(shape, device="cuda"), Scheme("e4m3"), None)
+    assert codes is not None
+    found = transpose(codes, backend="triton")
+    assert torch.equal(found.data.view(torch.uint8), codes.data.view(torch.uint8).t())
+    assert found.scale is codes.scale

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megalight.ops.quantize import Cast, Quantized, Scheme, amax_of, cast, tile_amax
+from megalight.errors import ConfigurationError
+from megalight.ops.quantize import Cast, Quantized, Scheme, amax_of, cast, tile_amax, transpose
+from megalight.ops.quantize.formats import DTYPES
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import scaled_accumulate
@@ -74,6 +76,13 @@ class LowPrecision:
         history: steps that a delayed scale looks back.
         reduce_amax: over the ranks that hold the other input features, and the other output features, wherever a scale
             spans them. None: each rank scales its own part.
+        primary: the weight may be kept as codes; whoever does so sets :attr:`scale`.
+
+    Attributes:
+        scale: of a weight that is held as codes, ``[1, 1]``.
+
+    Raises:
+        ConfigurationError: codes of this recipe's weights are not those of their transposes.
     """
 
     def __init__(
@@ -85,6 +94,7 @@ class LowPrecision:
         margin: int = 0,
         history: int = 16,
         reduce_amax: tuple[Reduce | None, Reduce | None] = (None, None),
+        primary: bool = False,
     ) -> None:
         self.recipe = recipe
         self.session = session
@@ -92,8 +102,20 @@ class LowPrecision:
         self.margin = margin
         self.reduce_in, self.reduce_out = reduce_amax
         self.history = AmaxHistory(history) if recipe.delayed else None
+        if primary and not recipe.one_scale:
+            raise ConfigurationError(
+                f"primary_weights: recipe {recipe.name!r} casts a weight and its transpose with different scales, so "
+                "that one set of codes cannot be kept; choose 'tensorwise' or 'delayed', or leave primary_weights out."
+            )
+        self.primary = primary
+        self.scale: Tensor | None = None
         self._weight: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
+
+    @property
+    def reduce_weight(self) -> Reduce | None:
+        """Over the ranks that hold the rest of a weight with one scale."""
+        return self.reduce_in or self.reduce_out
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in] -> x W^T + b [..., out]``, in the type of ``x``."""
@@ -107,7 +129,8 @@ class LowPrecision:
 
     def _multiply(self, rows: Quantized | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert rows is not None
-        y = scaled_mm(rows, self._cast_weight(weight)[0], x.dtype, fast=True, backend=self.backend)
+        codes = self._held(weight)
+        y = scaled_mm(rows, codes or self._cast_weight(weight)[0], x.dtype, fast=True, backend=self.backend)
         y = y if bias is None else y + bias.to(y.dtype)
         return y.view(*x.shape[:-1], -1)
 
@@ -141,20 +164,33 @@ class LowPrecision:
         amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.recipe.one_scale else None
         return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.recipe.one_scale else None)
 
+    def _held(self, weight: Tensor) -> Quantized | None:
+        """A weight that is held as codes."""
+        if weight.dtype != DTYPES[self.recipe.weight.format]:
+            return None
+        assert self.scale is not None, "whoever keeps codes sets their scale"
+        return Quantized(weight.detach(), self.scale, self.recipe.weight)
+
     def _cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         if self._weight is not None:
             return self._weight
-        weight = weight.detach()
+        if (held := self._held(weight)) is not None:
+            rows, columns = held, transpose(held)
+        else:
+            rows, columns = self._cast_both(weight.detach())
+        if self.session.inside:
+            self._weight = rows, columns
+        return rows, columns
+
+    def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         recipe = self.recipe
         if recipe.one_scale:
-            amax = amax_t = self._amax(weight, recipe.weight, WEIGHT, self.reduce_in or self.reduce_out)
+            amax = amax_t = self._amax(weight, recipe.weight, WEIGHT, self.reduce_weight)
         else:
             amax = self._amax(weight, recipe.weight, WEIGHT, self.reduce_in)
             amax_t = self._amax(weight.t(), recipe.weight_t, WEIGHT, self.reduce_out)
         rows, columns = cast(weight, recipe.weight, recipe.weight_t, amax=amax, amax_t=amax_t)
         assert rows is not None and columns is not None
-        if self.session.inside:
-            self._weight = rows, columns
         return rows, columns
 
     def _cast_gradient(self, grad_y: Tensor) -> tuple[Quantized, Quantized]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from megalight.ops.common import HALF, lazy, triton_why_not
 from megalight.ops.quantize.reference import amax_of as amax_of
 from megalight.ops.quantize.reference import quantize as quantize
+from megalight.ops.quantize.reference import scales_of as scales_of
 from megalight.ops.quantize.reference import tile_amax as tile_amax
 from megalight.ops.quantize.types import Quantized as Quantized
 from megalight.ops.quantize.types import Scheme as Scheme
@@ -36,7 +37,8 @@ CastFn: TypeAlias = Callable[
     Cast,
 ]
 QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
-REGISTRIES = (QUANTIZE,)
+TRANSPOSE: BackendRegistry[Spec, Callable[[Tensor], Tensor]] = BackendRegistry("transpose_codes")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (QUANTIZE, TRANSPOSE)
 EXAMPLE = Spec("cpu", torch.bfloat16, Scheme("e4m3"), Scheme("e4m3"))
 
 
@@ -64,6 +66,17 @@ def cast(
     """
     spec = Spec(x.device.type, x.dtype, rows, columns)
     return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator)
+
+
+def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
+    """The codes ``[R, K]`` of a matrix with one scale as those of its transpose, by rows."""
+    spec = Spec(codes.data.device.type, codes.data.dtype, codes.scheme, codes.scheme)
+    return Quantized(_choose_transpose(spec, backend)(codes.data), codes.scale, codes.scheme)
+
+
+@remembered
+def _choose_transpose(spec: Spec, backend: str) -> Callable[[Tensor], Tensor]:
+    return TRANSPOSE.select(spec, backend).fn
 
 
 @remembered
@@ -101,3 +114,13 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"), 10, _triton_why_not))
 QUANTIZE.register(Backend("reference", _reference, 0, lambda spec: None))
+
+
+def _transpose_reference(codes: Tensor) -> Tensor:
+    return codes.t().contiguous()
+
+
+TRANSPOSE.register(
+    Backend("triton", lazy("megalight.ops.quantize.triton", "transpose"), 10, lambda spec: triton_why_not(spec.device))
+)
+TRANSPOSE.register(Backend("reference", _transpose_reference, 0, lambda spec: None))

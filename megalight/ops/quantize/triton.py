@@ -147,6 +147,26 @@ def cast(
     return whole, transposed
 
 
+@jit
+def _transpose(x: Value, y: Value, rows: Value, columns: Value, BLOCK: constexpr) -> None:
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    tile = tl.load(x + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0)
+    tl.store(y + c.to(tl.int64)[:, None] * rows + r[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """``[R, K]`` of one byte each ``-> [K, R]``, both by rows."""
+    rows, columns = codes.shape
+    out = codes.new_empty(columns, rows)
+    if out.numel():
+        grid = triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK)
+        x = codes.contiguous().view(torch.uint8)
+        _transpose[grid](x, out.view(torch.uint8), rows, columns, BLOCK=BLOCK, num_warps=8)
+    return out
+
+
 def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantized | None:
     if scheme is None:
         return None

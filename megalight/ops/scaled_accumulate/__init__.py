@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, triton_why_not
 from megalight.ops.quantize import Quantized, Scheme
+from megalight.ops.scaled_accumulate import cublaslt
 from megalight.ops.scaled_mm import SCALED_MM, Spec, choose, multiply_into
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -68,8 +69,6 @@ def _cublaslt_why_not(spec: Spec) -> str | None:
         return f"adds to float32, not to {spec.dtype}"
     if spec.device != "cuda":
         return f"needs tensors on cuda, not on {spec.device}"
-    from megalight.ops.scaled_accumulate import cublaslt
-
     return cublaslt.why_not(spec.a.format, spec.b.format)
 
 
@@ -84,9 +83,8 @@ def _triton_why_not(spec: Spec) -> str | None:
     return None if (major, minor) >= (8, 9) else f"needs a GPU of compute capability 8.9, not {major}.{minor}"
 
 
-_CUBLASLT = lazy("megalight.ops.scaled_accumulate.cublaslt", "accumulate")
 _TRITON = lazy("megalight.ops.scaled_accumulate.triton", "accumulate")
-SCALED_ACCUMULATE.register(Backend("cublaslt", _CUBLASLT, 30, _cublaslt_why_not))
+SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 30, _cublaslt_why_not))
 SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 20, _product_add_why_not))
 SCALED_ACCUMULATE.register(Backend("triton", _TRITON, 10, _triton_why_not))
 SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, lambda spec: None))

@@ -58,7 +58,7 @@ def _accumulate(
 
 
 def accumulate(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
-    """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`; codes are contiguous, ``out``'s columns adjacent."""
+    """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`, for contiguous codes."""
     (rows, tokens), columns = a.data.shape, len(b.data)
     tiles = triton.cdiv(rows, TILE["BLOCK_ROWS"]) * triton.cdiv(columns, TILE["BLOCK_COLUMNS"])
     if tiles:
