@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import BackendError, ConfigurationError, nearest
 from megalight.nn import Linear
+from megalight.nn.mlp import Activation
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize.recipes import Recipe, recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec
@@ -116,6 +117,9 @@ def apply_low_precision(
     for index, layer in layers.items():
         if not options.first_layers <= index < total - options.last_layers:
             continue
+        for module in layer.modules():
+            if isinstance(module, Activation):
+                module.measure = schemes.one_scale
         for name, module in _linears(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
@@ -143,6 +147,9 @@ def remove_low_precision(model: nn.Module) -> None:
     """Let every weight be multiplied in its own type again: an earlier run may have said otherwise."""
     for parameter in model.parameters():
         parameter.__dict__.pop("precision", None)
+    for module in model.modules():
+        if isinstance(module, Activation):
+            module.measure = False
 
 
 def _layers(model: nn.Module) -> dict[int, nn.Module]:

@@ -16,8 +16,9 @@ from megalight.ops.adam import reference as adam_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.norm import reference as norm_reference
-from megalight.ops.quantize import Quantized, Scheme, cast
+from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
+from megalight.ops.quantize.known import known_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
 
@@ -268,3 +269,29 @@ def check_scaled_accumulate(
     expected = a.dequantize() @ b.dequantize().T + (0 if out_is_zero else out)
     fn(out, a, b, out_is_zero)
     assert error(out, expected) <= 1e-5
+
+
+def check_measured(module: Any, device: str, dtype: torch.dtype, kind: str, gates: bool) -> None:
+    """The magnitudes that an activation finds on the way are those of what it writes, and nothing else changes."""
+    x = torch.randn(3, 2, 5000, device=device).to(dtype)
+    fn = module.gated if gates else module.activation
+    seen: list[Tensor] = []
+    found = []
+    for measure in (True, False):
+        leaf = x.clone().requires_grad_()
+        through = leaf.view(6, 5000)
+        through.register_hook(seen.append)
+        with poisoned():
+            y = fn(through, kind, measure=measure)
+            y.backward(torch.linspace(-1, 3, y.numel(), device=device).view(y.shape).to(dtype))
+        assert hasattr(y, "parts_amax") == measure
+        assert torch.equal(known_amax(y), amax_of(y))
+        found += [y, leaf.grad]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert [hasattr(gradient, "parts_amax") for gradient in seen] == [True, False]
+    assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))
+    seen[0].mul_(2)
+    assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))  # what was told is no longer so
+    empty = fn(x[:, :0], kind, measure=True)
+    assert known_amax(empty) == 0

@@ -104,6 +104,7 @@ def main() -> None:
     for kind in KINDS:
         through(activations.gated(leaf(8, 2 * 14336), kind))
         through(activations.activation(leaf(8, 63), kind))
+        through(activations.gated(leaf(8, 2 * 14336), kind, measure=True))
     for size, softcap in ((32000, None), (1000, 30.0)):
         logits, labels = torch.randn(8, size).to(HALF), torch.randint(0, size, (8,))
         logsumexp, target = rows.statistics(logits, labels, size, softcap)

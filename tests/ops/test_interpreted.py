@@ -49,6 +49,12 @@ def test_activations(kind: str) -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (3, 63), kind)
 
 
+@pytest.mark.parametrize("kind", ["silu", "sigmoid"])
+@pytest.mark.parametrize("gates", [True, False])
+def test_amax_on_the_way(kind: str, gates: bool) -> None:
+    checks.check_measured(kernels("activation"), "cpu", torch.float32, kind, gates)
+
+
 def test_activation_wider_than_a_block() -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (2, 2500), "silu")
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.quantize import Cast, Quantized, Scheme, amax_of, cast, tile_amax, transpose
+from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import scaled_accumulate
 from megalight.ops.scaled_mm import scaled_mm
@@ -119,20 +122,44 @@ class LowPrecision:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in] -> x W^T + b [..., out]``, in the type of ``x``."""
-        return self._multiply(self._cast_input(x, None)[0], x, weight, bias)
+        rows = self._cast_input(x, None)[0]
+        assert rows is not None
+        return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
 
     def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Quantized]:
         """The same, and what :meth:`weight_gradient` can be handed in place of ``x``: half its size, made in one go."""
         rows, x_t = self._cast_input(x, self.recipe.x_t)
-        assert x_t is not None
-        return self._multiply(rows, x, weight, bias), x_t
+        assert rows is not None and x_t is not None
+        return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1), x_t
 
-    def _multiply(self, rows: Quantized | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert rows is not None
+    def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``x W^T + b [T, out]`` of an input that is cast already."""
         codes = self._held(weight)
-        y = scaled_mm(rows, codes or self._cast_weight(weight)[0], x.dtype, fast=True, backend=self.backend)
-        y = y if bias is None else y + bias.to(y.dtype)
-        return y.view(*x.shape[:-1], -1)
+        y = scaled_mm(rows, codes or self._cast_weight(weight)[0], dtype, fast=True, backend=self.backend)
+        return y if bias is None else y + bias.to(dtype)
+
+    @property
+    def casts_shares(self) -> bool:
+        """Whether ranks that hold some tokens each can cast them, and have parts of what the whole is cast to."""
+        return self.recipe.one_scale
+
+    def cast_share(self, x: Tensor, reduce: Reduce) -> Quantized:
+        """Some tokens ``x [..., in]`` of an input, cast with the scale of all: codes ``[T, in]``.
+
+        Args:
+            reduce: over the ranks that have the other tokens.
+        """
+        flat = rows_of(x)
+        rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce, always=True))
+        assert rows is not None
+        return rows
+
+    def for_weight_gradient(self, rows: Quantized) -> Quantized:
+        """What :meth:`weight_gradient` takes, from a whole input's codes ``[T, in]``."""
+        x_t, missing = transpose(rows), -len(rows.data) % rows.scheme.multiple
+        if not missing:
+            return x_t
+        return replace(x_t, data=F.pad(x_t.data.view(torch.uint8), (0, missing)).view(x_t.data.dtype))
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """``grad_y [..., out] -> grad_y W [..., in]``, in the type of ``grad_y``."""
@@ -160,7 +187,7 @@ class LowPrecision:
 
     def _cast_input(self, x: Tensor, columns: Scheme | None, rows: bool = True) -> Cast:
         scheme = self.recipe.x
-        flat = x.reshape(-1, x.shape[-1])
+        flat = rows_of(x)
         amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.recipe.one_scale else None
         return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.recipe.one_scale else None)
 
@@ -197,7 +224,7 @@ class LowPrecision:
         """Both casts of a gradient, made once: the two products of the backward pass are handed the same tensor."""
         owner, rows, columns = getattr(grad_y, "casts", (None, None, None))
         if owner is not self:  # a sum hands one tensor to several layers
-            flat = grad_y.reshape(-1, grad_y.shape[-1])
+            flat = rows_of(grad_y)
             amax = self._amax(flat, self.recipe.gradient, GRADIENT, self.reduce_out)
             rows, columns = cast(
                 flat,
@@ -211,17 +238,21 @@ class LowPrecision:
         assert rows is not None and columns is not None
         return rows, columns
 
-    def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None) -> Tensor | None:
-        """The magnitudes that scales must allow for, where casting cannot find them in ``x`` alone."""
+    def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None, always: bool = False) -> Tensor | None:
+        """The magnitudes that scales must allow for, where casting cannot find them in ``x`` alone.
+
+        Args:
+            always: reduce what a history is told, too: ranks must allow for the same even while it is empty.
+        """
         if not self.recipe.one_scale:
             if reduce is None or scheme.tile != (1, 0):
                 return None
             amax = tile_amax(x, scheme.tile)
             reduce(amax)
             return amax
-        amax = amax_of(x)
+        amax = known_amax(x)
+        if reduce is not None and (always or self.history is None):
+            reduce(amax)
         if self.history is not None:
             amax = self.history.allow(role, amax, record=self.session.inside)
-        elif reduce is not None:
-            reduce(amax)
         return amax * 2.0**self.margin if self.margin else amax

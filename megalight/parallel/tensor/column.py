@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,16 @@ from megalight.ops.linear import (
     accumulate_weight_gradient,
     input_gradient,
     linear,
+    precision_of,
     product,
     product_and_save,
 )
-from megalight.ops.linear.deferred import queue_for
-from megalight.ops.linear.inputs import save_input, saved_input
+from megalight.ops.linear.deferred import Begin, queue_for
+from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.quantize import Quantized
 from megalight.parallel.collectives import join, start_all_gather, start_all_reduce, start_reduce_scatter
 from megalight.parallel.plan import Tokens
+from megalight.parallel.tensor.codes import SharedCodes
 from megalight.parallel.tensor.shared import Shared
 
 
@@ -102,31 +105,54 @@ class _GatheredInput(torch.autograd.Function):
     """Each rank holds a share of the tokens of ``x``, and saves no more than that.
 
     Backward: ``x`` is gathered again under the input-gradient GEMM, and the reduce-scatter of the input gradient runs
-    under the weight-gradient GEMM.
+    under the weight-gradient GEMM. Where parts can be cast as the whole would be, codes are gathered, and saved.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int) -> Tensor:
         ctx.weight, ctx.bias, ctx.group, ctx.dim = weight, bias, group, dim
-        save_input(ctx, x, ctx.needs_input_grad[1])
-        return product(start_all_gather(x, group, dim).wait(), weight, bias)
+        precision, needed = precision_of(weight), ctx.needs_input_grad[1]
+        if precision is None or not precision.casts_shares or recipe_of(x) is not None:
+            save_input(ctx, x, needed)
+            return product(start_all_gather(x, group, dim).wait(), weight, bias)
+        share = SharedCodes.of(x, precision, group, dim)
+        if needed:
+            save_cast(ctx, share.rows)
+        ctx.shape = x.shape
+        y = precision.multiply(share.start()(), weight, bias, x.dtype)
+        return y.view(*(n * group.size() if d == dim else n for d, n in enumerate(x.shape[:-1])), -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        group, dim, grad_weight, share = ctx.group, ctx.dim, None, None
+        group, dim, grad_weight, begin = ctx.group, ctx.dim, None, None
         if ctx.needs_input_grad[1]:
-            kept = saved_input(ctx)
-            assert isinstance(kept, Tensor)
-            share = kept.detach()
+            begin = _gathering(saved_input(ctx), ctx)
         later = queue_for(ctx.weight)
-        gathering = start_all_gather(share, group, dim) if share is not None and later is None else None
+        finish = begin() if begin is not None and later is None else None
         scattering = None
         if ctx.needs_input_grad[0]:
             scattering = start_reduce_scatter(input_gradient(grad_y, ctx.weight), group, dim)
-        if gathering is not None:
-            grad_weight = accumulate_weight_gradient(grad_y, gathering.wait(), ctx.weight)
-        elif share is not None and later is not None:  # only the share waits; it is gathered when its turn comes
-            later.put(ctx.weight, grad_y, lambda: start_all_gather(share, group, dim).wait)
+        if finish is not None:
+            grad_weight = accumulate_weight_gradient(grad_y, finish(), ctx.weight)
+        elif begin is not None and later is not None:  # only the share waits; it is gathered when its turn comes
+            later.put(ctx.weight, grad_y, begin)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None
+
+
+def _gathering(kept: Tensor | Quantized, ctx: Any) -> Begin:
+    """How the input comes back, from what was saved of this rank's share."""
+    group, dim = ctx.group, ctx.dim
+    if isinstance(kept, Tensor):
+        share = kept.detach()
+        return lambda: start_all_gather(share, group, dim).wait
+    precision = precision_of(ctx.weight)
+    assert precision is not None
+    codes = SharedCodes(kept, ctx.shape, group, dim)
+
+    def begin() -> Callable[[], Quantized]:
+        whole = codes.start()
+        return lambda: precision.for_weight_gradient(whole())
+
+    return begin
