@@ -7,7 +7,7 @@ import torch
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.quantize import Scheme, cast, transpose
+from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 from tests.ops.checks import check_cast, error
@@ -96,3 +96,19 @@ def test_transposed_codes(shape: tuple[int, int]) -> None:
     found = transpose(codes, backend="triton")
     assert torch.equal(found.data.view(torch.uint8), codes.data.view(torch.uint8).t())
     assert found.scale is codes.scale
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_microscaled_products(name: str) -> None:
+    schemes = recipe(name)
+    spec = Spec("cuda", schemes.x, schemes.weight, torch.bfloat16)
+    chosen: Any = SCALED_MM.select(spec)
+    if torch.cuda.get_device_capability() < (10, 0):
+        assert chosen.name == "reference"
+        return
+    a, b = (
+        quantize(torch.randn(size, 288, device="cuda"), scheme)
+        for size, scheme in ((300, schemes.x), (144, schemes.weight))
+    )
+    assert chosen.name == f"torch_{name}", SCALED_MM.table(spec)
+    assert error(chosen.fn(a, b, torch.bfloat16, False), a.dequantize() @ b.dequantize().T) < 4e-3
