@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.errors import BackendError, ConfigurationError, nearest
+from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Linear
 from megalight.nn.mlp import Activation
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize.recipes import Recipe, recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -85,13 +84,18 @@ class LowPrecisionOptions:
 
 
 def apply_low_precision(
-    model: nn.Module, options: LowPrecisionOptions, mesh: ParallelMesh, num_layers: int | None = None
+    model: nn.Module,
+    options: LowPrecisionOptions,
+    mesh: ParallelMesh,
+    num_layers: int | None = None,
+    kind: type[LowPrecision] = LowPrecision,
 ) -> Session:
     """Give the weights of linear layers their ``precision``.
 
     Args:
         model: this rank's part, on its device; its ``layers`` are named by global index.
         num_layers: of the whole model; None: those of ``model``.
+        kind: who casts and multiplies.
 
     Returns:
         what they share; steps run inside its :meth:`~megalight.ops.linear.low_precision.Session.step`.
@@ -126,9 +130,9 @@ def apply_low_precision(
             weight = module.weight
             _check_sizes(f"layers.{index}.{name}", weight, schemes)
             if not options.emulate and (weight.device, weight.dtype) not in checked:
-                _check_products(weight, schemes)
+                kind.check_products(weight, schemes)
                 checked.add((weight.device, weight.dtype))
-            weight.precision = LowPrecision(  # type: ignore[attr-defined]
+            weight.precision = kind(  # type: ignore[attr-defined]
                 schemes,
                 session,
                 emulate=options.emulate,
@@ -184,24 +188,6 @@ def _check_sizes(name: str, weight: Tensor, schemes: Recipe) -> None:
             f"{name} has a weight of {tuple(weight.shape)} on this rank, and recipe {schemes.name!r} needs multiples "
             f"of {multiple}. Change the sizes or tp, or leave the layer out with modules=..."
         )
-
-
-def _check_products(weight: Tensor, schemes: Recipe) -> None:
-    """Whether the device has all three products."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    for a, b, dtype in (
-        (schemes.x, schemes.weight, weight.dtype),
-        (schemes.gradient, schemes.weight_t, weight.dtype),
-        (schemes.gradient_t, schemes.x_t, wide),
-    ):
-        spec = Spec(weight.device.type, a, b, dtype)
-        if SCALED_MM.select(spec).name == "reference":
-            rows = SCALED_MM.table(spec)
-            reasons = "; ".join(f"{backend.name}: {reason}" for backend, reason in rows if reason is not None)
-            raise BackendError(
-                f"recipe {schemes.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
-                "which is exact and slow."
-            )
 
 
 def _maximum(group: ProcessGroup | None) -> Reduce | None:

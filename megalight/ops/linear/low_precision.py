@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
+from megalight.errors import BackendError, ConfigurationError
+from megalight.ops.linear.inputs import Saveable
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import scaled_accumulate
-from megalight.ops.scaled_mm import scaled_mm
+from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 
 Reduce = Callable[[Tensor], None]
 """Maximum over some ranks, in place."""
@@ -120,13 +121,35 @@ class LowPrecision:
         """Over the ranks that hold the rest of a weight with one scale."""
         return self.reduce_in or self.reduce_out
 
+    @staticmethod
+    def check_products(weight: Tensor, recipe: Recipe) -> None:
+        """Whether the weight's device has all three products.
+
+        Raises:
+            BackendError: it has not; the message says what each backend lacks.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        for a, b, dtype in (
+            (recipe.x, recipe.weight, weight.dtype),
+            (recipe.gradient, recipe.weight_t, weight.dtype),
+            (recipe.gradient_t, recipe.x_t, wide),
+        ):
+            spec = Spec(weight.device.type, a, b, dtype)
+            if SCALED_MM.select(spec).name == "reference":
+                rows = SCALED_MM.table(spec)
+                reasons = "; ".join(f"{backend.name}: {reason}" for backend, reason in rows if reason is not None)
+                raise BackendError(
+                    f"recipe {recipe.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
+                    "which is exact and slow."
+                )
+
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in] -> x W^T + b [..., out]``, in the type of ``x``."""
         rows = self._cast_input(x, None)[0]
         assert rows is not None
         return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
 
-    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Quantized]:
+    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saveable]:
         """The same, and what :meth:`weight_gradient` can be handed in place of ``x``: half its size, made in one go."""
         rows, x_t = self._cast_input(x, self.recipe.x_t)
         assert rows is not None and x_t is not None
