@@ -153,7 +153,8 @@ def _transpose(x: Value, y: Value, rows: Value, columns: Value, BLOCK: constexpr
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     tile = tl.load(x + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0)
-    tl.store(y + c.to(tl.int64)[:, None] * rows + r[None, :], tl.trans(tile), mask=tl.trans(inside))
+    inside = (c < columns)[:, None] & (r < rows)[None, :]
+    tl.store(y + c.to(tl.int64)[:, None] * rows + r[None, :], tl.trans(tile), mask=inside)
 
 
 def transpose(codes: Tensor) -> Tensor:
