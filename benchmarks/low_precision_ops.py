@@ -1,6 +1,6 @@
 """Checks, then times, every way to do each part of a linear layer in 8 bits; and bf16's beside them.
 
-    python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--small]
+    python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--sweep] [--small]
 
 For the four matrices of a layer of an 8-billion-parameter model: looking for the largest magnitude, casting a matrix
 and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU:
@@ -11,6 +11,7 @@ graph replays.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.ops import median_seconds
-from megalight.errors import BackendError
+from benchmarks.ops import median_seconds, setting
+from megalight.errors import BackendError, MegalightError
 from megalight.imports import version
 from megalight.ops.activation import gated
 from megalight.ops.linear import wgrad
@@ -101,7 +102,17 @@ def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
         yield Way("transpose codes", label, backend, turn, wrong_turn, moved=2 * numel)
 
 
-def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor) -> Iterator[Way]:
+def tiles() -> Iterator[tuple[str, dict[str, int]]]:
+    """Other shapes for the Triton kernel that adds weight gradients."""
+    for rows, columns, tokens, warps, stages in (
+        (128, 128, 128, 8, 3), (128, 128, 64, 8, 4), (128, 128, 128, 4, 4), (64, 256, 128, 8, 3), (128, 256, 128, 8, 3),
+    ):  # fmt: skip
+        tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "BLOCK_TOKENS": tokens, "GROUP": 8}
+        name = f"triton {rows}x{columns}x{tokens} {warps}w {stages}s"
+        yield name, {**tile, "num_warps": warps, "num_stages": stages}
+
+
+def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sweep: bool) -> Iterator[Way]:
     tokens = len(x)
     label, work = f"{tokens} x {width} -> {out}", 2.0 * tokens * out * width
     (x_r, x_t), (w_r, w_t), (g_r, g_t) = (cast(t, s, s) for t, s in ((x, X), (weight, X), (grad_y, GRADIENT)))
@@ -135,6 +146,22 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor) ->
             if row.name != "reference" or x.device.type == "cpu":
                 name = f"{row.name}{', into zeros' * zero}"
                 yield Way("weight gradient", label, name, run, wrong, operations=work)
+    for name, tile in tiles() if sweep else ():
+
+        def run_tile(tile: dict[str, int] = tile) -> None:
+            module = importlib.import_module("megalight.ops.scaled_accumulate.triton")
+            with setting(module, {"TILE": tile}):
+                try:
+                    scaled_accumulate(main, g_t, x_t, backend="triton")
+                except Exception as reason:
+                    raise BackendError(f"{type(reason).__name__}: {reason}") from reason  # it does not fit the device
+
+        def wrong_tile(run: Callable[[], None] = run_tile) -> float:
+            expected = main.normal_() + of(g_t, x_t)()
+            run()
+            return error(main, expected)
+
+        yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
     spec = wgrad.Spec(x.device.type, x.dtype, main.dtype)
     yield Way(
         "weight gradient", label, "bf16", lambda: wgrad.choose(spec)(main, grad_y, x), lambda: 0.0, operations=work
@@ -165,7 +192,7 @@ def swiglu(tokens: int, ffn: int, device: str) -> Iterator[Way]:
         yield Way("SwiGLU both ways", f"{tokens} x {ffn}", name, run, wrong, moved=moved)
 
 
-def ways(tokens: int, small: bool, device: str) -> Iterator[Way]:
+def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator[Way]:
     hidden, ffn, qkv = (64, 96, 80) if small else (HIDDEN, FFN, QKV)
     yield from swiglu(tokens, ffn, device)
     for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
@@ -174,7 +201,7 @@ def ways(tokens: int, small: bool, device: str) -> Iterator[Way]:
         yield from casts((tokens, width), X, x)
         if out != hidden:
             yield from casts((tokens, out), GRADIENT, grad_y)
-        yield from products(out, width, x, grad_y, weight)
+        yield from products(out, width, x, grad_y, weight, sweep)
 
 
 def measured(all_ways: Iterator[Way], device: str) -> tuple[list[Row], list[str]]:
@@ -184,7 +211,7 @@ def measured(all_ways: Iterator[Way], device: str) -> tuple[list[Row], list[str]
         name = f"{way.part}, {way.shape}, {way.name}"
         try:
             wrong = way.error()
-        except BackendError as reason:
+        except MegalightError as reason:
             refused.append(f"{name}: {str(reason).splitlines()[0]}")
             continue
         if not wrong <= TOLERANCE:
@@ -202,11 +229,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
+    parser.add_argument("--sweep", action="store_true", help="other block shapes for the Triton kernel, too")
     arguments = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     tokens = 64 if arguments.small else arguments.tokens
-    rows, refused = measured(ways(tokens, arguments.small, device), device)
+    rows, refused = measured(ways(tokens, arguments.small, device, arguments.sweep), device)
     print("\n".join(refused))
     about = {
         "command": "python benchmarks/low_precision_ops.py " + " ".join(sys.argv[1:] if words is None else words),

@@ -12,7 +12,7 @@ from benchmarks import low_precision_ops
 
 def test_ways_are_checked_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ops.json"
-    assert low_precision_ops.main([str(path), "--small"]) == 0
+    assert low_precision_ops.main([str(path), "--small", "--sweep"]) == 0
     result = json.loads(path.read_text())
     parts = {row["part"] for row in result["rows"]}
     assert parts >= {"amax", "amax + cast", "cast", "transpose codes", "forward", "input gradient", "weight gradient"}

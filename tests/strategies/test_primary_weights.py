@@ -131,7 +131,13 @@ LAYOUTS = [
     pytest.param(2, {}, "optim", id="dp"),
     pytest.param(2, {}, "no_shard", id="whole-masters", marks=pytest.mark.full),
     pytest.param(2, {"tensor_parallel": 2, "sequence_parallel": True}, "optim", id="tp"),
-    pytest.param(2, {"pipeline_parallel": 2, "micro_batch_size": 1}, "optim", id="pp", marks=pytest.mark.full),
+    pytest.param(
+        2,
+        {"pipeline_parallel": 2, "pipeline_layout": "Ett|tL", "micro_batch_size": 1},
+        "optim",
+        id="pp",
+        marks=pytest.mark.full,
+    ),
     pytest.param(4, {"tensor_parallel": 2}, "optim", id="dp-tp", marks=pytest.mark.full),
 ]
 

@@ -22,7 +22,7 @@ from megalight.ops.quantize.formats import DTYPES
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
-from megalight.ops.scaled_accumulate import scaled_accumulate
+from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 
 Reduce = Callable[[Tensor], None]
@@ -142,6 +142,7 @@ class LowPrecision:
                     f"recipe {recipe.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
                     "which is exact and slow."
                 )
+        SCALED_ACCUMULATE.select(Spec(weight.device.type, recipe.gradient_t, recipe.x_t, wide))  # tried now, not later
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in] -> x W^T + b [..., out]``, in the type of ``x``."""
