@@ -138,6 +138,13 @@ LAYOUTS = [
         id="pp",
         marks=pytest.mark.full,
     ),
+    pytest.param(
+        2,
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t|t|L", "micro_batch_size": 1},
+        "optim",
+        id="vpp",
+        marks=pytest.mark.full,
+    ),
     pytest.param(4, {"tensor_parallel": 2}, "optim", id="dp-tp", marks=pytest.mark.full),
 ]
 
