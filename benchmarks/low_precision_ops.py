@@ -83,8 +83,12 @@ def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
     backends = ("triton", "reference")
     yield Way("amax", label, "pass", lambda: amax_of(x), lambda: error(amax_of(x), x.abs().amax()), moved=2 * numel)
     for backend in backends:
-        for name, given, moved in (("amax + cast", None, 6), ("cast", amax, 4)):
-            run = partial(cast, x, scheme, scheme, amax=given, amax_t=given, backend=backend)
+        for name, given, tell, moved in (
+            ("amax + cast", None, False, 6),
+            ("cast", amax, False, 4),
+            ("cast that tells", amax, True, 4),
+        ):
+            run = partial(cast, x, scheme, scheme, amax=given, amax_t=given, tell=tell, backend=backend)
 
             def wrong(run: Callable[[], Any] = run) -> float:
                 pairs = zip(run(), cast(x, scheme, scheme, backend="reference"), strict=True)

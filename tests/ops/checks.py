@@ -295,3 +295,20 @@ def check_measured(module: Any, device: str, dtype: torch.dtype, kind: str, gate
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))  # what was told is no longer so
     empty = fn(x[:, :0], kind, measure=True)
     assert known_amax(empty) == 0
+
+
+def check_told(module: Any, device: str, dtype: torch.dtype) -> None:
+    """A cast with given magnitudes finds those that there are, and casts as one that does not look."""
+    x = torch.randn(150, 272, device=device).to(dtype)
+    given, scheme = torch.tensor(2.0, device=device), Scheme("e4m3")
+    for rows, columns in ((scheme, scheme), (None, scheme), (scheme, None)):
+        told = x.clone()
+        with poisoned():
+            found = module.cast(told, rows, columns, given, given, None, True)
+            expected = module.cast(x, rows, columns, given, given)
+        assert hasattr(told, "parts_amax")
+        assert torch.equal(known_amax(told), amax_of(x))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert torch.equal(ours.data.float(), theirs.data.float())

@@ -126,3 +126,9 @@ def test_transposed_codes(shape: tuple[int, int]) -> None:
     found = kernels("quantize").transpose(codes)
     assert found.dtype == codes.dtype
     assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_casts_tell_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("quantize")
+    monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
+    checks.check_told(module, "cpu", torch.bfloat16)

@@ -10,7 +10,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
-from tests.ops.checks import check_cast, error
+from tests.ops.checks import check_cast, check_told, error
 from tests.ops.test_linear import with_main_grad
 
 pytestmark = pytest.mark.gpu
@@ -112,3 +112,9 @@ def test_microscaled_products(name: str) -> None:
     )
     assert chosen.name == f"torch_{name}", SCALED_MM.table(spec)
     assert error(chosen.fn(a, b, torch.bfloat16, False), a.dequantize() @ b.dequantize().T) < 4e-3
+
+
+def test_casts_tell_magnitudes() -> None:
+    from megalight.ops.quantize import triton as kernels
+
+    check_told(kernels, "cuda", torch.bfloat16)

@@ -55,6 +55,7 @@ class Quantizer:
     def __init__(self, form: Any, multiple: int, delayed: bool) -> None:
         self.form, self.multiple = form, multiple
         self.scale = torch.ones(()) if delayed else None
+        self.amax = torch.zeros(1)
         self.usage = (True, True)
 
     def set_usage(self, rowwise: bool, columnwise: bool) -> None:
@@ -66,6 +67,7 @@ class Quantizer:
         assert x.is_contiguous()
         assert x.shape[0] % self.multiple == 0
         scheme = Scheme(self.form)
+        self.amax = torch.maximum(self.amax, x.abs().amax().float())
         amax = None if self.scale is None else {"e4m3": 448.0, "e5m2": 57344.0}[self.form] / self.scale
         rows, columns = (
             quantize(t, scheme, amax) if wanted else None for t, wanted in zip((x, x.T), self.usage, strict=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear.inputs import Saveable
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
-from megalight.ops.quantize.formats import DTYPES
+from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
@@ -171,10 +171,13 @@ class LowPrecision:
         """Some tokens ``x [..., in]`` of an input, cast with the scale of all: codes ``[T, in]``.
 
         Args:
-            reduce: over the ranks that have the other tokens.
+            reduce: over the ranks that have the other tokens, whose histories agree between steps.
         """
         flat = rows_of(x)
-        rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce, always=True))
+        if (found := self._cast_by_history(flat, INPUT, self.recipe.x, None)) is not None:
+            rows, _ = found
+        else:
+            rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce, always=True))
         assert rows is not None
         return rows
 
@@ -212,6 +215,8 @@ class LowPrecision:
     def _cast_input(self, x: Tensor, columns: Scheme | None, rows: bool = True) -> Cast:
         scheme = self.recipe.x
         flat = rows_of(x)
+        if (found := self._cast_by_history(flat, INPUT, scheme if rows else None, columns)) is not None:
+            return found
         amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.recipe.one_scale else None
         return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.recipe.one_scale else None)
 
@@ -235,6 +240,10 @@ class LowPrecision:
 
     def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         recipe = self.recipe
+        if (found := self._cast_by_history(weight, WEIGHT, recipe.weight, recipe.weight_t)) is not None:
+            rows, columns = found
+            assert rows is not None and columns is not None
+            return rows, columns
         if recipe.one_scale:
             amax = amax_t = self._amax(weight, recipe.weight, WEIGHT, self.reduce_weight)
         else:
@@ -248,19 +257,34 @@ class LowPrecision:
         """Both casts of a gradient, made once: the two products of the backward pass are handed the same tensor."""
         owner, rows, columns = getattr(grad_y, "casts", (None, None, None))
         if owner is not self:  # a sum hands one tensor to several layers
-            flat = rows_of(grad_y)
-            amax = self._amax(flat, self.recipe.gradient, GRADIENT, self.reduce_out)
-            rows, columns = cast(
-                flat,
-                self.recipe.gradient,
-                self.recipe.gradient_t,
-                amax=amax,
-                amax_t=amax if self.recipe.one_scale else None,
-                generator=self.session.generator(flat.device) if self.recipe.gradient.stochastic else None,
-            )
+            flat, scheme, scheme_t = rows_of(grad_y), self.recipe.gradient, self.recipe.gradient_t
+            if (found := self._cast_by_history(flat, GRADIENT, scheme, scheme_t)) is not None:
+                rows, columns = found
+            else:
+                amax = self._amax(flat, scheme, GRADIENT, self.reduce_out)
+                rows, columns = cast(
+                    flat,
+                    scheme,
+                    scheme_t,
+                    amax=amax,
+                    amax_t=amax if self.recipe.one_scale else None,
+                    generator=self.session.generator(flat.device) if scheme.stochastic else None,
+                )
             grad_y.casts = self, rows, columns  # type: ignore[attr-defined]
         assert rows is not None and columns is not None
         return rows, columns
+
+    def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
+        """A cast by past steps' magnitudes alone, in one pass, in which this step's are found; None: there are none."""
+        scheme, history = rows or columns, self.history
+        if history is None or not history.rolled or scheme is None:
+            return None
+        amax = history.known(role, LARGEST[scheme.format]) * 2.0**self.margin
+        inside = self.session.inside
+        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside)
+        if inside:
+            history.record(role, known_amax(x))
+        return found
 
     def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None, always: bool = False) -> Tensor | None:
         """The magnitudes that scales must allow for, where casting cannot find them in ``x`` alone.

@@ -33,7 +33,7 @@ class Spec:
 
 
 CastFn: TypeAlias = Callable[
-    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None],
+    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None, bool],
     Cast,
 ]
 QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
@@ -50,6 +50,7 @@ def cast(
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     generator: torch.Generator | None = None,
+    tell: bool = False,
     backend: str = "auto",
 ) -> Cast:
     """Cast ``x [T, f]`` for a product that contracts features, and for one that contracts tokens.
@@ -60,12 +61,14 @@ def cast(
         amax: the magnitudes to allow for in ``x``, ``amax_t`` in its transpose: 0-dim for one scale per matrix,
             ``[R, 1]`` for one per row; None: the largest there are.
         generator: for stochastic rounding.
+        tell: the largest magnitude of ``x`` will be asked for (:mod:`megalight.ops.quantize.known`): a backend that is
+            given ``amax`` finds it on the way.
 
     Returns:
         both; None for what is not needed.
     """
     spec = Spec(x.device.type, x.dtype, rows, columns)
-    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator)
+    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell)
 
 
 def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
@@ -91,6 +94,7 @@ def _reference(
     amax: Tensor | None,
     amax_t: Tensor | None,
     generator: torch.Generator | None,
+    tell: bool,
 ) -> Cast:
     whole = None if rows is None else quantize(x, rows, amax, generator)
     if columns is None:

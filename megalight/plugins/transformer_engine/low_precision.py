@@ -17,9 +17,11 @@ from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError, MissingPackageError
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.quantize import Scheme
 from megalight.ops.quantize.formats import LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.reference import TINY
 from megalight.plugins.transformer_engine.package import PACKAGE
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
 from megalight.plugins.transformer_engine.weight_gradient import GEMM, workspace
@@ -185,14 +187,25 @@ class TransformerEngineProducts(LowPrecision):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         scheme = (self.recipe.x, self.recipe.weight, self.recipe.gradient)[role]
         quantizer = self._quantizer(role, x.device)
-        if self.history is not None:
+        past = self.history if self.history is not None and self.history.rolled else None
+        if past is not None:
+            self._scale(quantizer, scheme, past.known(role, LARGEST[scheme.format]) * 2.0**self.margin)
+            quantizer.amax.zero_()  # casts take what they find into it
+        elif self.history is not None:
             amax = self._amax(flat, scheme, role, None)
             assert amax is not None
-            quantizer.scale.copy_(LARGEST[scheme.format] / amax.clamp(min=1e-30))
+            self._scale(quantizer, scheme, amax)
         if role != WEIGHT and (missing := -len(flat) % KINDS[self.recipe.name][3]):
             flat = F.pad(flat, (0, 0, 0, missing))
         quantizer.set_usage(rowwise=rows or self.recipe.one_scale, columnwise=columns)
-        return quantizer(flat)
+        codes = quantizer(flat)
+        if past is not None and self.session.inside:
+            past.record(role, quantizer.amax.reshape(()))
+        return codes
+
+    @staticmethod
+    def _scale(quantizer: Any, scheme: Scheme, amax: Tensor) -> None:
+        quantizer.scale.copy_(LARGEST[scheme.format] / amax.clamp(min=TINY))
 
     def _quantizer(self, role: int, device: torch.device) -> Any:
         if not self._quantizers:

@@ -33,7 +33,11 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[st
     sent: list[torch.dtype] = []
     saved: list[Tensor] = []
     gather = column.start_all_gather
-    sessions = Session(), Session()
+
+    def largest(amax: Tensor) -> None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+
+    sessions = Session(reduce_history=largest), Session(reduce_history=largest)
     ours, theirs = (_weight(name, session) for session in sessions)
     found: dict[str, Any] = {"equal": []}
 
@@ -43,7 +47,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[st
 
     column.start_all_gather = codes.start_all_gather = watched
     try:
-        for step in range(2):
+        for step in range(3):
             whole = (
                 torch.randn(shape, generator=generator, dtype=torch.float64)
                 * torch.logspace(-2, 0, shape[dim])[(slice(None),) + (None,) * (len(shape) - 1 - dim)]
