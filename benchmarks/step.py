@@ -17,8 +17,9 @@ class Step:
 
     ``mbs`` sequences make a micro-batch, ``micro`` of those a step of one replica. ``layout``, ``schedule`` are of the
     pipeline, ``kind`` of attention under context parallelism, ``overlap`` of tensor parallelism, where ``keep`` keeps
-    gathered inputs, ``recompute`` modules inside every layer, ``recipe`` of FP8; ``backends`` are named by op
-    (``attention:cudnn``), ``graph`` runs steps as CUDA graphs.
+    gathered inputs, ``recompute`` modules inside every layer, ``recipe`` of FP8 (``+primary`` behind it: weights as
+    codes; ``+transformer_engine``: by that package); ``backends`` are named by op (``attention:cudnn``), ``graph`` runs
+    steps as CUDA graphs.
     """
 
     layers: int = 16

@@ -217,8 +217,10 @@ def train(
 def precision_of(step: Step) -> dict[str, Any]:
     """The Trainer's arguments; off the GPU, products in FP8 are emulated."""
     if step.precision == "fp8":
-        options = LowPrecisionOptions(recipe=step.recipe, emulate=step.device != "cuda")
-        return {"plugins": [MegatronLowPrecision(options)]}
+        recipe, *words = step.recipe.split("+")
+        options = LowPrecisionOptions(recipe, primary_weights="primary" in words, emulate=step.device != "cuda")
+        implementation = "transformer_engine" if "transformer_engine" in words else "own"
+        return {"plugins": [MegatronLowPrecision(options, implementation=implementation)]}
     return {"precision": TRAINER_PRECISION[step.precision]}
 
 

@@ -17,6 +17,7 @@ OPS = (
     "adam",
     "quantize",
     "scaled_mm",
+    "scaled_accumulate",
 )
 """Names of the packages below, one per op."""
 

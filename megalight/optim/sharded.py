@@ -85,7 +85,7 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> None:
         optimizer.grad_scale = factor if optimizer.grad_scale is None else optimizer.grad_scale * factor
 
     written = engine.fuse(scale)
-    optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if not b.master_is_own_params}
+    optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if b.rounds_masters}
     optimizer.register_step_post_hook(lambda *_: written())
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.errors import BackendError, ConfigurationError, nearest
+from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Linear
+from megalight.nn.mlp import Activation
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize.recipes import Recipe, recipe
-from megalight.ops.scaled_mm import SCALED_MM, Spec
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -40,6 +40,9 @@ class LowPrecisionOptions:
         reduce_amax: scales that span features of several ``tp`` ranks agree, so that results do not depend on ``tp``.
             It costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` agrees once a step,
             over ``tp``, ``cp`` and ``dp``, always.
+        primary_weights: weights of these layers live as codes while training: the optimizer's masters are cast with the
+            scale of the whole weight, codes of one byte travel to the data-parallel ranks, and nobody holds the weights
+            in their own type. For ``tensorwise`` and ``delayed``, whose weights then scale by the values there are.
         emulate: form products in float64 from what the codes stand for: on machines that lack the real ones.
 
     Raises:
@@ -55,6 +58,7 @@ class LowPrecisionOptions:
     last_layers: int = 0
     modules: Sequence[str] = ("*",)
     reduce_amax: bool = False
+    primary_weights: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +70,11 @@ class LowPrecisionOptions:
             raise ConfigurationError(f"history={self.history}; it must be at least 1.")
         if self.reduce_amax and self.recipe not in ("tensorwise", "rowwise"):
             raise ConfigurationError(f"reduce_amax does nothing for recipe {self.recipe!r}; leave it out.")
+        if self.primary_weights and not one_scale:
+            raise ConfigurationError(
+                f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
+                "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
+            )
         if min(self.first_layers, self.last_layers) < 0:
             raise ConfigurationError("first_layers and last_layers must not be negative.")
 
@@ -75,13 +84,18 @@ class LowPrecisionOptions:
 
 
 def apply_low_precision(
-    model: nn.Module, options: LowPrecisionOptions, mesh: ParallelMesh, num_layers: int | None = None
+    model: nn.Module,
+    options: LowPrecisionOptions,
+    mesh: ParallelMesh,
+    num_layers: int | None = None,
+    kind: type[LowPrecision] = LowPrecision,
 ) -> Session:
     """Give the weights of linear layers their ``precision``.
 
     Args:
         model: this rank's part, on its device; its ``layers`` are named by global index.
         num_layers: of the whole model; None: those of ``model``.
+        kind: who casts and multiplies.
 
     Returns:
         what they share; steps run inside its :meth:`~megalight.ops.linear.low_precision.Session.step`.
@@ -107,20 +121,24 @@ def apply_low_precision(
     for index, layer in layers.items():
         if not options.first_layers <= index < total - options.last_layers:
             continue
+        for module in layer.modules():
+            if isinstance(module, Activation):
+                module.measure = schemes.one_scale
         for name, module in _linears(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
             weight = module.weight
             _check_sizes(f"layers.{index}.{name}", weight, schemes)
             if not options.emulate and (weight.device, weight.dtype) not in checked:
-                _check_products(weight, schemes)
+                kind.check_products(weight, schemes)
                 checked.add((weight.device, weight.dtype))
-            weight.precision = LowPrecision(  # type: ignore[attr-defined]
+            weight.precision = kind(  # type: ignore[attr-defined]
                 schemes,
                 session,
                 emulate=options.emulate,
                 margin=options.margin,
                 history=options.history,
+                primary=options.primary_weights,
                 reduce_amax=(
                     reduce if isinstance(module, RowLinear) else None,
                     reduce if isinstance(module, ColumnLinear) else None,
@@ -133,6 +151,9 @@ def remove_low_precision(model: nn.Module) -> None:
     """Let every weight be multiplied in its own type again: an earlier run may have said otherwise."""
     for parameter in model.parameters():
         parameter.__dict__.pop("precision", None)
+    for module in model.modules():
+        if isinstance(module, Activation):
+            module.measure = False
 
 
 def _layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -167,24 +188,6 @@ def _check_sizes(name: str, weight: Tensor, schemes: Recipe) -> None:
             f"{name} has a weight of {tuple(weight.shape)} on this rank, and recipe {schemes.name!r} needs multiples "
             f"of {multiple}. Change the sizes or tp, or leave the layer out with modules=..."
         )
-
-
-def _check_products(weight: Tensor, schemes: Recipe) -> None:
-    """Whether the device has all three products."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    for a, b, dtype in (
-        (schemes.x, schemes.weight, weight.dtype),
-        (schemes.gradient, schemes.weight_t, weight.dtype),
-        (schemes.gradient_t, schemes.x_t, wide),
-    ):
-        spec = Spec(weight.device.type, a, b, dtype)
-        if SCALED_MM.select(spec).name == "reference":
-            rows = SCALED_MM.table(spec)
-            reasons = "; ".join(f"{backend.name}: {reason}" for backend, reason in rows if reason is not None)
-            raise BackendError(
-                f"recipe {schemes.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
-                "which is exact and slow."
-            )
 
 
 def _maximum(group: ProcessGroup | None) -> Reduce | None:

@@ -392,6 +392,8 @@ class MegatronStrategy(MeshStrategy):
         """Read masters, moments and random states."""
         assert self._loaded is not None
         self._loaded.read_optimizer(self)
+        if self.engine is not None:
+            self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a folder, atomically."""
@@ -406,8 +408,10 @@ class MegatronStrategy(MeshStrategy):
         return setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
 
     def on_train_end(self) -> None:
-        """Weights are whole before any hook reads them."""
+        """Weights are whole, and in their own type, before anybody reads them."""
         self.sync_parameters()
+        if self.engine is not None:
+            self.engine.widen()
 
     def on_exception(self, exception: BaseException) -> None:
         """From here on nothing may wait for other ranks."""

@@ -54,11 +54,26 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
     )
 
 
-def model_views(strategy: MeshStrategy) -> dict[str, View]:
-    """The model's canonical tensors as this rank holds them."""
+def model_views(strategy: MeshStrategy, *, to_fill: bool = False) -> dict[str, View]:
+    """The model's canonical tensors as this rank holds them.
+
+    Args:
+        to_fill: a checkpoint is about to be read into them: what is held as codes shows its masters, which are else
+            shown in the type that the parameters have outside training.
+    """
     assert strategy.lightning_module is not None
-    tensors = tensors_of(root_of(strategy.lightning_module))
-    return views_of_parameters(tensors.items(), strategy.specs, strategy.mesh)
+    engine = strategy.engine
+    coded = [] if engine is None else [bucket for bucket in engine.buckets if bucket.holds_codes]
+    hidden = {info.name for bucket in coded for info in bucket.infos}
+    tensors = tensors_of(root_of(strategy.lightning_module)).items()
+    views = views_of_parameters(((n, t) for n, t in tensors if n not in hidden), strategy.specs, strategy.mesh)
+    if engine is not None and coded:
+        masters = [bucket.shard.master.detach() for bucket in coded]
+        if not to_fill:
+            masters = [m.to(bucket.layout.kind.param_dtype) for m, bucket in zip(masters, coded, strict=True)]
+        replicated = None if engine.level.state else strategy.mesh
+        views |= views_of_shards(masters, [bucket.shard for bucket in coded], replicated=replicated)
+    return views
 
 
 def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> None:
@@ -139,7 +154,7 @@ class Loaded:
     def read_model(self, strategy: MeshStrategy) -> None:
         """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
         _clear_padding(strategy)
-        views = model_views(strategy)
+        views = model_views(strategy, to_fill=True)
         self.saved.load(views, strict=self.strict, prefix=CANONICAL_PREFIX)
         wide = {MASTER + name: view for name, view in views.items() if view.dtype in (torch.float32, torch.float64)}
         if not wide.keys().isdisjoint(self.saved.tensors):

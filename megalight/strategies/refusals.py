@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
 
@@ -117,3 +118,13 @@ def check_all_held(missing: list[str]) -> None:
             f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
             "group, or freeze it with requires_grad_(False)."
         )
+
+
+def check_no_codes(root: nn.Module) -> None:
+    """Refuse weights that a run with ``primary_weights`` left as codes when it broke: their scales are gone."""
+    for name, parameter in root.named_parameters():
+        if parameter.is_floating_point() and parameter.element_size() == 1:
+            raise ConfigurationError(
+                f"{name} is held as {parameter.dtype} codes, left by a run with primary_weights that did not come to "
+                "its end. Load a checkpoint into a new module."
+            )

@@ -172,6 +172,7 @@ def build_engine(strategy: MeshStrategy, module: pl.LightningModule, optimizer: 
     if strategy.fresh and strategy.precision.dtype == torch.bfloat16 and isinstance(module, MegalightModule):
         # the parameters hold rounded values; the masters begin from the draws themselves
         initialise(root, strategy.specs, module.seed, on_values=engine.fill_masters)
+        engine.recast()
     shard_optimizer(optimizer, engine)
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
@@ -235,6 +236,7 @@ def _apply_precision(strategy: MeshStrategy, module: pl.LightningModule, root: n
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
+    refusals.check_no_codes(root)
     if not precision.plain or precision.precision in ("64-true", "bf16-true"):
         root.to(dtype=precision.dtype)
 

@@ -16,8 +16,9 @@ from megalight.ops.adam import reference as adam_reference
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.norm import reference as norm_reference
-from megalight.ops.quantize import Scheme, cast
+from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
+from megalight.ops.quantize.known import known_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
 
@@ -254,3 +255,60 @@ def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Sch
         assert torch.equal(ours.scale, theirs.scale)
         codes = ours.data if ours.data.dtype == theirs.data.dtype else to_fp8(ours.data, scheme.format)
         assert torch.equal(codes.view(torch.uint8), theirs.data.view(torch.uint8))
+
+
+def check_scaled_accumulate(
+    fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, out_is_zero: bool
+) -> None:
+    """A sum with codes in float32, which matrix units of every kind multiply."""
+    a, b = (
+        Quantized(torch.randn(size, tokens, device=device), torch.rand(1, 1, device=device), Scheme("e4m3"))
+        for size in (rows, columns)
+    )
+    out = torch.randn(rows, columns, device=device)
+    expected = a.dequantize() @ b.dequantize().T + (0 if out_is_zero else out)
+    fn(out, a, b, out_is_zero)
+    assert error(out, expected) <= 1e-5
+
+
+def check_measured(module: Any, device: str, dtype: torch.dtype, kind: str, gates: bool) -> None:
+    """The magnitudes that an activation finds on the way are those of what it writes, and nothing else changes."""
+    x = torch.randn(3, 2, 5000, device=device).to(dtype)
+    fn = module.gated if gates else module.activation
+    seen: list[Tensor] = []
+    found = []
+    for measure in (True, False):
+        leaf = x.clone().requires_grad_()
+        through = leaf.view(6, 5000)
+        through.register_hook(seen.append)
+        with poisoned():
+            y = fn(through, kind, measure=measure)
+            y.backward(torch.linspace(-1, 3, y.numel(), device=device).view(y.shape).to(dtype))
+        assert hasattr(y, "parts_amax") == measure
+        assert torch.equal(known_amax(y), amax_of(y))
+        found += [y, leaf.grad]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert [hasattr(gradient, "parts_amax") for gradient in seen] == [True, False]
+    assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))
+    seen[0].mul_(2)
+    assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))  # what was told is no longer so
+    empty = fn(x[:, :0], kind, measure=True)
+    assert known_amax(empty) == 0
+
+
+def check_told(module: Any, device: str, dtype: torch.dtype) -> None:
+    """A cast with given magnitudes finds those that there are, and casts as one that does not look."""
+    x = torch.randn(150, 272, device=device).to(dtype)
+    given, scheme = torch.tensor(2.0, device=device), Scheme("e4m3")
+    for rows, columns in ((scheme, scheme), (None, scheme), (scheme, None)):
+        told = x.clone()
+        with poisoned():
+            found = module.cast(told, rows, columns, given, given, None, True)
+            expected = module.cast(x, rows, columns, given, given)
+        assert hasattr(told, "parts_amax")
+        assert torch.equal(known_amax(told), amax_of(x))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert torch.equal(ours.data.float(), theirs.data.float())

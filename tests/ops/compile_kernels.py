@@ -85,9 +85,10 @@ def main() -> None:
     from megalight.ops.cross_entropy import triton as rows
     from megalight.ops.linear import triton as linear
     from megalight.ops.norm import triton as norms
-    from megalight.ops.quantize import Scheme
+    from megalight.ops.quantize import Scheme, quantize
     from megalight.ops.quantize import triton as casts
     from megalight.ops.rotary import triton as rotary
+    from megalight.ops.scaled_accumulate import triton as sums
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
         x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
@@ -103,6 +104,7 @@ def main() -> None:
     for kind in KINDS:
         through(activations.gated(leaf(8, 2 * 14336), kind))
         through(activations.activation(leaf(8, 63), kind))
+        through(activations.gated(leaf(8, 2 * 14336), kind, measure=True))
     for size, softcap in ((32000, None), (1000, 30.0)):
         logits, labels = torch.randn(8, size).to(HALF), torch.randint(0, size, (8,))
         logsumexp, target = rows.statistics(logits, labels, size, softcap)
@@ -120,6 +122,12 @@ def main() -> None:
     for tile in casts.MODES:
         for columns in (None, Scheme("e5m2", tile, "power")):
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
+    one = torch.tensor(1.0)
+    casts.cast(leaf(64, 4096).detach(), Scheme("e4m3"), Scheme("e5m2"), one, one, None, True)
+    casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
+    for form, zero in (("e4m3", True), ("e5m2", False)):
+        a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
+        sums.accumulate(torch.zeros(64, 64), a, b, zero)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.ops.activation import KINDS
-from tests.ops.checks import check_activations
+from tests.ops.checks import check_activations, check_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -16,3 +16,11 @@ def test_triton_equals_the_reference(kind: str, shape: tuple[int, ...], dtype: t
     from megalight.ops.activation import triton
 
     check_activations(triton, "cuda", dtype, shape, kind)
+
+
+@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "squared_relu"])
+def test_amax_on_the_way(kind: str, gates: bool) -> None:
+    from megalight.ops.activation import triton
+
+    check_measured(triton, "cuda", torch.bfloat16, kind, gates)

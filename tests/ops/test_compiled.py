@@ -18,5 +18,14 @@ def test_kernels_compile_for_sm_90() -> None:
     command = [sys.executable, "-m", "tests.ops.compile_kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for op in ("norm", "rotary", "activation", "cross_entropy", "adam", "linear", "attention_merge"):
+    for op in (
+        "norm",
+        "rotary",
+        "activation",
+        "cross_entropy",
+        "adam",
+        "linear",
+        "attention_merge",
+        "scaled_accumulate",
+    ):
         assert f"megalight.ops.{op}.triton" in done.stdout

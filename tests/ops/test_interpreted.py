@@ -49,6 +49,12 @@ def test_activations(kind: str) -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (3, 63), kind)
 
 
+@pytest.mark.parametrize("kind", ["silu", "sigmoid"])
+@pytest.mark.parametrize("gates", [True, False])
+def test_amax_on_the_way(kind: str, gates: bool) -> None:
+    checks.check_measured(kernels("activation"), "cpu", torch.float32, kind, gates)
+
+
 def test_activation_wider_than_a_block() -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (2, 2500), "silu")
 
@@ -85,6 +91,14 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_weight_gradient(module.accumulate, "cpu", torch.float32, torch.float32, 37, 70, 50)
 
 
+@pytest.mark.parametrize("out_is_zero", [True, False])
+def test_scaled_accumulate(out_is_zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("scaled_accumulate")
+    small = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(module, "TILE", small)
+    checks.check_scaled_accumulate(module.accumulate, "cpu", 37, 70, 48, out_is_zero)
+
+
 @pytest.mark.parametrize("shape", [(2, 7, 3, 8), (1, 50, 2, 12)])
 @pytest.mark.parametrize("other_dtype", [torch.float32, torch.float16])
 def test_attention_merge(
@@ -104,3 +118,17 @@ def test_casts(tile: tuple[int, int], scale: Any, shape: tuple[int, int], monkey
     monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
     for form in ("e4m3", "e5m2"):
         checks.check_cast(module, "cpu", *shape, Scheme(form, tile, scale), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(150, 144), (16, 272)])
+def test_transposed_codes(shape: tuple[int, int]) -> None:
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    found = kernels("quantize").transpose(codes)
+    assert found.dtype == codes.dtype
+    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_casts_tell_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("quantize")
+    monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
+    checks.check_told(module, "cpu", torch.bfloat16)

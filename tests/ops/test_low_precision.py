@@ -195,6 +195,32 @@ def test_delayed_scales_follow_the_largest_of_past_steps() -> None:
     assert bool((history.past[0] == 0).all())
 
 
+def test_delayed_casts_go_by_past_steps_alone() -> None:
+    """Values beyond what past steps had saturate, this step's are remembered, and zeros before are no scale."""
+    session = Session()
+    weight, x, grad_y = make("delayed", session, history=2, margin=1)
+    history = weight.precision.history  # type: ignore[attr-defined]
+    with session.step(0):
+        linear(x, weight).backward(torch.zeros_like(grad_y))
+    largest = x.detach().abs().max().float()
+    assert history.past[0].tolist() == [largest, weight.detach().abs().max().float(), 0]
+    with session.step(1):
+        y = linear(8 * x, weight)
+        y.backward(grad_y)
+    rows = quantize(8 * x.detach(), recipe("delayed").x, 2 * largest).dequantize()
+    codes = quantize(weight.detach(), recipe("delayed").weight, 2 * history.past[1, 1]).dequantize()
+    assert error(y, rows @ codes.T) < 1e-14
+    assert history.past[0, 0] == 8 * largest
+    assert history.past[0, 2] == grad_y.abs().max().float()
+    gradient = quantize(grad_y, recipe("delayed").gradient, torch.tensor(2 * 57344.0)).dequantize()
+    assert error(x.grad - 0, gradient @ codes * 8) < 1e-14  # type: ignore[operator]
+    before = history.past.clone()
+    linear(100 * x, weight)  # evaluation leaves no trace
+    with session.step(2):
+        pass
+    assert torch.equal(history.past[1], before[0])
+
+
 def test_histories_are_reduced_once_for_all_layers() -> None:
     calls: list[Tensor] = []
 

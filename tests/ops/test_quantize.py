@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.ops.quantize import Quantized, Scheme, cast, quantize
+from megalight.ops.linear import linear
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, quantize
 from megalight.ops.quantize.formats import (
     DTYPES,
     E2M1,
@@ -27,6 +29,7 @@ from megalight.ops.quantize.formats import (
     unpack_e2m1,
 )
 from megalight.ops.quantize.hadamard import rotate
+from megalight.ops.quantize.known import known_amax, rows_of, tell_amax
 from megalight.ops.quantize.recipes import RECIPES, recipe
 
 BITS = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}
@@ -264,3 +267,24 @@ def test_kernels_say_what_they_cannot_do() -> None:
 def test_recipes_that_do_not_exist(arguments: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         recipe(*arguments)
+
+
+def test_what_was_told_of_a_tensor_counts_until_it_changes() -> None:
+    x = torch.randn(2, 3, 16)
+    tell_amax(x, torch.tensor([3.0, 7.0]))
+    assert known_amax(x) == 7
+    assert known_amax(rows_of(x)) == 7
+    for other in (x.clone(), x + 0, x.detach()):
+        assert torch.equal(known_amax(other), amax_of(other))
+    x[0, 0, 0] = 9
+    assert known_amax(x) == 9
+    assert known_amax(rows_of(x)) == 9
+
+
+def test_casts_go_by_what_was_told() -> None:
+    weight = torch.nn.Parameter(torch.randn(32, 48))
+    weight.precision = LowPrecision(recipe("tensorwise"), Session(), emulate=True)  # type: ignore[attr-defined]
+    x = torch.randn(16, 48)
+    expected = linear(x, weight)
+    assert torch.equal(linear(tell_amax(x.clone(), amax_of(x)[None]), weight), expected)
+    assert not torch.equal(linear(tell_amax(x.clone(), torch.tensor([20.0])), weight), expected)

@@ -7,10 +7,10 @@ import torch
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.quantize import Scheme, cast
+from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
-from tests.ops.checks import check_cast, error
+from tests.ops.checks import check_cast, check_told, error
 from tests.ops.test_linear import with_main_grad
 
 pytestmark = pytest.mark.gpu
@@ -87,3 +87,34 @@ def test_linear_equals_its_emulation(name: str) -> None:
         found.append((out, leaf.grad, weight.main_grad))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(144, 150), (4096, 14336)])
+def test_transposed_codes(shape: tuple[int, int]) -> None:
+    codes, _ = cast(torch.randn(shape, device="cuda"), Scheme("e4m3"), None)
+    assert codes is not None
+    found = transpose(codes, backend="triton")
+    assert torch.equal(found.data.view(torch.uint8), codes.data.view(torch.uint8).t())
+    assert found.scale is codes.scale
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_microscaled_products(name: str) -> None:
+    schemes = recipe(name)
+    spec = Spec("cuda", schemes.x, schemes.weight, torch.bfloat16)
+    chosen: Any = SCALED_MM.select(spec)
+    if torch.cuda.get_device_capability() < (10, 0):
+        assert chosen.name == "reference"
+        return
+    a, b = (
+        quantize(torch.randn(size, 288, device="cuda"), scheme)
+        for size, scheme in ((300, schemes.x), (144, schemes.weight))
+    )
+    assert chosen.name == f"torch_{name}", SCALED_MM.table(spec)
+    assert error(chosen.fn(a, b, torch.bfloat16, False), a.dequantize() @ b.dequantize().T) < 4e-3
+
+
+def test_casts_tell_magnitudes() -> None:
+    from megalight.ops.quantize import triton as kernels
+
+    check_told(kernels, "cuda", torch.bfloat16)

@@ -42,10 +42,11 @@ def _serve_all(spec: Spec) -> str | None:
 
 
 _TRITON = "megalight.ops.activation.triton"
-GATED.register(Backend("triton", lazy(_TRITON, "gated"), 20, _triton_why_not))
+_MEASURING = [lazy(_TRITON, "gated"), lazy(_TRITON, "activation")]
+GATED.register(Backend("triton", _MEASURING[0], 20, _triton_why_not))
 GATED.register(Backend("torch", native.gated, 10, _serve_all))
 GATED.register(Backend("reference", reference.gated, 0, _serve_all))
-ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation"), 20, _triton_why_not))
+ACTIVATION.register(Backend("triton", _MEASURING[1], 20, _triton_why_not))
 ACTIVATION.register(Backend("torch", native.activation, 10, _serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, _serve_all))
 
@@ -59,19 +60,27 @@ def _choose(
     return registry.select(spec, backend).fn
 
 
-def gated(x: Tensor, kind: str = "silu", backend: str = "auto") -> Tensor:
+def gated(x: Tensor, kind: str = "silu", backend: str = "auto", measure: bool = False) -> Tensor:
     """``act(x[..., :f]) * x[..., f:]`` for ``x [..., 2f]``: SwiGLU and relatives (Shazeer 2020). Returns ``[..., f]``.
 
-    Raises:
-        ValueError: an unknown ``kind``.
-    """
-    return _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
-
-
-def activation(x: Tensor, kind: str, backend: str = "auto") -> Tensor:
-    """``act(x)``, element by element.
+    Args:
+        measure: the result, and the gradient of ``x``, are about to be cast to 8 bits: a backend that can finds their
+            largest magnitudes on the way (:mod:`megalight.ops.quantize.known`).
 
     Raises:
         ValueError: an unknown ``kind``.
     """
-    return _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
+    return _run(_choose(GATED, Spec(x.device.type, x.dtype, kind), backend), x, kind, measure)
+
+
+def activation(x: Tensor, kind: str, backend: str = "auto", measure: bool = False) -> Tensor:
+    """``act(x)``, element by element; ``measure`` as for :func:`gated`.
+
+    Raises:
+        ValueError: an unknown ``kind``.
+    """
+    return _run(_choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend), x, kind, measure)
+
+
+def _run(fn: Callable[..., Tensor], x: Tensor, kind: str, measure: bool) -> Tensor:
+    return fn(x, kind, measure=True) if measure and fn in _MEASURING else fn(x, kind)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl, triton
+from megalight.ops.quantize.known import tell_amax
 
 BLOCK = 2048
 
@@ -58,7 +59,16 @@ def _slope(x: Value, KIND: constexpr) -> Value:
 
 
 @jit
-def _forward(x: Value, y: Value, size: Value, KIND: constexpr, GATED: constexpr, BLOCK: constexpr) -> None:
+def _forward(
+    x: Value,
+    y: Value,
+    parts: Value,
+    size: Value,
+    KIND: constexpr,
+    GATED: constexpr,
+    MEASURE: constexpr,
+    BLOCK: constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -68,12 +78,24 @@ def _forward(x: Value, y: Value, size: Value, KIND: constexpr, GATED: constexpr,
         out = _value(gate, KIND) * up
     else:
         out = _value(tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32), KIND)
-    tl.store(y + row * size + column, out.to(y.dtype.element_ty), mask=inside)
+    out = out.to(y.dtype.element_ty)
+    tl.store(y + row * size + column, out, mask=inside)
+    if MEASURE:
+        largest = tl.max(tl.where(inside, tl.abs(out.to(tl.float32)), 0.0), 0)
+        tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
 @jit
 def _backward(
-    x: Value, grad_y: Value, grad_x: Value, size: Value, KIND: constexpr, GATED: constexpr, BLOCK: constexpr
+    x: Value,
+    grad_y: Value,
+    grad_x: Value,
+    parts: Value,
+    size: Value,
+    KIND: constexpr,
+    GATED: constexpr,
+    MEASURE: constexpr,
+    BLOCK: constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -84,11 +106,19 @@ def _backward(
         first = row * 2 * size + column
         gate = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + first + size, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + first, (grad * up * _slope(gate, KIND)).to(kind_of), mask=inside)
-        tl.store(grad_x + first + size, (grad * _value(gate, KIND)).to(kind_of), mask=inside)
+        out = (grad * up * _slope(gate, KIND)).to(kind_of)
+        tl.store(grad_x + first, out, mask=inside)
+        other = (grad * _value(gate, KIND)).to(kind_of)
+        tl.store(grad_x + first + size, other, mask=inside)
+        size_of = tl.maximum(tl.abs(out.to(tl.float32)), tl.abs(other.to(tl.float32)))
     else:
         value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + row * size + column, (grad * _slope(value, KIND)).to(kind_of), mask=inside)
+        out = (grad * _slope(value, KIND)).to(kind_of)
+        tl.store(grad_x + row * size + column, out, mask=inside)
+        size_of = tl.abs(out.to(tl.float32))
+    if MEASURE:
+        largest = tl.max(tl.where(inside, size_of, 0.0), 0)
+        tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
 def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
@@ -98,17 +128,24 @@ def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
     return (y.numel() // max(1, size), triton.cdiv(size, block)), size, block
 
 
+def _parts(y: Tensor, measure: bool) -> Tensor:
+    """Room for the largest magnitude that each program meets; ``y`` stands in where nobody asks."""
+    (rows, blocks), _, _ = _grid(y)
+    return y.new_empty(rows * blocks, dtype=torch.float32) if measure else y
+
+
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, gated: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
         grid, size, block = _grid(y)
+        parts = _parts(y, measure)
         if y.numel():
-            _forward[grid](x, y, size, KIND=kind, GATED=gated, BLOCK=block, num_warps=4)
+            _forward[grid](x, y, parts, size, KIND=kind, GATED=gated, MEASURE=measure, BLOCK=block, num_warps=4)
         ctx.save_for_backward(x)
-        ctx.kind, ctx.gated = kind, gated
-        return y
+        ctx.kind, ctx.gated, ctx.measure = kind, gated, measure
+        return tell_amax(y, parts) if measure else y
 
     @staticmethod
     @once_differentiable
@@ -116,20 +153,33 @@ class _Activation(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         grid, size, block = _grid(grad_y)
+        parts = _parts(grad_y, ctx.measure)
         if grad_y.numel():
             _backward[grid](
-                x, grad_y.contiguous(), grad_x, size, KIND=ctx.kind, GATED=ctx.gated, BLOCK=block, num_warps=4
+                x,
+                grad_y.contiguous(),
+                grad_x,
+                parts,
+                size,
+                KIND=ctx.kind,
+                GATED=ctx.gated,
+                MEASURE=ctx.measure,
+                BLOCK=block,
+                num_warps=4,
             )
-        return grad_x, None, None
+        return tell_amax(grad_x, parts) if ctx.measure else grad_x, None, None, None
 
 
-def activation(x: Tensor, kind: str) -> Tensor:
-    """``act(x)``."""
-    out: Tensor = _Activation.apply(x, kind, False)  # type: ignore[no-untyped-call]
+def _apply(x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
+    out: Tensor = _Activation.apply(x, kind, gated, measure)  # type: ignore[no-untyped-call]
     return out
 
 
-def gated(x: Tensor, kind: str) -> Tensor:
-    """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
-    out: Tensor = _Activation.apply(x, kind, True)  # type: ignore[no-untyped-call]
-    return out
+def activation(x: Tensor, kind: str, measure: bool = False) -> Tensor:
+    """``act(x)``; ``measure``: of it, and of the gradient of ``x``, the largest magnitude is then known."""
+    return _apply(x, kind, False, measure)
+
+
+def gated(x: Tensor, kind: str, measure: bool = False) -> Tensor:
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim; ``measure`` as for :func:`activation`."""
+    return _apply(x, kind, True, measure)

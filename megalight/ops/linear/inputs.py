@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,9 +52,23 @@ def save_input(ctx: Any, x: Tensor, needed: bool) -> None:
         ctx.save_for_backward(*((x,) if recipe is None else recipe.ingredients))
 
 
-def save_cast(ctx: Any, x_t: Quantized) -> None:
+class Saveable(Protocol):
+    """An input that is cast: the tensors to save, and what makes the cast input of them again."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Autograd keeps these."""
+        ...
+
+    @property
+    def restore(self) -> Callable[..., Any]:
+        """Takes them; does not hold them."""
+        ...
+
+
+def save_cast(ctx: Any, x_t: Saveable) -> None:
     """In place of :func:`save_input`: keep an input as the weight gradient of a low precision takes it."""
-    ctx.make_input = partial(Quantized.of_tensors, x_t.scheme)
+    ctx.make_input = x_t.restore
     ctx.save_for_backward(*x_t.tensors)
 
 

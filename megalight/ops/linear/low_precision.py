@@ -9,14 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.quantize import Cast, Quantized, Scheme, amax_of, cast, tile_amax
+from megalight.errors import BackendError, ConfigurationError
+from megalight.ops.linear.inputs import Saveable
+from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
+from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
-from megalight.ops.scaled_mm import scaled_mm
+from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
+from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 
 Reduce = Callable[[Tensor], None]
 """Maximum over some ranks, in place."""
@@ -73,6 +80,13 @@ class LowPrecision:
         history: steps that a delayed scale looks back.
         reduce_amax: over the ranks that hold the other input features, and the other output features, wherever a scale
             spans them. None: each rank scales its own part.
+        primary: the weight may be kept as codes; whoever does so sets :attr:`scale`.
+
+    Attributes:
+        scale: of a weight that is held as codes, ``[1, 1]``.
+
+    Raises:
+        ConfigurationError: codes of this recipe's weights are not those of their transposes.
     """
 
     def __init__(
@@ -84,6 +98,7 @@ class LowPrecision:
         margin: int = 0,
         history: int = 16,
         reduce_amax: tuple[Reduce | None, Reduce | None] = (None, None),
+        primary: bool = False,
     ) -> None:
         self.recipe = recipe
         self.session = session
@@ -91,24 +106,87 @@ class LowPrecision:
         self.margin = margin
         self.reduce_in, self.reduce_out = reduce_amax
         self.history = AmaxHistory(history) if recipe.delayed else None
+        if primary and not recipe.one_scale:
+            raise ConfigurationError(
+                f"primary_weights: recipe {recipe.name!r} casts a weight and its transpose with different scales, so "
+                "that one set of codes cannot be kept; choose 'tensorwise' or 'delayed', or leave primary_weights out."
+            )
+        self.primary = primary
+        self.scale: Tensor | None = None
         self._weight: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
 
+    @property
+    def reduce_weight(self) -> Reduce | None:
+        """Over the ranks that hold the rest of a weight with one scale."""
+        return self.reduce_in or self.reduce_out
+
+    @staticmethod
+    def check_products(weight: Tensor, recipe: Recipe) -> None:
+        """Whether the weight's device has all three products.
+
+        Raises:
+            BackendError: it has not; the message says what each backend lacks.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        for a, b, dtype in (
+            (recipe.x, recipe.weight, weight.dtype),
+            (recipe.gradient, recipe.weight_t, weight.dtype),
+            (recipe.gradient_t, recipe.x_t, wide),
+        ):
+            spec = Spec(weight.device.type, a, b, dtype)
+            if SCALED_MM.select(spec).name == "reference":
+                rows = SCALED_MM.table(spec)
+                reasons = "; ".join(f"{backend.name}: {reason}" for backend, reason in rows if reason is not None)
+                raise BackendError(
+                    f"recipe {recipe.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
+                    "which is exact and slow."
+                )
+        SCALED_ACCUMULATE.select(Spec(weight.device.type, recipe.gradient_t, recipe.x_t, wide))  # tried now, not later
+
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., in] -> x W^T + b [..., out]``, in the type of ``x``."""
-        return self._multiply(self._cast_input(x, None)[0], x, weight, bias)
+        rows = self._cast_input(x, None)[0]
+        assert rows is not None
+        return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
 
-    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Quantized]:
+    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saveable]:
         """The same, and what :meth:`weight_gradient` can be handed in place of ``x``: half its size, made in one go."""
         rows, x_t = self._cast_input(x, self.recipe.x_t)
-        assert x_t is not None
-        return self._multiply(rows, x, weight, bias), x_t
+        assert rows is not None and x_t is not None
+        return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1), x_t
 
-    def _multiply(self, rows: Quantized | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``x W^T + b [T, out]`` of an input that is cast already."""
+        codes = self._held(weight)
+        y = scaled_mm(rows, codes or self._cast_weight(weight)[0], dtype, fast=True, backend=self.backend)
+        return y if bias is None else y + bias.to(dtype)
+
+    @property
+    def casts_shares(self) -> bool:
+        """Whether ranks that hold some tokens each can cast them, and have parts of what the whole is cast to."""
+        return self.recipe.one_scale
+
+    def cast_share(self, x: Tensor, reduce: Reduce) -> Quantized:
+        """Some tokens ``x [..., in]`` of an input, cast with the scale of all: codes ``[T, in]``.
+
+        Args:
+            reduce: over the ranks that have the other tokens, whose histories agree between steps.
+        """
+        flat = rows_of(x)
+        if (found := self._cast_by_history(flat, INPUT, self.recipe.x, None)) is not None:
+            rows, _ = found
+        else:
+            rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce, always=True))
         assert rows is not None
-        y = scaled_mm(rows, self._cast_weight(weight)[0], x.dtype, fast=True, backend=self.backend)
-        y = y if bias is None else y + bias.to(y.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return rows
+
+    def for_weight_gradient(self, rows: Quantized) -> Quantized:
+        """What :meth:`weight_gradient` takes, from a whole input's codes ``[T, in]``."""
+        x_t, missing = transpose(rows), -len(rows.data) % rows.scheme.multiple
+        if not missing:
+            return x_t
+        return replace(x_t, data=F.pad(x_t.data.view(torch.uint8), (0, missing)).view(x_t.data.dtype))
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """``grad_y [..., out] -> grad_y W [..., in]``, in the type of ``grad_y``."""
@@ -118,10 +196,17 @@ class LowPrecision:
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """``grad_y [..., out], x [..., in] -> grad_y^T x [out, in]``; ``x`` may be cast already, transposed."""
+        gradient_t, x_t = self._factors(grad_y, x)
+        return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
+
+    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Tensor | Quantized, is_zero: bool) -> None:
+        """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``is_zero``: that holds zeros."""
+        scaled_accumulate(main_grad, *self._factors(grad_y, x), out_is_zero=is_zero, backend=self.backend)
+
+    def _factors(self, grad_y: Tensor, x: Tensor | Quantized) -> tuple[Quantized, Quantized]:
         x_t = x if isinstance(x, Quantized) else self._cast_input(x, self.recipe.x_t, rows=False)[1]
         assert x_t is not None
-        _, gradient_t = self._cast_gradient(grad_y)
-        return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
+        return self._cast_gradient(grad_y)[1], x_t
 
     def forget(self) -> None:
         """The weight may change: cast it again when it is needed."""
@@ -129,55 +214,93 @@ class LowPrecision:
 
     def _cast_input(self, x: Tensor, columns: Scheme | None, rows: bool = True) -> Cast:
         scheme = self.recipe.x
-        flat = x.reshape(-1, x.shape[-1])
+        flat = rows_of(x)
+        if (found := self._cast_by_history(flat, INPUT, scheme if rows else None, columns)) is not None:
+            return found
         amax = self._amax(flat, scheme, INPUT, self.reduce_in) if rows or self.recipe.one_scale else None
         return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.recipe.one_scale else None)
+
+    def _held(self, weight: Tensor) -> Quantized | None:
+        """A weight that is held as codes."""
+        if weight.dtype != DTYPES[self.recipe.weight.format]:
+            return None
+        assert self.scale is not None, "whoever keeps codes sets their scale"
+        return Quantized(weight.detach(), self.scale, self.recipe.weight)
 
     def _cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         if self._weight is not None:
             return self._weight
-        weight = weight.detach()
+        if (held := self._held(weight)) is not None:
+            rows, columns = held, transpose(held)
+        else:
+            rows, columns = self._cast_both(weight.detach())
+        if self.session.inside:
+            self._weight = rows, columns
+        return rows, columns
+
+    def _cast_both(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         recipe = self.recipe
+        if (found := self._cast_by_history(weight, WEIGHT, recipe.weight, recipe.weight_t)) is not None:
+            rows, columns = found
+            assert rows is not None and columns is not None
+            return rows, columns
         if recipe.one_scale:
-            amax = amax_t = self._amax(weight, recipe.weight, WEIGHT, self.reduce_in or self.reduce_out)
+            amax = amax_t = self._amax(weight, recipe.weight, WEIGHT, self.reduce_weight)
         else:
             amax = self._amax(weight, recipe.weight, WEIGHT, self.reduce_in)
             amax_t = self._amax(weight.t(), recipe.weight_t, WEIGHT, self.reduce_out)
         rows, columns = cast(weight, recipe.weight, recipe.weight_t, amax=amax, amax_t=amax_t)
         assert rows is not None and columns is not None
-        if self.session.inside:
-            self._weight = rows, columns
         return rows, columns
 
     def _cast_gradient(self, grad_y: Tensor) -> tuple[Quantized, Quantized]:
         """Both casts of a gradient, made once: the two products of the backward pass are handed the same tensor."""
         owner, rows, columns = getattr(grad_y, "casts", (None, None, None))
         if owner is not self:  # a sum hands one tensor to several layers
-            flat = grad_y.reshape(-1, grad_y.shape[-1])
-            amax = self._amax(flat, self.recipe.gradient, GRADIENT, self.reduce_out)
-            rows, columns = cast(
-                flat,
-                self.recipe.gradient,
-                self.recipe.gradient_t,
-                amax=amax,
-                amax_t=amax if self.recipe.one_scale else None,
-                generator=self.session.generator(flat.device) if self.recipe.gradient.stochastic else None,
-            )
+            flat, scheme, scheme_t = rows_of(grad_y), self.recipe.gradient, self.recipe.gradient_t
+            if (found := self._cast_by_history(flat, GRADIENT, scheme, scheme_t)) is not None:
+                rows, columns = found
+            else:
+                amax = self._amax(flat, scheme, GRADIENT, self.reduce_out)
+                rows, columns = cast(
+                    flat,
+                    scheme,
+                    scheme_t,
+                    amax=amax,
+                    amax_t=amax if self.recipe.one_scale else None,
+                    generator=self.session.generator(flat.device) if scheme.stochastic else None,
+                )
             grad_y.casts = self, rows, columns  # type: ignore[attr-defined]
         assert rows is not None and columns is not None
         return rows, columns
 
-    def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None) -> Tensor | None:
-        """The magnitudes that scales must allow for, where casting cannot find them in ``x`` alone."""
+    def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
+        """A cast by past steps' magnitudes alone, in one pass, in which this step's are found; None: there are none."""
+        scheme, history = rows or columns, self.history
+        if history is None or not history.rolled or scheme is None:
+            return None
+        amax = history.known(role, LARGEST[scheme.format]) * 2.0**self.margin
+        inside = self.session.inside
+        found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside)
+        if inside:
+            history.record(role, known_amax(x))
+        return found
+
+    def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None, always: bool = False) -> Tensor | None:
+        """The magnitudes that scales must allow for, where casting cannot find them in ``x`` alone.
+
+        Args:
+            always: reduce what a history is told, too: ranks must allow for the same even while it is empty.
+        """
         if not self.recipe.one_scale:
             if reduce is None or scheme.tile != (1, 0):
                 return None
             amax = tile_amax(x, scheme.tile)
             reduce(amax)
             return amax
-        amax = amax_of(x)
+        amax = known_amax(x)
+        if reduce is not None and (always or self.history is None):
+            reduce(amax)
         if self.history is not None:
             amax = self.history.allow(role, amax, record=self.session.inside)
-        elif reduce is not None:
-            reduce(amax)
         return amax * 2.0**self.margin if self.margin else amax

@@ -26,6 +26,10 @@ class Spec:
 Accumulate = Callable[[Tensor, Tensor, Tensor], None]
 """``(main_grad [out, in], grad_y [T, out], x [T, in])``: adds in place."""
 
+IS_ZERO = "main_grad_is_zero"
+"""An attribute of a weight with a ``precision``: nothing was added to its main gradient since that was set to zero. Who
+sets it to zero says so; who adds takes it away."""
+
 WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("weight_gradient")
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
 
@@ -118,7 +122,7 @@ def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
     """
     main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
     if (precision := getattr(weight, "precision", None)) is not None:
-        main_grad.add_(precision.weight_gradient(grad_y, x, main_grad.dtype))
+        precision.accumulate(main_grad, grad_y, x, weight.__dict__.pop(IS_ZERO, False))
         weight.mark_grad_ready()  # type: ignore[attr-defined]
         return
     assert isinstance(x, Tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from megalight.ops.common import HALF, lazy, triton_why_not
 from megalight.ops.quantize.reference import amax_of as amax_of
 from megalight.ops.quantize.reference import quantize as quantize
+from megalight.ops.quantize.reference import scales_of as scales_of
 from megalight.ops.quantize.reference import tile_amax as tile_amax
 from megalight.ops.quantize.types import Quantized as Quantized
 from megalight.ops.quantize.types import Scheme as Scheme
@@ -32,11 +33,12 @@ class Spec:
 
 
 CastFn: TypeAlias = Callable[
-    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None],
+    [Tensor, Scheme | None, Scheme | None, Tensor | None, Tensor | None, torch.Generator | None, bool],
     Cast,
 ]
 QUANTIZE: BackendRegistry[Spec, CastFn] = BackendRegistry("quantize")
-REGISTRIES = (QUANTIZE,)
+TRANSPOSE: BackendRegistry[Spec, Callable[[Tensor], Tensor]] = BackendRegistry("transpose_codes")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (QUANTIZE, TRANSPOSE)
 EXAMPLE = Spec("cpu", torch.bfloat16, Scheme("e4m3"), Scheme("e4m3"))
 
 
@@ -48,6 +50,7 @@ def cast(
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     generator: torch.Generator | None = None,
+    tell: bool = False,
     backend: str = "auto",
 ) -> Cast:
     """Cast ``x [T, f]`` for a product that contracts features, and for one that contracts tokens.
@@ -58,12 +61,25 @@ def cast(
         amax: the magnitudes to allow for in ``x``, ``amax_t`` in its transpose: 0-dim for one scale per matrix,
             ``[R, 1]`` for one per row; None: the largest there are.
         generator: for stochastic rounding.
+        tell: the largest magnitude of ``x`` will be asked for (:mod:`megalight.ops.quantize.known`): a backend that is
+            given ``amax`` finds it on the way.
 
     Returns:
         both; None for what is not needed.
     """
     spec = Spec(x.device.type, x.dtype, rows, columns)
-    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator)
+    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell)
+
+
+def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
+    """The codes ``[R, K]`` of a matrix with one scale as those of its transpose, by rows."""
+    spec = Spec(codes.data.device.type, codes.data.dtype, codes.scheme, codes.scheme)
+    return Quantized(_choose_transpose(spec, backend)(codes.data), codes.scale, codes.scheme)
+
+
+@remembered
+def _choose_transpose(spec: Spec, backend: str) -> Callable[[Tensor], Tensor]:
+    return TRANSPOSE.select(spec, backend).fn
 
 
 @remembered
@@ -78,6 +94,7 @@ def _reference(
     amax: Tensor | None,
     amax_t: Tensor | None,
     generator: torch.Generator | None,
+    tell: bool,
 ) -> Cast:
     whole = None if rows is None else quantize(x, rows, amax, generator)
     if columns is None:
@@ -101,3 +118,13 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"), 10, _triton_why_not))
 QUANTIZE.register(Backend("reference", _reference, 0, lambda spec: None))
+
+
+def _transpose_reference(codes: Tensor) -> Tensor:
+    return codes.t().contiguous()
+
+
+TRANSPOSE.register(
+    Backend("triton", lazy("megalight.ops.quantize.triton", "transpose"), 10, lambda spec: triton_why_not(spec.device))
+)
+TRANSPOSE.register(Backend("reference", _transpose_reference, 0, lambda spec: None))

@@ -18,12 +18,16 @@ class AmaxHistory:
 
     Args:
         length: steps to look back.
+
+    Attributes:
+        rolled: a step has ended that it took part in.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.past: Tensor | None = None
         self.current: Tensor | None = None
+        self.rolled = False
 
     def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
         """The magnitude to allow for: the largest of past steps, or ``amax`` while there are none.
@@ -37,9 +41,20 @@ class AmaxHistory:
             self.past = torch.zeros(self.length, 3, device=amax.device)
             self.current = torch.zeros(3, device=amax.device)
         if record:
-            self.current[role] = torch.maximum(self.current[role], amax)
+            self.record(role, amax)
         known = self.past[:, role].amax()
         return torch.where(known > 0, known, amax)
+
+    def known(self, role: int, otherwise: float) -> Tensor:
+        """The largest of past steps, of which there are some (:attr:`rolled`); ``otherwise`` where all were zero."""
+        assert self.past is not None
+        known = self.past[:, role].amax()
+        return torch.where(known > 0, known, otherwise)
+
+    def record(self, role: int, amax: Tensor) -> None:
+        """Remember ``amax`` of this step."""
+        assert self.current is not None
+        self.current[role] = torch.maximum(self.current[role], amax)
 
     @staticmethod
     def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
@@ -54,3 +69,4 @@ class AmaxHistory:
             assert history.past is not None and history.current is not None
             history.past.copy_(torch.cat([row[None], history.past[:-1]]))
             history.current.zero_()
+            history.rolled = True

@@ -51,6 +51,11 @@ def multiplier(amax: Tensor, largest: float, power: bool) -> Tensor:
     return power_below(factor) if power else factor
 
 
+def scales_of(amax: Tensor, scheme: Scheme) -> Tensor:
+    """The scales with which codes stand for values, of each ``amax``: what :func:`quantize` writes beside them."""
+    return 1.0 / multiplier(amax, LARGEST[scheme.format], scheme.scale == "power")
+
+
 def quantize(
     x: Tensor, scheme: Scheme, amax: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Quantized:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalight.ops.jit import Value, constexpr, jit, tl, triton
 from megalight.ops.quantize.formats import DTYPES, LARGEST
+from megalight.ops.quantize.known import tell_amax
 from megalight.ops.quantize.reference import TINY
 from megalight.ops.quantize.types import Quantized, Scheme
 
@@ -73,6 +74,7 @@ def _cast(
     column_codes: Value,
     column_scale: Value,
     column_amax: Value,
+    parts: Value,
     tokens: Value,
     padded: Value,
     features: Value,
@@ -84,6 +86,7 @@ def _cast(
     SMALLEST: constexpr,
     ROW_POWER: constexpr,
     COLUMN_POWER: constexpr,
+    TELL: constexpr,
     BLOCK: constexpr,
 ) -> None:
     down, across = tl.program_id(0), tl.program_id(1)
@@ -91,6 +94,8 @@ def _cast(
     f = across * BLOCK + tl.arange(0, BLOCK)
     inside = (t < tokens)[:, None] & (f < features)[None, :]
     tile = tl.load(x + t.to(tl.int64)[:, None] * x_stride + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    if TELL:
+        tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
     if ROWS != 0:
         codes = _codes(
             tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(features, BLOCK),
@@ -115,8 +120,10 @@ def cast(
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     generator: torch.Generator | None = None,
+    tell: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """As :func:`megalight.ops.quantize.cast`."""
+    source = x
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, features = x.shape
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
@@ -125,11 +132,14 @@ def cast(
     amax = _amax(x, rows, amax, 1)
     amax_t = amax if rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is None else amax_t
     amax_t = _amax(x, columns, amax_t, 0)
+    grid = triton.cdiv(padded, BLOCK), triton.cdiv(features, BLOCK)
+    parts = torch.empty(grid[0] * grid[1], device=x.device) if tell else x
     if x.numel():
-        _cast[(triton.cdiv(padded, BLOCK), triton.cdiv(features, BLOCK))](
+        _cast[grid](
             x,
             *_arguments(x, whole, amax),
             *_arguments(x, transposed, amax_t),
+            parts,
             tokens,
             padded,
             features,
@@ -141,10 +151,34 @@ def cast(
             SMALLEST=TINY,
             ROW_POWER=rows is not None and rows.scale == "power",
             COLUMN_POWER=columns is not None and columns.scale == "power",
+            TELL=tell,
             BLOCK=BLOCK,
             num_warps=8,
         )
+        if tell:
+            tell_amax(source, parts)
     return whole, transposed
+
+
+@jit
+def _transpose(x: Value, y: Value, rows: Value, columns: Value, BLOCK: constexpr) -> None:
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    tile = tl.load(x + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0)
+    inside = (c < columns)[:, None] & (r < rows)[None, :]
+    tl.store(y + c.to(tl.int64)[:, None] * rows + r[None, :], tl.trans(tile), mask=inside)
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """``[R, K]`` of one byte each ``-> [K, R]``, both by rows."""
+    rows, columns = codes.shape
+    out = codes.new_empty(columns, rows)
+    if out.numel():
+        grid = triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK)
+        x = codes.contiguous().view(torch.uint8)
+        _transpose[grid](x, out.view(torch.uint8), rows, columns, BLOCK=BLOCK, num_warps=8)
+    return out
 
 
 def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantized | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -63,6 +65,11 @@ class Quantized:
     def tensors(self) -> tuple[Tensor, ...]:
         """Codes, scales and, where there is one, the global scale: what :meth:`of_tensors` takes."""
         return (self.data, self.scale) if self.global_scale is None else (self.data, self.scale, self.global_scale)
+
+    @property
+    def restore(self) -> Callable[..., Quantized]:
+        """Makes the matrix of its :attr:`tensors` again."""
+        return partial(Quantized.of_tensors, self.scheme)
 
     @staticmethod
     def of_tensors(scheme: Scheme, *tensors: Tensor) -> Quantized:

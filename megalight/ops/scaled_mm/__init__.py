@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalight.ops.common import cuda_why_not
 from megalight.ops.quantize import Quantized, Scheme, quantize
+from megalight.ops.scaled_mm import microscaled
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
@@ -53,6 +54,22 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fa
         BackendError: the named backend has no product for these schemes on this device.
     """
     return choose(Spec(a.data.device.type, a.scheme, b.scheme, dtype), backend)(a, b, dtype, fast)
+
+
+def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
+    """Write ``a b^T`` into ``out``, where torch can do so without a temporary; whether it did."""
+    spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
+    if choose(spec) is not _tensorwise or not out.is_contiguous():
+        return False
+    torch._scaled_mm(
+        a.data,
+        b.data.t(),
+        scale_a=a.scale.reshape(()),
+        scale_b=b.scale.reshape(()),
+        out_dtype=out.dtype,
+        out=out,
+    )
+    return True
 
 
 @remembered
@@ -107,10 +124,16 @@ def _block_scales(q: Quantized) -> Tensor:
     return F.pad(q.scale, (0, -columns % 4))[:, :columns]
 
 
-def _native_why_not(spec: Spec, product: ScaledMM, tiles: tuple[tuple[int, int], ...], capability: float) -> str | None:
+FP32 = ("fp32", "power")
+
+
+def _native_why_not(
+    spec: Spec, product: ScaledMM, tiles: tuple[tuple[int, int], ...], capability: float, scales: tuple[str, ...]
+) -> str | None:
     schemes = (spec.a, spec.b)
-    if any(s.scale not in ("fp32", "power") or s.tile not in tiles or s.format == "e2m1" for s in schemes):
-        return f"serves 8-bit tiles {', '.join(map(str, tiles))} (0: all) with fp32 scales"
+    bits = 4 if scales == ("e4m3",) else 8
+    if any(s.scale not in scales or s.tile not in tiles or (s.format == "e2m1") != (bits == 4) for s in schemes):
+        return f"serves {bits}-bit tiles {', '.join(map(str, tiles))} (0: all) with {scales[0]} scales"
     if spec.a.format == spec.b.format == "e5m2":
         return "multiplies e5m2 by e4m3 only"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -140,12 +163,21 @@ def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str |
     return None if wrong < 1e-2 else f"this torch gives a wrong product here (relative error {wrong:.1e})"
 
 
-def _register(name: str, product: ScaledMM, priority: int, tiles: tuple[tuple[int, int], ...], needs: float) -> None:
-    why_not = partial(_native_why_not, product=product, tiles=tiles, capability=needs)
+def _register(
+    name: str,
+    product: ScaledMM,
+    priority: int,
+    tiles: tuple[tuple[int, int], ...],
+    needs: float,
+    scales: tuple[str, ...] = FP32,
+) -> None:
+    why_not = partial(_native_why_not, product=product, tiles=tiles, capability=needs, scales=scales)
     SCALED_MM.register(Backend(name, product, priority, why_not))
 
 
 _register("torch_tensorwise", _tensorwise, 30, ((0, 0),), 8.9)
 _register("torch_rowwise", _rowwise, 20, ((1, 0),), 9.0)
 _register("torch_blockwise", _blockwise, 10, ((1, 128), (128, 128)), 9.0)
+_register("torch_mxfp8", microscaled.product, 10, ((1, 32),), 10.0, ("e8m0",))
+_register("torch_nvfp4", microscaled.product, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
 SCALED_MM.register(Backend("reference", _reference, 0, lambda spec: None))

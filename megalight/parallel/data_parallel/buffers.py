@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
+from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.shard import Piece, ShardSpec
 
@@ -80,11 +82,13 @@ class Bucket:
     """One bucket's storage.
 
     Attributes:
-        params: ``[numel]`` flat parameters; the parameters are views of it.
+        params: ``[numel]`` flat parameters, or their codes; the parameters are views of it.
         grads: ``[numel]`` flat gradients; ``parameter.main_grad`` are views of it.
         shard: this rank's part.
         arrived: parameters whose gradients of the last micro-batch are complete.
         sent: the reduction of the gradients was started.
+        holds_codes: the parameters are 8-bit codes, of which the precision of each weight knows the scale.
+        master_is_own_params: the optimizer updates the parameters' storage itself.
     """
 
     def __init__(
@@ -97,25 +101,43 @@ class Bucket:
         self.layout = layout
         self.infos = [infos[slot.index] for slot in layout.slots]
         device = self.infos[0].parameter.device
-        self.params = torch.zeros(layout.numel, dtype=layout.kind.param_dtype, device=device)
+        codes = layout.kind.codes
         self.grads = torch.zeros(layout.numel, dtype=layout.kind.grad_dtype, device=device)
         self.arrived = 0
         self.sent = False
-        self._adopt_parameters()
-        own = self.params[slice(*interval)]
-        master = own.detach() if master_dtype == own.dtype else own.to(master_dtype)
+        self.holds_codes = codes is not None
+        values = torch.zeros(layout.numel, dtype=layout.kind.param_dtype, device=device)
+        for parameter, view in self._views(values):
+            view.copy_(parameter.detach())
+        self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
+        for (parameter, view), (_, main_grad) in zip(self._views(self.params), self._views(self.grads), strict=True):
+            parameter.data = view
+            parameter.main_grad = main_grad  # type: ignore[attr-defined]
+        own = values[slice(*interval)]
+        self.master_is_own_params = codes is None and master_dtype == own.dtype
+        master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
         self.shard = FlatShard(layout.kind.group, *interval, master.requires_grad_(), slots)
         self.shard.master.is_master_copy = not self.master_is_own_params  # type: ignore[attr-defined]
 
-    @torch.no_grad()
-    def _adopt_parameters(self) -> None:
+    def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its place in a flat tensor of the bucket."""
         for info, slot in zip(self.infos, self.layout.slots, strict=True):
-            parameter = info.parameter
-            view = self.params[slot.start : slot.stop].view(parameter.shape)
-            view.copy_(parameter)
+            yield info.parameter, flat[slot.start : slot.stop].view(info.parameter.shape)
+
+    @torch.no_grad()
+    def widen(self, gather: Callable[[Tensor, Tensor], object]) -> None:
+        """Give parameters that are codes their own type again, with the values of the masters.
+
+        Args:
+            gather: fills its first argument with every rank's second.
+        """
+        self.params = torch.zeros(self.layout.numel, dtype=self.layout.kind.param_dtype, device=self.params.device)
+        self.holds_codes = False
+        self.own_params.copy_(self.shard.master)
+        gather(self.params, self.own_params)
+        for parameter, view in self._views(self.params):
             parameter.data = view
-            parameter.main_grad = self.grads[slot.start : slot.stop].view(parameter.shape)  # type: ignore[attr-defined]
 
     @property
     def own_params(self) -> Tensor:
@@ -128,9 +150,9 @@ class Bucket:
         return self.grads[self.shard.start : self.shard.stop]
 
     @property
-    def master_is_own_params(self) -> bool:
-        """Whether the optimizer updates the parameters' storage itself."""
-        return self.layout.kind.param_dtype == self.shard.master.dtype
+    def rounds_masters(self) -> bool:
+        """Whether parameters are masters in a narrower type: copies that are not cast with scales."""
+        return not (self.master_is_own_params or self.holds_codes)
 
 
 def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
@@ -163,6 +185,7 @@ def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
+        accumulated.__dict__.pop(IS_ZERO, None)
         if gradient is not None and gradient is not buffer:
             if torch.is_grad_enabled():  # autograd has then added up out of place
                 raise MegalightError(

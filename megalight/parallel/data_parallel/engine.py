@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
+from megalight.ops.linear import precision_of
+from megalight.ops.linear.wgrad import IS_ZERO
 from megalight.parallel.data_parallel.arrivals import Arrivals
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
+from megalight.parallel.data_parallel.codes import Codes, codes_of
 from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
 from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
@@ -98,7 +101,14 @@ class DataParallelEngine:
         rank = mesh.ranks(*DATA_AXES).index(mesh.global_rank)
 
         kinds = [
-            Kind(i.parameter.dtype, grad_dtype or _wide(i.parameter.dtype), i.group, _shared(i.spec), i.chunk)
+            Kind(
+                i.parameter.dtype,
+                grad_dtype or _wide(i.parameter.dtype),
+                i.group,
+                _shared(i.spec),
+                i.chunk,
+                codes_of(i),
+            )
             for i in self.infos
         ]
         sizes = [info.parameter.numel() for info in self.infos]
@@ -118,6 +128,7 @@ class DataParallelEngine:
         self._reducer = Reducer(group, self.level.state, reduce_dtype, reduction)
         self._partial = PartialReducer(self.shards, mesh, self.device)
         self._gatherer = Gatherer(self.buckets[::-1], group if self.level.state else None)
+        self._codes = Codes(self._with_codes(), group if self.level.state else None, self.device)
         self._norm_groups = [mesh.group(*MODEL_AXES), group if self.level.state else None]
         self._counted = [counted_runs(shard) for shard in self.shards]
         self._stream: torch.cuda.Stream | None = None
@@ -130,6 +141,7 @@ class DataParallelEngine:
         self._any_dtype = False
         self._gather_hooks = False
         self._arrivals = Arrivals(self.buckets, self._send, overlap_grad_reduce, self._stream)
+        self.recast()
 
     # ---------------------------------------------------------------- gradients
 
@@ -142,6 +154,9 @@ class DataParallelEngine:
             bucket.shard.master.grad = None
         if self.buckets:
             torch._foreach_zero_([bucket.grads for bucket in self.buckets])
+        for info in self.infos:
+            if precision_of(info.parameter) is not None:
+                setattr(info.parameter, IS_ZERO, True)
 
     @contextmanager
     def micro_batches(self, count: int, reduce: bool = True) -> Iterator[None]:
@@ -253,6 +268,7 @@ class DataParallelEngine:
         if not self._written:
             masters_to_parameters(self.buckets)
         self._written = False
+        self._codes.cast()
         self._gatherer.start()
         if not self.overlap_param_gather:
             self.sync_parameters()
@@ -261,10 +277,27 @@ class DataParallelEngine:
         """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are."""
         self._gatherer.wait()
 
+    def recast(self) -> None:
+        """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""
+        if self._with_codes():
+            self.publish()
+
+    def widen(self) -> None:
+        """Give parameters that are codes their own type again: at the end of training, for whoever reads them."""
+        for bucket in self._with_codes():
+            self._gatherer.widen(bucket)
+        self._codes = Codes((), None, self.device)
+
+    def _with_codes(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.holds_codes]
+
     def refresh_masters(self) -> None:
-        """Take the masters from the parameters, after weights were loaded into them."""
+        """Take the masters from the parameters, after weights were loaded into them (where they are codes, into the
+        masters).
+        """
         self.sync_parameters()
         parameters_to_masters(self.buckets)
+        self.recast()
 
     @torch.no_grad()
     def fill_masters(self, name: str, values: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -33,8 +34,18 @@ class Gatherer:
         if self.group is None:
             return
         for index, bucket in enumerate(self.buckets):
-            work = all_gather(bucket.params, bucket.own_params, group=self.group, async_op=True)
-            self._waits[index] = work.wait
+            self._waits[index] = self._gather(bucket.params, bucket.own_params).wait
+
+    def widen(self, bucket: Bucket) -> None:
+        """Turn a bucket's codes into parameters of their own type."""
+        self.wait()
+        bucket.widen(lambda whole, own: self.group is not None and self._gather(whole, own).wait())
+
+    def _gather(self, whole: Tensor, own: Tensor) -> dist.Work:
+        if whole.element_size() == 1:  # codes: backends know bytes
+            whole, own = whole.view(torch.uint8), own.view(torch.uint8)
+        work: dist.Work = all_gather(whole, own, group=self.group, async_op=True)
+        return work
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """Wait for some buckets, or for all. On CUDA the current stream waits, the host does not."""
@@ -67,17 +78,17 @@ class Gatherer:
 @torch.no_grad()
 def masters_to_parameters(buckets: Sequence[Bucket]) -> None:
     """Round this rank's masters into its interval of the parameters."""
-    _copy([b.own_params for b in buckets if not b.master_is_own_params], _separate_masters(buckets))
+    _copy([b.own_params for b in buckets if b.rounds_masters], _separate_masters(buckets))
 
 
 @torch.no_grad()
 def parameters_to_masters(buckets: Sequence[Bucket]) -> None:
     """Take this rank's masters from its interval of the parameters."""
-    _copy(_separate_masters(buckets), [b.own_params for b in buckets if not b.master_is_own_params])
+    _copy(_separate_masters(buckets), [b.own_params for b in buckets if b.rounds_masters])
 
 
 def _separate_masters(buckets: Sequence[Bucket]) -> list[Tensor]:
-    return [bucket.shard.master for bucket in buckets if not bucket.master_is_own_params]
+    return [bucket.shard.master for bucket in buckets if bucket.rounds_masters]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

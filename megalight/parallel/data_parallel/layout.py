@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megalight.errors import ConfigurationError, nearest
+from megalight.ops.quantize.formats import Format
 
 ALIGNMENT = 64
 """Elements; where a parameter may start."""
@@ -67,6 +68,7 @@ class Kind:
         shared: name of a tensor that other pipeline stages hold as well: it has a bucket of its own, so that its
             intervals are the same on each of them.
         chunk: of the model's parts on this rank. The last micro-batch leaves them at different times.
+        codes: the 8-bit format that parameters are kept in, in place of ``param_dtype``.
     """
 
     param_dtype: torch.dtype
@@ -74,6 +76,7 @@ class Kind:
     group: int
     shared: str = ""
     chunk: int = 0
+    codes: Format | None = None
 
 
 @dataclass(frozen=True)

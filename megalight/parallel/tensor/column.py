@@ -14,6 +14,7 @@ from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_input, saved_input
 from megalight.parallel.collectives import join
 from megalight.parallel.plan import Tokens
+from megalight.parallel.tensor.codes import GatheredCodes, casts_shares
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
 
@@ -69,11 +70,13 @@ def column_linear(
     tokens = shared.tokens(planned)
     if shared.group is None or tokens == "gathered":
         return linear(x, weight, bias)
-    overlap, dim = shared.overlap(name, x, weight), shared.sequence_dim
+    overlap, dim, keep = shared.overlap(name, x, weight), shared.sequence_dim, shared.tensor.keep_gathered
     if tokens == "whole":
         y: Tensor = _WholeInput.apply(x, weight, bias, overlap, dim)  # type: ignore[no-untyped-call]
+    elif casts_shares(x, weight):
+        y = GatheredCodes.apply(x, weight, bias, overlap, shared.group, dim, keep)  # type: ignore[no-untyped-call]
     else:
-        y = _GatheredInput.apply(x, weight, bias, overlap, dim, shared.tensor.keep_gathered)  # type: ignore[no-untyped-call]
+        y = _GatheredInput.apply(x, weight, bias, overlap, dim, keep)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from torch import nn
 
-from megalight.errors import ConfigurationError
-from megalight.ops.linear.low_precision import Session
+from megalight.errors import ConfigurationError, nearest
+from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from megalight.plugins.precision.megatron import MegatronPrecision
+from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
+
+KINDS: dict[str, type[LowPrecision]] = {"own": LowPrecision, "transformer_engine": TransformerEngineProducts}
 
 
 class MegatronLowPrecision(MegatronPrecision):
@@ -23,11 +27,25 @@ class MegatronLowPrecision(MegatronPrecision):
         options: the recipe, and which layers take part.
         precision: of everything else; one of the strings of
             :class:`~megalight.plugins.precision.megatron.MegatronPrecision`.
+        implementation: who casts and multiplies: ``own``, or ``transformer_engine``, by that package's recipes.
+
+    Raises:
+        ConfigurationError: no such implementation.
     """
 
-    def __init__(self, options: LowPrecisionOptions | None = None, precision: str = "bf16-mixed") -> None:
+    def __init__(
+        self,
+        options: LowPrecisionOptions | None = None,
+        precision: str = "bf16-mixed",
+        implementation: Literal["own", "transformer_engine"] = "own",
+    ) -> None:
         super().__init__(precision)
+        if implementation not in KINDS:
+            raise ConfigurationError(
+                f"implementation={implementation!r}; choose one of {', '.join(KINDS)}." + nearest(implementation, KINDS)
+            )
         self.options = options or LowPrecisionOptions()
+        self.kind = KINDS[implementation]
         self.session: Session | None = None
 
     def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
@@ -42,7 +60,7 @@ class MegatronLowPrecision(MegatronPrecision):
                 f"products in 8 bits need a MegalightModule, and {type(model).__name__} is a plain LightningModule; "
                 "write build_model, forward_step and loss_step, or choose another precision."
             )
-        self.session = apply_low_precision(model, self.options, mesh, num_layers)
+        self.session = apply_low_precision(model, self.options, mesh, num_layers, self.kind)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

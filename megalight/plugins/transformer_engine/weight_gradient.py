@@ -34,10 +34,14 @@ def _takes_workspace(gemm: Any) -> bool:
     return "workspace" in inspect.signature(gemm).parameters
 
 
+def workspace(gemm: Any) -> dict[str, Any]:
+    """What a product must be handed, besides its operands, in the release that is here."""
+    return {"workspace": PACKAGE.load(WORKSPACE)()} if _takes_workspace(gemm) else {}
+
+
 def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``, summed in float32."""
     gemm = PACKAGE.load(GEMM)
-    options = {"workspace": PACKAGE.load(WORKSPACE)()} if _takes_workspace(gemm) else {}
     gemm(
         x.contiguous(),
         grad_y.contiguous(),
@@ -46,5 +50,5 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
         accumulate=True,
         out=main_grad,
         grad=True,
-        **options,
+        **workspace(gemm),
     )

@@ -1,0 +1,164 @@
+"""Does training in 8 bits learn as bf16 does? The same small GPT on the same batches of real text, once per recipe.
+
+    python benchmarks/low_precision_loss.py RESULT.json [--recipes tensorwise delayed ...] [--steps 500] [--small]
+
+The text is this repository's own documentation and source, byte by byte; batches and initial values are the same in
+every run. A recipe passes when its loss, as a mean over the last tenth of the steps, is within ``--bound`` of bf16's.
+A recipe followed by ``+primary`` keeps its weights as codes. Off the GPU products are emulated; `--small` shows that it
+works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megalight.models.gpt import GPTConfig
+from megalight.models.gpt.model import GPT
+from megalight.nn.init import initialise
+from megalight.ops.linear.low_precision import Session
+from megalight.optim import Adam, shard_optimizer
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
+from megalight.parallel.shard import ShardSpec
+from megalight.types import TokenBatch
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE = "bf16"
+PATTERNS = ("*.md", "docs/**/*.md", "megalight/**/*.py", "tests/**/*.py", "benchmarks/**/*.py")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model, the batch and the run."""
+
+    layers: int = 6
+    hidden: int = 512
+    ffn: int = 1536
+    length: int = 512
+    rows: int = 32
+    lr: float = 1e-3
+    warmup: int = 50
+
+
+SMALL = Size(layers=2, hidden=32, ffn=48, length=32, rows=4, lr=3e-3, warmup=2)
+
+
+def corpus() -> Tensor:
+    """All bytes, file after file in the order of their names."""
+    files = sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
+    return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+def batch_of(text: Tensor, size: Size, step: int, device: str) -> TokenBatch:
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(text) - size.length - 1, (size.rows, 1), generator=generator)
+    ids = text[starts + torch.arange(size.length + 1)].long().to(device)
+    return TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(size.rows, size.length, device=device))
+
+
+def train(recipe: str, size: Size, steps: int, text: Tensor, device: str) -> dict[str, Any]:
+    """Losses of every step, and how long they took after the first ten."""
+    config = GPTConfig(
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_heads=max(1, size.hidden // 64),
+        ffn_hidden_size=size.ffn,
+        vocab_size=256,
+        max_sequence_length=size.length,
+    )
+    model = GPT(config)
+    initialise(model, 1, "model.")
+    model.to(device, torch.bfloat16)
+    session, mesh = Session(), ParallelMesh()
+    if recipe != BASELINE:
+        name, _, primary = recipe.partition("+")
+        options = LowPrecisionOptions(name, primary_weights=primary == "primary", emulate=device == "cpu")
+        session = apply_low_precision(model, options, mesh)
+    infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
+    engine = DataParallelEngine(infos, mesh)
+    optimizer = shard_optimizer(Adam(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1), engine)
+    losses, began = [], time.perf_counter()
+    for step in range(steps):
+        if step == min(10, steps - 1):
+            began = _now(device)
+        optimizer.param_groups[0]["lr"] = size.lr * min(1.0, (step + 1) / size.warmup)
+        batch = batch_of(text, size, step, device)
+        engine.zero_grad()
+        with session.step(step), engine.micro_batches(1):
+            output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
+            loss = output.losses.float().mean()
+            loss.backward()
+        engine.finish_grad_sync()
+        engine.scale_gradients(clip_coefficient(engine.grad_norm(), 1.0))
+        optimizer.step()
+        engine.publish()
+        losses.append(loss.detach())
+    seconds = (_now(device) - began) / max(1, steps - 10)
+    return {"recipe": recipe, "losses": torch.stack(losses).tolist(), "seconds_per_step": seconds}
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def verdicts(runs: Sequence[dict[str, Any]], bound: float) -> None:
+    """Write into each run its last loss, how far that is from the baseline's, and whether it passes."""
+    for run in runs:
+        losses = run["losses"]
+        run["last"] = sum(losses[-max(1, len(losses) // 10) :]) / max(1, len(losses) // 10)
+    expected = next(run["last"] for run in runs if run["recipe"] == BASELINE)
+    for run in runs:
+        run["difference"] = run["last"] / expected - 1
+        run["passed"] = abs(run["difference"]) <= bound  # not so for NaN
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "delayed", "tensorwise+primary"])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--bound", type=float, default=0.005, help="relative difference of losses that passes")
+    parser.add_argument("--small", action="store_true", help="a tiny model: shows that the script works")
+    arguments = parser.parse_args(words)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size, text = SMALL if arguments.small else Size(), corpus()
+    runs: list[dict[str, Any]] = []
+    for recipe in (BASELINE, *arguments.recipes):
+        runs.append(train(recipe, size, arguments.steps, text, device))
+        print(f"{recipe:20} {runs[-1]['losses'][0]:.4f} -> {runs[-1]['losses'][-1]:.4f}", flush=True)
+    verdicts(runs, arguments.bound)
+    for run in runs:
+        print(
+            f"{run['recipe']:20} last {run['last']:.4f}  {run['difference']:+.3%}  {run['seconds_per_step']:.4f} s/step"
+        )
+    about = {
+        "command": "python benchmarks/low_precision_loss.py " + " ".join(words if words is not None else sys.argv[1:]),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, emulated",
+        "torch": torch.__version__,
+        "corpus_bytes": len(text),
+        "steps": arguments.steps,
+        "bound": arguments.bound,
+        "size": vars(size),
+        "runs": runs,
+    }
+    arguments.result.write_text(json.dumps(about, indent=1))
+    return 0 if all(run["passed"] for run in runs) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,255 @@
+"""Checks, then times, every way to do each part of a linear layer in 8 bits; and bf16's beside them.
+
+    python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--sweep] [--small]
+
+For the four matrices of a layer of an 8-billion-parameter model: looking for the largest magnitude, casting a matrix
+and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU:
+finding magnitudes on the way. What differs from its reference is reported and not timed. Times are medians of CUDA
+graph replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.ops import median_seconds, setting
+from megalight.errors import BackendError, MegalightError
+from megalight.imports import version
+from megalight.ops.activation import gated
+from megalight.ops.linear import wgrad
+from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
+from megalight.ops.quantize.known import known_amax
+from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
+from megalight.ops.scaled_mm import Spec, scaled_mm
+
+X, GRADIENT = Scheme("e4m3"), Scheme("e5m2")
+TOLERANCE = 5e-3
+HIDDEN, FFN, QKV = 4096, 14336, 6144
+
+
+@dataclass
+class Row:
+    """One part of one matrix's work, done one way."""
+
+    part: str
+    shape: str
+    way: str
+    microseconds: float
+    rate: str
+
+
+@dataclass
+class Way:
+    """``run`` is timed where ``error`` is small; ``moved`` bytes or ``operations`` are what a rate counts."""
+
+    part: str
+    shape: str
+    name: str
+    run: Callable[[], Any]
+    error: Callable[[], float]
+    moved: float = 0.0
+    operations: float = 0.0
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def codes_error(found: Quantized | None, expected: Quantized | None) -> float:
+    """The share of codes that differ."""
+    if found is None or expected is None:
+        return float(found is not expected)
+    same = found.data.view(torch.uint8) == expected.data.view(torch.uint8)
+    return float(1 - same.double().mean()) + float(found.scale != expected.scale)
+
+
+def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
+    label, numel = f"{shape[0]} x {shape[1]}", float(x.numel())
+    amax = amax_of(x)
+    backends = ("triton", "reference")
+    yield Way("amax", label, "pass", lambda: amax_of(x), lambda: error(amax_of(x), x.abs().amax()), moved=2 * numel)
+    for backend in backends:
+        for name, given, tell, moved in (
+            ("amax + cast", None, False, 6),
+            ("cast", amax, False, 4),
+            ("cast that tells", amax, True, 4),
+        ):
+            run = partial(cast, x, scheme, scheme, amax=given, amax_t=given, tell=tell, backend=backend)
+
+            def wrong(run: Callable[[], Any] = run) -> float:
+                pairs = zip(run(), cast(x, scheme, scheme, backend="reference"), strict=True)
+                return sum(codes_error(*pair) for pair in pairs)
+
+            yield Way(name, label, backend, run, wrong, moved=moved * numel)
+    codes, _ = cast(x, scheme, None, amax=amax)
+    assert codes is not None
+    for backend in backends:
+        turn = partial(transpose, codes, backend=backend)
+
+        def wrong_turn(turn: Callable[[], Quantized] = turn, codes: Quantized = codes) -> float:
+            return codes_error(turn(), transpose(codes, backend="reference"))
+
+        yield Way("transpose codes", label, backend, turn, wrong_turn, moved=2 * numel)
+
+
+def tiles() -> Iterator[tuple[str, dict[str, int]]]:
+    """Other shapes for the Triton kernel that adds weight gradients."""
+    for rows, columns, tokens, warps, stages in (
+        (128, 128, 128, 8, 3), (128, 128, 64, 8, 4), (128, 128, 128, 4, 4), (64, 256, 128, 8, 3), (128, 256, 128, 8, 3),
+    ):  # fmt: skip
+        tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "BLOCK_TOKENS": tokens, "GROUP": 8}
+        name = f"triton {rows}x{columns}x{tokens} {warps}w {stages}s"
+        yield name, {**tile, "num_warps": warps, "num_stages": stages}
+
+
+def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sweep: bool) -> Iterator[Way]:
+    tokens = len(x)
+    label, work = f"{tokens} x {width} -> {out}", 2.0 * tokens * out * width
+    (x_r, x_t), (w_r, w_t), (g_r, g_t) = (cast(t, s, s) for t, s in ((x, X), (weight, X), (grad_y, GRADIENT)))
+
+    def product(part: str, a: Quantized, b: Quantized, exact: Callable[[], Tensor]) -> Iterator[Way]:
+        for name, fast in (("fast sums", True), ("full sums", False)):
+            run = partial(scaled_mm, a, b, torch.bfloat16, fast=fast)
+
+            def wrong(run: Callable[[], Tensor] = run, fast: bool = fast) -> float:
+                return error(run(), exact()) / (4 if fast else 1)  # fewer bits in sums
+
+            yield Way(part, label, name, run, wrong, operations=work)
+
+    def of(a: Quantized, b: Quantized) -> Callable[[], Tensor]:
+        return lambda: a.dequantize(torch.float32) @ b.dequantize(torch.float32).T
+
+    yield from product("forward", x_r, w_r, of(x_r, w_r))
+    yield from product("input gradient", g_r, w_t, of(g_r, w_t))
+    yield Way("forward", label, "bf16", lambda: x @ weight.T, lambda: 0.0, operations=work)
+    main = torch.zeros(out, width, device=x.device)
+    for row, _ in SCALED_ACCUMULATE.table(_spec(x.device.type)):
+        for zero in (False, True):
+            run = partial(scaled_accumulate, main, g_t, x_t, out_is_zero=zero, backend=row.name)
+
+            def wrong(run: Callable[[], None] = run, zero: bool = zero) -> float:
+                main.zero_() if zero else main.normal_()
+                expected = main + of(g_t, x_t)()
+                run()
+                return error(main, expected)
+
+            if row.name != "reference" or x.device.type == "cpu":
+                name = f"{row.name}{', into zeros' * zero}"
+                yield Way("weight gradient", label, name, run, wrong, operations=work)
+    for name, tile in tiles() if sweep else ():
+
+        def run_tile(tile: dict[str, int] = tile) -> None:
+            module = importlib.import_module("megalight.ops.scaled_accumulate.triton")
+            with setting(module, {"TILE": tile}):
+                try:
+                    scaled_accumulate(main, g_t, x_t, backend="triton")
+                except Exception as reason:
+                    raise BackendError(f"{type(reason).__name__}: {reason}") from reason  # it does not fit the device
+
+        def wrong_tile(run: Callable[[], None] = run_tile) -> float:
+            expected = main.normal_() + of(g_t, x_t)()
+            run()
+            return error(main, expected)
+
+        yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
+    spec = wgrad.Spec(x.device.type, x.dtype, main.dtype)
+    yield Way(
+        "weight gradient", label, "bf16", lambda: wgrad.choose(spec)(main, grad_y, x), lambda: 0.0, operations=work
+    )
+
+
+def _spec(device: str) -> Spec:
+    return Spec(device, GRADIENT, X, torch.float32)
+
+
+def swiglu(tokens: int, ffn: int, device: str) -> Iterator[Way]:
+    x = torch.randn(tokens, 2 * ffn, device=device).bfloat16().requires_grad_()
+    grad_y = torch.randn(tokens, ffn, device=device).bfloat16()
+    for measure in (False, True):
+
+        def run(measure: bool = measure) -> tuple[Tensor, Tensor]:
+            y = gated(x, "silu", measure=measure)
+            (grad_x,) = torch.autograd.grad(y, x, grad_y)
+            with torch.no_grad():
+                return known_amax(y), known_amax(grad_x)
+
+        def wrong(run: Callable[[], tuple[Tensor, Tensor]] = run) -> float:
+            y = gated(x.detach(), "silu")
+            return error(run()[0], y.abs().amax())
+
+        name = "magnitudes on the way" if measure else "magnitudes in passes"
+        moved = (16.0 if measure else 22.0) * tokens * ffn
+        yield Way("SwiGLU both ways", f"{tokens} x {ffn}", name, run, wrong, moved=moved)
+
+
+def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator[Way]:
+    hidden, ffn, qkv = (64, 96, 80) if small else (HIDDEN, FFN, QKV)
+    yield from swiglu(tokens, ffn, device)
+    for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
+        x, grad_y = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, out))
+        weight = (torch.randn(out, width, device=device) * 0.02).bfloat16()
+        yield from casts((tokens, width), X, x)
+        if out != hidden:
+            yield from casts((tokens, out), GRADIENT, grad_y)
+        yield from products(out, width, x, grad_y, weight, sweep)
+
+
+def measured(all_ways: Iterator[Way], device: str) -> tuple[list[Row], list[str]]:
+    rows: list[Row] = []
+    refused: list[str] = []
+    for way in all_ways:
+        name = f"{way.part}, {way.shape}, {way.name}"
+        try:
+            wrong = way.error()
+        except MegalightError as reason:
+            refused.append(f"{name}: {str(reason).splitlines()[0]}")
+            continue
+        if not wrong <= TOLERANCE:
+            refused.append(f"{name}: WRONG, {wrong:.1e}")
+            continue
+        seconds = median_seconds(way.run, device)
+        rate = f"{way.operations / seconds / 1e12:.0f} TFLOP/s" if way.operations else ""
+        rows.append(Row(way.part, way.shape, way.name, seconds * 1e6, rate or f"{way.moved / seconds / 1e12:.2f} TB/s"))
+        print(f"{way.part:18}{way.shape:24}{way.name:26}{seconds * 1e6:9.1f} us  {rows[-1].rate}", flush=True)
+    return rows, refused
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
+    parser.add_argument("--sweep", action="store_true", help="other block shapes for the Triton kernel, too")
+    arguments = parser.parse_args(words)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    tokens = 64 if arguments.small else arguments.tokens
+    rows, refused = measured(ways(tokens, arguments.small, device, arguments.sweep), device)
+    print("\n".join(refused))
+    about = {
+        "command": "python benchmarks/low_precision_ops.py " + " ".join(sys.argv[1:] if words is None else words),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
+    }
+    arguments.results.write_text(json.dumps({**about, "rows": [asdict(r) for r in rows], "refused": refused}, indent=1))
+    return 1 if any("WRONG" in reason for reason in refused) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

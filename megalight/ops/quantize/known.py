@@ -1,0 +1,31 @@
+"""Largest magnitudes that whoever made a tensor has found on the way, so that no cast need look for them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalight.ops.quantize.reference import amax_of
+
+
+def tell_amax(x: Tensor, parts: Tensor) -> Tensor:
+    """``x``, of which the largest magnitude is the largest of ``parts`` (float32). Not a number may be left out."""
+    x.parts_amax = x._version, parts  # type: ignore[attr-defined]
+    return x
+
+
+def known_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of ``x``, 0-dim float32: as it was told, or found in a pass of its own.
+
+    What was told counts for this very object, and until somebody writes to it: autograd may add gradients up in place.
+    """
+    version, parts = getattr(x, "parts_amax", (None, None))
+    return amax_of(x) if parts is None or version != x._version or not len(parts) else parts.amax()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x [..., f] -> [T, f]``, of which is known what was known of ``x``."""
+    flat = x.reshape(-1, x.shape[-1])
+    version, parts = getattr(x, "parts_amax", (None, None))
+    if parts is not None and version == x._version:
+        tell_amax(flat, parts)
+    return flat

@@ -1,0 +1,90 @@
+"""``out += a b^T`` of two cast matrices: how weight gradients in 8 bits reach their main gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import HALF, lazy, triton_why_not
+from megalight.ops.quantize import Quantized, Scheme
+from megalight.ops.scaled_accumulate import cublaslt
+from megalight.ops.scaled_mm import SCALED_MM, Spec, choose, multiply_into
+from megalight.registry import Backend, BackendRegistry, remembered
+
+Accumulate: TypeAlias = Callable[[Tensor, Quantized, Quantized, bool], None]
+SCALED_ACCUMULATE: BackendRegistry[Spec, Accumulate] = BackendRegistry("scaled_accumulate")
+REGISTRIES = (SCALED_ACCUMULATE,)
+EXAMPLE = Spec("cpu", Scheme("e5m2"), Scheme("e4m3"), torch.float32)
+
+
+def scaled_accumulate(
+    out: Tensor, a: Quantized, b: Quantized, *, out_is_zero: bool = False, backend: str = "auto"
+) -> None:
+    """Add ``a [M, K] x b [N, K]`` to ``out [M, N]``.
+
+    Args:
+        out_is_zero: it holds zeros, so that the product may be written instead of added.
+
+    Raises:
+        BackendError: the named backend cannot do it for these schemes on this device.
+    """
+    _choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, out_is_zero)
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> Accumulate:
+    return SCALED_ACCUMULATE.select(spec, backend).fn
+
+
+def _reference(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
+    out.add_(choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")(a, b, out.dtype, False))
+
+
+def _product_add(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
+    """A product and an addition; one matrix of ``out``'s size is written and read between them."""
+    if not (out_is_zero and multiply_into(out, a, b)):
+        out.add_(choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False))
+
+
+def _product_add_why_not(spec: Spec) -> str | None:
+    return "there is no product to add" if SCALED_MM.select(spec).name == "reference" else None
+
+
+def one_scale_why_not(spec: Spec) -> str | None:
+    """Why a kernel for one scale per matrix cannot serve; about the device nothing is said."""
+    if any(s.tile != (0, 0) or s.scale not in ("fp32", "power") or s.format == "e2m1" for s in (spec.a, spec.b)):
+        return "serves 8 bits with one scale per matrix"
+    if spec.a.format == spec.b.format == "e5m2":
+        return "multiplies e5m2 by e4m3 only"
+    return None
+
+
+def _cublaslt_why_not(spec: Spec) -> str | None:
+    if (reason := one_scale_why_not(spec)) is not None:
+        return reason
+    if spec.dtype != torch.float32:
+        return f"adds to float32, not to {spec.dtype}"
+    if spec.device != "cuda":
+        return f"needs tensors on cuda, not on {spec.device}"
+    return cublaslt.why_not(spec.a.format, spec.b.format)
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if (reason := one_scale_why_not(spec)) is not None:
+        return reason
+    if spec.dtype not in (torch.float32, *HALF):
+        return f"adds to float32, bfloat16 and float16, not to {spec.dtype}"
+    if (reason := triton_why_not(spec.device, spec.dtype)) is not None:
+        return reason
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) >= (8, 9) else f"needs a GPU of compute capability 8.9, not {major}.{minor}"
+
+
+_TRITON = lazy("megalight.ops.scaled_accumulate.triton", "accumulate")
+SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 30, _cublaslt_why_not))
+SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 20, _product_add_why_not))
+SCALED_ACCUMULATE.register(Backend("triton", _TRITON, 10, _triton_why_not))
+SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, lambda spec: None))

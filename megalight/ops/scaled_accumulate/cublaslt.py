@@ -1,0 +1,167 @@
+"""Products in 8 bits that add to float32 in cuBLAS' own epilogue.
+
+torch has these products without the addend, so cuBLASLt, which torch has loaded, is called by its C interface.
+Constants are those of ``cublasLt.h`` and ``library_types.h``, CUDA 12 and 13. A product is tried on small matrices
+before any other is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.errors import BackendError
+from megalight.ops.common import cuda_why_not
+from megalight.ops.quantize import Quantized, Scheme, quantize
+from megalight.ops.quantize.formats import Format
+
+CODES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+COMPUTE_FP32 = 68
+TRANSPOSE_A, SCALE_OF_A, SCALE_OF_B = 3, 17, 18
+MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
+WORKSPACE = 32 << 20
+ALIGNMENT = 256
+"""Bytes; what cuBLAS takes pointers to be aligned to, where nothing else is said."""
+LEAST_ALIGNMENT = 16
+
+
+class _Found(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``; its first 64 bytes are the algorithm."""
+
+    _fields_ = [
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    handle = POINTER(c_void_p)
+    for name, arguments in {
+        "Create": [handle],
+        "MatmulDescCreate": [handle, c_int, c_int],
+        "MatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+        "MatrixLayoutCreate": [handle, c_int, c_uint64, c_uint64, c_int64],
+        "MatmulPreferenceCreate": [handle],
+        "MatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+        "MatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, POINTER(_Found), POINTER(c_int)],
+        "Matmul": [c_void_p] * 14 + [c_size_t, c_void_p],
+    }.items():
+        function = getattr(library, f"cublasLt{name}")
+        function.argtypes, function.restype = arguments, c_int
+    return library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_library(), f"cublasLt{name}")(*arguments)
+    if status:
+        raise BackendError(f"cublasLt{name} answers {status}. Next: name another backend of scaled_accumulate.")
+
+
+def _made(name: str, *arguments: Any) -> c_void_p:
+    made = c_void_p()
+    _call(name, byref(made), *arguments)
+    return made
+
+
+@lru_cache
+def _handle(device: int) -> c_void_p:
+    with torch.cuda.device(device):
+        return _made("Create")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How products of one shape are formed: kept for good, as there are few shapes."""
+
+    product: c_void_p
+    left: c_void_p
+    right: c_void_p
+    out: c_void_p
+    algorithm: Any
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    device: int, rows: int, columns: int, tokens: int, left: torch.dtype, right: torch.dtype, stride: int, align: int
+) -> _Plan:
+    """``out [rows, columns]`` by rows is ``[columns, rows]`` by columns, which is how cuBLAS counts."""
+    product = _made("MatmulDescCreate", COMPUTE_FP32, CODES[torch.float32])
+    _set("MatmulDescSetAttribute", product, TRANSPOSE_A, c_int32(1))
+    a = _made("MatrixLayoutCreate", CODES[left], tokens, columns, tokens)
+    b = _made("MatrixLayoutCreate", CODES[right], tokens, rows, tokens)
+    out = _made("MatrixLayoutCreate", CODES[torch.float32], columns, rows, stride)
+    preference = _made("MatmulPreferenceCreate")
+    _set("MatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, c_uint64(WORKSPACE))
+    for attribute in MIN_ALIGNMENTS:
+        _set("MatmulPreferenceSetAttribute", preference, attribute, c_uint32(align))
+    found, count = _Found(), c_int()
+    _call(
+        "MatmulAlgoGetHeuristic",
+        _handle(device), product, a, b, out, out, preference, 1, byref(found), byref(count),
+    )  # fmt: skip
+    if not count.value or found.state:
+        raise BackendError(f"cuBLASLt has no product [{rows}, {tokens}] x [{tokens}, {columns}] that adds to float32.")
+    return _Plan(product, a, b, out, found.algorithm)
+
+
+def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:
+    _call(function, what, attribute, byref(value), sizeof(value))
+
+
+def accumulate(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
+    """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
+    (rows, tokens), columns = a.data.shape, len(b.data)
+    if not (rows and columns and tokens):
+        return
+    if out.stride(1) != 1 or not (a.data.is_contiguous() and b.data.is_contiguous()):
+        raise BackendError("cublaslt adds products of contiguous codes to matrices with adjacent columns.")
+    pointers = [t.data_ptr() for t in (a.data, b.data, out)]
+    align = ALIGNMENT if not any(pointer % ALIGNMENT for pointer in pointers) else LEAST_ALIGNMENT
+    device = out.device.index
+    plan = _plan(device, rows, columns, tokens, b.data.dtype, a.data.dtype, out.stride(0), align)
+    _set("MatmulDescSetAttribute", plan.product, SCALE_OF_A, c_void_p(b.scale.data_ptr()))
+    _set("MatmulDescSetAttribute", plan.product, SCALE_OF_B, c_void_p(a.scale.data_ptr()))
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
+    one, addend = c_float(1.0), c_float(0.0 if out_is_zero else 1.0)
+    _call(
+        "Matmul",
+        _handle(device), plan.product, byref(one), pointers[1], plan.left, pointers[0], plan.right, byref(addend),
+        pointers[2], plan.out, pointers[2], plan.out, byref(plan.algorithm), workspace.data_ptr(), WORKSPACE,
+        torch.cuda.current_stream(out.device).cuda_stream,
+    )  # fmt: skip
+
+
+@lru_cache
+def why_not(left: Format, right: Format) -> str | None:
+    """Why codes of these formats cannot be multiplied: asked of a small product."""
+    if (reason := cuda_why_not("cuda")) is not None:
+        return reason
+    if torch.version.cuda is None:
+        return "needs a torch that was built for CUDA"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 9):
+        return f"needs a GPU of compute capability 8.9, and this one has {major}.{minor}"
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        quantize(torch.randn(size, 96, generator=generator).cuda(), Scheme(form))
+        for size, form in ((48, left), (80, right))
+    )
+    out = torch.ones(48, 80, device="cuda")
+    expected = 1 + a.dequantize() @ b.dequantize().T
+    try:
+        accumulate(out, a, b, False)
+    except (BackendError, OSError, AttributeError) as error:
+        return str(error).splitlines()[0]
+    wrong = float((out - expected).norm() / expected.norm())
+    return None if wrong < 1e-3 else f"cuBLASLt gives a wrong sum here (relative error {wrong:.1e})"

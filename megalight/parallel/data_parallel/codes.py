@@ -1,0 +1,86 @@
+"""Weights that live in 8 bits: each rank casts its part of the masters, with the scale of the whole weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.ops.linear import precision_of
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.quantize import cast, scales_of
+from megalight.ops.quantize.formats import Format
+from megalight.parallel.data_parallel.buffers import Bucket, ParamInfo
+
+WIDEST = 4096
+"""Elements of a row, at most, of the matrices that flat intervals are cast as."""
+
+
+def codes_of(info: ParamInfo) -> Format | None:
+    """The format that a parameter's weight shall live in; None: in its own type."""
+    precision = precision_of(info.parameter)
+    return precision.recipe.weight.format if precision is not None and precision.primary else None
+
+
+class Codes:
+    """The scales of all weights that live in 8 bits, and the way from masters to codes.
+
+    Args:
+        buckets: those that hold codes.
+        group: ranks among which masters are divided; None: each has all.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.parts: list[tuple[int, Tensor, Tensor]] = []
+        """Number of the weight, this rank's elements of its master, and where their codes go."""
+        self.weights: list[LowPrecision] = []
+        for bucket in buckets:
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                low, high = max(bucket.shard.start, slot.start), min(bucket.shard.stop, slot.stop)
+                if low < high:
+                    master = bucket.shard.master.detach()[low - bucket.shard.start : high - bucket.shard.start]
+                    self.parts.append((len(self.weights), _rows(master), _rows(bucket.params[low:high])))
+                precision = precision_of(info.parameter)
+                assert precision is not None
+                self.weights.append(precision)
+        self.amax = torch.zeros(len(self.weights), device=device)
+        self.scales = torch.ones(len(self.weights), device=device)
+        self._here = torch.tensor([number for number, _, _ in self.parts], dtype=torch.long, device=device)
+        agree: dict[int, tuple[Callable[[Tensor], None], list[int]]] = {}
+        for number, precision in enumerate(self.weights):
+            precision.scale = self.scales[number].view(1, 1)
+            if (reduce := precision.reduce_weight) is not None:
+                agree.setdefault(id(reduce), (reduce, []))[1].append(number)
+        self._agree = [(reduce, torch.tensor(numbers, device=device)) for reduce, numbers in agree.values()]
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Set this rank's codes, and all scales, from the masters: one reduction for all weights."""
+        if not self.weights:
+            return
+        self.amax.zero_()
+        if self.parts:
+            largest = torch._foreach_norm([master for _, master, _ in self.parts], float("inf"))
+            self.amax[self._here] = torch.stack(largest).float()
+        if self.group is not None:
+            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group=self.group)
+        for reduce, numbers in self._agree:
+            among = self.amax[numbers]
+            reduce(among)
+            self.amax[numbers] = among
+        first = self.weights[0]
+        scheme, amax = first.recipe.weight, self.amax * 2.0**first.margin
+        self.scales.copy_(scales_of(amax, scheme))
+        for number, master, target in self.parts:
+            rows, _ = cast(master, scheme, None, amax=amax[number])
+            assert rows is not None
+            target.view(torch.uint8).copy_(rows.data.view(torch.uint8))
+
+
+def _rows(flat: Tensor) -> Tensor:
+    """A flat tensor as a matrix with rows as long as powers of two allow."""
+    return flat.view(-1, min(flat.numel() & -flat.numel(), WIDEST))

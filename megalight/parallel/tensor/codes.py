@@ -1,0 +1,129 @@
+"""Inputs of split layers that travel over ``tp`` as codes of one byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, precision_of
+from megalight.ops.linear.deferred import queue_for
+from megalight.ops.linear.inputs import recipe_of, save_cast, saved_input
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.quantize import Quantized
+from megalight.parallel.collectives import start_all_gather
+from megalight.parallel.tensor.overlap.spec import Overlap, Product
+
+
+def casts_shares(x: Tensor, weight: Tensor) -> bool:
+    """Whether ranks can cast their shares of ``x`` as the whole would be cast for a product with ``weight``."""
+    precision = precision_of(weight)
+    return precision is not None and precision.casts_shares and recipe_of(x) is None
+
+
+@dataclass(frozen=True)
+class SharedCodes:
+    """This rank's share of the tokens of an input, cast with the scale of all of them.
+
+    Attributes:
+        rows: codes ``[T/tp, in]``.
+        shape: of the share before it was cast.
+        group: who has the rest.
+        dim: of ``shape``: counts tokens.
+    """
+
+    rows: Quantized
+    shape: torch.Size
+    group: ProcessGroup
+    dim: int
+
+    @classmethod
+    def of(cls, x: Tensor, precision: LowPrecision, group: ProcessGroup, dim: int) -> SharedCodes:
+        """Cast ``x [..., in]``; ranks agree on the scale first."""
+
+        def largest(amax: Tensor) -> None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+
+        return cls(precision.cast_share(x, largest), x.shape, group, dim)
+
+    def start(self) -> Callable[[], Quantized]:
+        """Start to gather; what it returns waits, and gives the codes ``[T, in]`` of the whole input."""
+        data = self.rows.data
+        gathering = start_all_gather(data.view(torch.uint8).view(self.shape), self.group, self.dim)
+
+        def finish() -> Quantized:
+            whole = gathering.wait().reshape(-1, self.shape[-1])
+            return replace(self.rows, data=whole.view(data.dtype))
+
+        return finish
+
+
+class GatheredCodes(torch.autograd.Function):
+    """``y = x W^T + b`` of an input ``[T/tp, in]`` whose codes are gathered, and saved: this rank's, or all to keep.
+
+    Backward: the codes are gathered again under the input-gradient GEMM, and the reduce-scatter of the input gradient
+    runs under the weight-gradient GEMM.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        overlap: Overlap,
+        group: ProcessGroup,
+        dim: int,
+        keep: bool,
+    ) -> Tensor:
+        """Cast, gather, multiply."""
+        # Parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
+        ctx.weight, ctx.bias, ctx.overlap, ctx.group, ctx.dim = weight, bias, overlap, group, dim
+        ctx.shape, ctx.kept = x.shape, keep
+        precision = precision_of(weight)
+        assert precision is not None
+        share = SharedCodes.of(x, precision, group, dim)
+        whole = share.start()()
+        if ctx.needs_input_grad[1]:
+            save_cast(ctx, whole if keep else share.rows)
+        y = precision.multiply(whole, weight, bias, x.dtype)
+        return y.view(*(n * group.size() if d == dim else n for d, n in enumerate(x.shape[:-1])), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Of input, weight and bias."""
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        later = queue_for(ctx.weight)
+        begin = _again(ctx) if need_weight else None
+        finish = begin() if begin is not None and later is None else None
+        scattering, grad_weight = None, None
+        if need_x:
+            product, covered = Product.of_input(ctx.weight), finish is not None
+            scattering = ctx.overlap.start_product_scatter(grad_y, product, ctx.dim, covered=covered)
+        if finish is not None:
+            grad_weight = accumulate_weight_gradient(grad_y, finish(), ctx.weight)
+        elif begin is not None and later is not None:  # the codes wait until their turn comes
+            later.put(ctx.weight, grad_y, begin)
+        grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None
+        return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None, None
+
+
+def _again(ctx: Any) -> Callable[[], Callable[[], Quantized]]:
+    """How the whole input comes back from what was saved, as the weight gradient takes it."""
+    kept, precision = saved_input(ctx), precision_of(ctx.weight)
+    assert isinstance(kept, Quantized) and precision is not None
+
+    def begin() -> Callable[[], Quantized]:
+        if ctx.kept:
+            return lambda: precision.for_weight_gradient(kept)
+        whole = SharedCodes(kept, ctx.shape, ctx.group, ctx.dim).start()
+        return lambda: precision.for_weight_gradient(whole())
+
+    return begin

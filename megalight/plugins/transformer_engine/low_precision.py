@@ -1,0 +1,227 @@
+"""Linear layers in 8 and 4 bits by TransformerEngine: its recipes, casts and products under our layers.
+
+What its own modules do inside ``autocast`` is done here call by call, so that weights, main gradients, collectives,
+recompute and deferred weight gradients stay those of our layers: its quantizers, made from its recipe, cast a matrix
+and its transpose in one go, and its ``general_gemm`` multiplies them; the weight gradient is added in the product's
+epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.errors import BackendError, ConfigurationError, MissingPackageError
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.quantize import Scheme
+from megalight.ops.quantize.formats import LARGEST
+from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT
+from megalight.ops.quantize.recipes import Recipe
+from megalight.ops.quantize.reference import TINY
+from megalight.plugins.transformer_engine.package import PACKAGE
+from megalight.plugins.transformer_engine.package import why_not as package_why_not
+from megalight.plugins.transformer_engine.weight_gradient import GEMM, workspace
+
+RECIPES = "transformer_engine.common.recipe"
+KINDS = {
+    "tensorwise": ("Float8CurrentScaling", "2.2", "check_fp8_support", 16),
+    "delayed": ("DelayedScaling", "2.1", "check_fp8_support", 16),
+    "blockwise": ("Float8BlockScaling", "2.3", "check_fp8_block_scaling_support", 16),
+    "mxfp8": ("MXFP8BlockScaling", "2.1", "check_mxfp8_support", 32),
+    "nvfp4": ("NVFP4BlockScaling", "2.8", "check_nvfp4_support", 128),
+}
+"""Our recipe -> its class, the first release that has it, what asks the device, and what tokens are padded to."""
+
+
+def _find(name: str) -> Any:
+    """A name of the module that has had two places."""
+    try:
+        return PACKAGE.load(f"transformer_engine.pytorch.quantization:{name}")
+    except MissingPackageError:
+        return PACKAGE.load(f"transformer_engine.pytorch.fp8:{name}")
+
+
+def why_not(device: str, recipe: Recipe) -> str | None:
+    """Why a recipe cannot be had."""
+    if recipe.name not in KINDS:
+        return f"has no recipe {recipe.name!r}; it has {', '.join(KINDS)}"
+    name, minimum, check, _ = KINDS[recipe.name]
+    if (reason := package_why_not(device, name, minimum, f"{RECIPES}:{name}", GEMM)) is not None:
+        return reason
+    try:
+        able, reason = _find(check)()
+    except MissingPackageError as error:
+        return str(error)
+    return None if able else reason
+
+
+class Saved:
+    """A cast input between forward and backward: its tensors lie with autograd."""
+
+    def __init__(self, cast: Any) -> None:
+        tensors, self._shell = cast.prepare_for_saving()
+        self.tensors = tuple(tensors)
+
+    @property
+    def restore(self) -> Callable[..., Any]:
+        """Puts the tensors back."""
+        shell = self._shell
+
+        def restored(*tensors: Tensor | None) -> Any:
+            shell.restore_from_saved(list(tensors))
+            return shell
+
+        return restored
+
+
+class TransformerEngineProducts(LowPrecision):
+    """How one weight is multiplied by TransformerEngine; arguments as of its parent.
+
+    Raises:
+        ConfigurationError: an option that TransformerEngine's recipes do not have.
+    """
+
+    def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
+        for name, asked in (
+            ("emulate", options.get("emulate", False)),
+            ("primary_weights", options.get("primary", False)),
+            ("reduce_amax", any(options.get("reduce_amax", ()))),
+            ("margin for this recipe", options.get("margin", 0) and not recipe.delayed),
+            ("power_of_two", recipe.x.scale == "power" and recipe.one_scale),
+        ):
+            if asked:
+                raise ConfigurationError(
+                    f"implementation='transformer_engine' has no {name}; leave it out, or take implementation='own'."
+                )
+        super().__init__(recipe, session, **options)
+        self._quantizers: list[Any] = []
+        self._codes: Any = None
+
+    @staticmethod
+    def check_products(weight: Tensor, recipe: Recipe) -> None:
+        """Whether the package, and the device, have the recipe."""
+        if (reason := why_not(weight.device.type, recipe)) is not None:
+            raise BackendError(f"transformer_engine: {reason}. Choose another recipe, or implementation='own'.")
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise BackendError(f"transformer_engine casts bfloat16, float16 and float32 weights, not {weight.dtype}.")
+
+    @property
+    def casts_shares(self) -> bool:
+        """Its codes stay on the rank that made them."""
+        return False
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b``."""
+        return self._forward(self._cast(x, INPUT, columns=False), x, weight, bias)
+
+    def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
+        """The same, and the input's codes by columns."""
+        codes = self._cast(x, INPUT)
+        y = self._forward(codes, x, weight, bias)
+        codes.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return y, Saved(codes)
+
+    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        """``grad_y W``."""
+        out = self._gemm(self._weight_codes(weight), self._gradient(grad_y), "NN", grad_y.dtype, grad=True)
+        return out[: grad_y.numel() // grad_y.shape[-1]].view(*grad_y.shape[:-1], -1)
+
+    def weight_gradient(self, grad_y: Tensor, x: Any, dtype: torch.dtype) -> Tensor:
+        """``grad_y^T x``; ``x`` a tensor, or what :meth:`product_and_cast` saved."""
+        return self._gemm(self._input(x), self._gradient(grad_y), "NT", dtype, grad=True)
+
+    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Any, is_zero: bool) -> None:
+        """The same, added in the product itself."""
+        self._gemm(
+            self._input(x),
+            self._gradient(grad_y),
+            "NT",
+            main_grad.dtype,
+            grad=True,
+            out=main_grad,
+            accumulate=not is_zero,
+        )
+
+    def forget(self) -> None:
+        """The weight may change."""
+        super().forget()
+        self._codes = None
+
+    def _forward(self, codes: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = self._gemm(self._weight_codes(weight), codes, "TN", x.dtype)[: x.numel() // x.shape[-1]]
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+    def _gemm(self, a: Any, b: Any, layout: str, dtype: torch.dtype, grad: bool = False, **options: Any) -> Tensor:
+        """Its operands come as cuBLAS has them: the weight, or the input, first. Gradients are summed in full."""
+        gemm = PACKAGE.load(GEMM)
+        options |= workspace(gemm)
+        out: Tensor = gemm(a, b, out_dtype=dtype, layout=layout, grad=grad, use_split_accumulator=grad, **options)[0]
+        return out
+
+    def _weight_codes(self, weight: Tensor) -> Any:
+        if self._codes is not None:
+            return self._codes
+        codes = self._cast(weight.detach(), WEIGHT)
+        if self.session.inside:
+            self._codes = codes
+        return codes
+
+    def _input(self, x: Any) -> Any:
+        return self._cast(x, INPUT, rows=False) if isinstance(x, Tensor) else x
+
+    def _gradient(self, grad_y: Tensor) -> Any:
+        """Cast once for both products of the backward pass."""
+        owner, codes = getattr(grad_y, "casts", (None, None))[:2]
+        if owner is not self:
+            codes = self._cast(grad_y, GRADIENT)
+            grad_y.casts = self, codes, codes  # type: ignore[attr-defined]
+        return codes
+
+    @torch.no_grad()
+    def _cast(self, x: Tensor, role: int, rows: bool = True, columns: bool = True) -> Any:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        scheme = (self.recipe.x, self.recipe.weight, self.recipe.gradient)[role]
+        quantizer = self._quantizer(role, x.device)
+        past = self.history if self.history is not None and self.history.rolled else None
+        if past is not None:
+            self._scale(quantizer, scheme, past.known(role, LARGEST[scheme.format]) * 2.0**self.margin)
+            quantizer.amax.zero_()  # casts take what they find into it
+        elif self.history is not None:
+            amax = self._amax(flat, scheme, role, None)
+            assert amax is not None
+            self._scale(quantizer, scheme, amax)
+        if role != WEIGHT and (missing := -len(flat) % KINDS[self.recipe.name][3]):
+            flat = F.pad(flat, (0, 0, 0, missing))
+        quantizer.set_usage(rowwise=rows or self.recipe.one_scale, columnwise=columns)
+        codes = quantizer(flat)
+        if past is not None and self.session.inside:
+            past.record(role, quantizer.amax.reshape(()))
+        return codes
+
+    @staticmethod
+    def _scale(quantizer: Any, scheme: Scheme, amax: Tensor) -> None:
+        quantizer.scale.copy_(LARGEST[scheme.format] / amax.clamp(min=TINY))
+
+    def _quantizer(self, role: int, device: torch.device) -> Any:
+        if not self._quantizers:
+            state, recipe = _find("RecipeState"), _recipe(self.recipe.name, self.recipe.gradient.format == "e5m2")
+            forward = state.create(recipe, mode="forward", num_quantizers=3, device=device).make_quantizers()
+            backward = state.create(recipe, mode="backward", num_quantizers=2, device=device).make_quantizers()
+            self._quantizers = [forward[0], forward[1], backward[0]]  # in the order of roles
+            for quantizer in self._quantizers:
+                quantizer.internal = True  # plain storage, of which autograd knows nothing
+        return self._quantizers[role]
+
+
+def _recipe(name: str, hybrid: bool) -> Any:
+    """TransformerEngine's recipe; scales of past steps are ours."""
+    make = PACKAGE.load(f"{RECIPES}:{KINDS[name][0]}")
+    if name == "nvfp4":
+        return make()
+    form = PACKAGE.load(f"{RECIPES}:Format")
+    return make(fp8_format=form.HYBRID if hybrid else form.E4M3)

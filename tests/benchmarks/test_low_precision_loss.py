@@ -1,0 +1,29 @@
+"""The script that holds losses in 8 bits beside those of bf16, small and emulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import low_precision_loss
+
+
+def test_recipes_beside_bf16(tmp_path: Path) -> None:
+    path = tmp_path / "loss.json"
+    words = [str(path), "--small", "--steps", "30", "--bound", "0.03", "--recipes", "tensorwise", "tensorwise+primary"]
+    assert low_precision_loss.main(words) == 0
+    result = json.loads(path.read_text())
+    bf16, tensorwise, primary = result["runs"]
+    assert bf16["difference"] == 0
+    assert tensorwise["losses"] != bf16["losses"]
+    assert primary["losses"] != bf16["losses"]
+    for run in result["runs"]:
+        assert len(run["losses"]) == 30
+        assert run["last"] < run["losses"][0] - 1
+    assert low_precision_loss.main([*words[:3], "20", "--bound", "1e-9", "--recipes", "delayed"]) == 1
+
+
+def test_a_loss_that_is_no_number_does_not_pass() -> None:
+    runs = [{"recipe": "bf16", "losses": [2.0] * 10}, {"recipe": "mxfp8", "losses": [2.0] * 9 + [float("nan")]}]
+    low_precision_loss.verdicts(runs, 0.5)
+    assert [run["passed"] for run in runs] == [True, False]

@@ -1,0 +1,59 @@
+"""Weight gradients in 8 bits that are added where they belong, against a float64 product and an addition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalight.errors import BackendError
+from megalight.ops.linear import linear
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.ops.quantize import Scheme, quantize
+from megalight.ops.quantize.recipes import recipe
+from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
+from megalight.ops.scaled_mm import Spec
+from tests.ops.test_linear import with_main_grad
+
+
+@pytest.mark.parametrize("scheme", [Scheme("e4m3"), Scheme("e4m3", (1, 0)), Scheme("e4m3", (1, 32), "e8m0")])
+def test_the_reference_adds(scheme: Scheme) -> None:
+    a, b = (quantize(torch.randn(size, 64), scheme) for size in (17, 33))
+    out = torch.randn(17, 33, dtype=torch.float64)
+    expected = out + a.dequantize() @ b.dequantize().T
+    scaled_accumulate(out, a, b, backend="reference")
+    assert torch.equal(out, expected)
+
+
+def test_others_say_why_not() -> None:
+    one, tiles = Scheme("e4m3"), Scheme("e4m3", (1, 0))
+    for spec, name, why in (
+        (Spec("cpu", one, one, torch.float32), "cublaslt", "cuda"),
+        (Spec("cpu", one, one, torch.float32), "triton", "triton|cuda"),
+        (Spec("cpu", one, one, torch.float32), "product_add", "no product"),
+        (Spec("cuda", tiles, one, torch.float32), "cublaslt", "one scale"),
+        (Spec("cuda", one, one, torch.float64), "cublaslt", "float32"),
+        (Spec("cuda", Scheme("e5m2"), Scheme("e5m2"), torch.float32), "triton", "e5m2 by e4m3"),
+    ):
+        with pytest.raises(BackendError, match=why):
+            SCALED_ACCUMULATE.select(spec, name)
+
+
+def test_only_the_first_gradient_finds_zeros() -> None:
+    """Whoever sets a main gradient to zero says so once; the second micro-batch adds."""
+    weight, session = with_main_grad(torch.randn(32, 48)), Session()
+    seen: list[bool] = []
+
+    class Watched(LowPrecision):
+        def accumulate(self, *args: object) -> None:
+            seen.append(bool(args[-1]))
+            super().accumulate(*args)  # type: ignore[arg-type]
+
+    weight.precision = Watched(recipe("tensorwise"), session, emulate=True)  # type: ignore[attr-defined]
+    for zero in (False, True):
+        weight.main_grad.zero_()
+        if zero:
+            setattr(weight, IS_ZERO, True)
+        for _ in range(2):
+            linear(torch.ones(16, 48), weight).sum().backward()
+    assert seen == [False, False, True, False]

@@ -1,0 +1,103 @@
+"""Inputs gathered as codes give, bit for bit, what gathering them first gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.ops.linear import linear
+from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.quantize.recipes import recipe
+from megalight.parallel.tensor import codes
+from megalight.parallel.tensor.overlap.plain import Plain
+from tests.ops.test_linear import Parameter, with_main_grad
+from tests.workers import run
+
+IN, OUT = 32, 48
+
+
+def _weight(name: str, session: Session) -> Parameter:
+    weight = with_main_grad(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    weight.precision = LowPrecision(recipe(name), session, emulate=True, margin=int(recipe(name).one_scale))  # type: ignore[attr-defined]
+    return weight
+
+
+def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(1)
+    sent: list[torch.dtype] = []
+    saved: list[Tensor] = []
+    gather = codes.start_all_gather
+
+    def largest(amax: Tensor) -> None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+
+    sessions = Session(reduce_history=largest), Session(reduce_history=largest)
+    ours, theirs = (_weight(name, session) for session in sessions)
+    found: dict[str, Any] = {"equal": []}
+
+    def watched(x: Tensor, *args: Any) -> Any:
+        sent.append(x.dtype)
+        return gather(x, *args)
+
+    codes.start_all_gather = watched
+    try:
+        for step in range(3):
+            whole = (
+                torch.randn(shape, generator=generator, dtype=torch.float64)
+                * torch.logspace(-2, 0, shape[dim])[(slice(None),) + (None,) * (len(shape) - 1 - dim)]
+            )
+            grad_y = torch.randn(*shape[:-1], OUT, generator=generator, dtype=torch.float64)
+            x = whole.chunk(size, dim)[rank].clone().requires_grad_()
+            expected_x = whole.clone().requires_grad_()
+            for weight in (ours, theirs):
+                weight.main_grad.zero_()
+            queue = WeightGradients()
+            with sessions[0].step(step), deferring(queue) if wait else torch.enable_grad():
+                keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+                with keep:
+                    y = codes.GatheredCodes.apply(x, ours, None, Plain(group), group, dim, kept)
+                y.backward(grad_y)
+                queue.run()
+            with sessions[1].step(step):
+                expected = linear(expected_x, theirs)
+                expected.backward(grad_y)
+            assert expected_x.grad is not None
+            summed = expected_x.grad * size  # every rank has the same weight
+            found["equal"] += [
+                torch.equal(y, expected),
+                torch.allclose(x.grad, summed.chunk(size, dim)[rank], rtol=1e-12),
+                torch.equal(ours.main_grad, theirs.main_grad),
+            ]
+    finally:
+        codes.start_all_gather = gather
+    found["sent"] = set(sent)
+    found["saved"] = max(t.nbytes for t in saved)
+    return found
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("dim", "shape", "wait", "kept"),
+    [(0, (22, IN), False, False), (1, (3, 10, IN), True, False), (0, (22, IN), False, True)],
+)
+def test_codes_of_shares_are_shares_of_the_codes(
+    name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
+) -> None:
+    for found in run(_compare, 2, name, dim, shape, wait, kept):
+        assert all(found["equal"]), found["equal"]
+        assert found["sent"] == {torch.uint8}
+        assert found["saved"] == torch.Size(shape).numel() // (1 if kept else 2)  # a byte for each element kept
+
+
+def test_other_recipes_gather_the_input() -> None:
+    for found in run(_compare, 2, "rowwise", 0, (32, IN), False):
+        assert all(found["equal"])
+        assert found["sent"] == {torch.float64}

@@ -1,0 +1,159 @@
+"""Linear layers through TransformerEngine's quantizers and products, by stand-ins that check how they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalight.errors import BackendError, ConfigurationError
+from megalight.nn import Linear
+from megalight.nn.init import initialise
+from megalight.ops.linear import linear
+from megalight.ops.linear.deferred import WeightGradients, deferring
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.ops.quantize.recipes import recipe
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts, why_not
+from tests.ops.checks import error
+from tests.ops.test_linear import Parameter, with_main_grad
+from tests.plugins import fakes, quantizers
+from tests.plugins.fakes import Fakes
+
+TOKENS, IN, OUT = 37, 96, 64
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    fakes.pretend_cuda(monkeypatch)
+    found = Fakes(tmp_path, monkeypatch)
+    quantizers.install(found)
+    return found
+
+
+def weights(name: str) -> tuple[tuple[Parameter, Session], ...]:
+    """One for TransformerEngine, one for ourselves."""
+    data = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = []
+    for kind, options in ((TransformerEngineProducts, {}), (LowPrecision, {"emulate": True})):
+        weight, session = with_main_grad(data.clone(), torch.float32), Session()
+        weight.precision = kind(recipe(name), session, margin=int(name == "delayed"), **options)  # type: ignore[attr-defined]
+        made.append((weight, session))
+    return tuple(made)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("wait", [False, True])
+def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    pairs = weights(name)
+    data = [
+        (torch.randn(1, TOKENS, IN, generator=generator), torch.randn(1, TOKENS, OUT, generator=generator) * 1e-3)
+        for _ in range(3)
+    ]
+    bias = torch.randn(OUT).bfloat16()
+    for weight, session in pairs:
+        results: list[Tensor] = []
+        setattr(weight, IS_ZERO, True)
+        for step, (x, grad_y) in enumerate(data):
+            leaf, queue = x.bfloat16().requires_grad_(), WeightGradients()
+            with session.step(step), deferring(queue) if wait else torch.enable_grad():
+                y = linear(leaf, weight, bias)
+                y.backward(grad_y.bfloat16())
+                queue.run()
+            assert leaf.grad is not None
+            results += [y.detach(), leaf.grad]
+        with torch.no_grad():
+            results.append(linear(data[0][0].bfloat16(), weight))
+        found.append([*results, weight.main_grad])
+        assert weight.ready == 3
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert error(ours, theirs) < 1e-6
+
+
+def test_recomputed_inputs_are_cast_in_the_backward(packages: Fakes) -> None:
+    (weight, _), (other, _) = weights("tensorwise")
+    x, grad_y = torch.randn(TOKENS, IN).bfloat16(), torch.randn(TOKENS, OUT).bfloat16()
+    for each in (weight, other):
+        each.precision.accumulate(each.main_grad, grad_y, x, False)  # type: ignore[attr-defined]
+    assert error(weight.main_grad, other.main_grad) < 1e-6
+    again = weight.precision.weight_gradient(grad_y, x, torch.float32)  # type: ignore[attr-defined]
+    assert error(again, weight.main_grad) < 1e-6
+
+
+def test_older_releases_keep_the_state_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.pretend_cuda(monkeypatch)
+    found = Fakes(tmp_path, monkeypatch)
+    quantizers.install(found, "2.4.0", "fp8")
+    (weight, _), (other, _) = weights("tensorwise")
+    x = torch.randn(TOKENS, IN).bfloat16()
+    with torch.no_grad():
+        assert error(linear(x, weight), linear(x, other)) < 1e-6
+    reason = why_not("cuda", recipe("nvfp4"))
+    assert reason is not None
+    assert "NVFP4BlockScaling needs transformer_engine >= 2.8, found 2.4.0" in reason
+
+
+def test_the_device_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "needs the package transformer_engine" in str(why_not("cuda", recipe("tensorwise")))
+    fakes.pretend_cuda(monkeypatch)
+    quantizers.install(Fakes(tmp_path, monkeypatch), able=(False, "10.0 or higher required"))
+    assert why_not("cuda", recipe("mxfp8")) == "10.0 or higher required"
+    assert "has no recipe 'rowwise'" in str(why_not("cuda", recipe("rowwise")))
+    with pytest.raises(BackendError, match=r"10\.0 or higher required. Choose another recipe"):
+        TransformerEngineProducts.check_products(torch.zeros(16, 16).bfloat16(), recipe("mxfp8"))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"up": Linear(32, 64, bias=False)})})
+
+
+def prepared(options: LowPrecisionOptions) -> Any:
+    model = Model()
+    initialise(model, 1)
+    model.bfloat16()
+    MegatronLowPrecision(options, implementation="transformer_engine").prepare(model, ParallelMesh(), None)
+    return model
+
+
+def test_the_plugin_hands_layers_over(packages: Fakes) -> None:
+    model = prepared(LowPrecisionOptions(recipe="delayed", history=4))
+    precision = model.layers["0"]["up"].weight.precision
+    assert isinstance(precision, TransformerEngineProducts)
+    assert precision.history is not None
+    for name in KINDS_WITH_FAKES:
+        prepared(LowPrecisionOptions(recipe=name))
+    with pytest.raises(BackendError, match="has no recipe 'rowwise'"):
+        prepared(LowPrecisionOptions(recipe="rowwise"))
+
+
+KINDS_WITH_FAKES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"emulate": True}, "emulate"),
+        ({"primary_weights": True}, "primary_weights"),
+        ({"power_of_two": True}, "power_of_two"),
+        ({"margin": 1}, "margin"),
+    ],
+)
+def test_what_it_lacks_is_refused(packages: Fakes, options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"has no {what}"):
+        prepared(LowPrecisionOptions(**options))
+
+
+def test_unknown_implementations_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'transformer-engine'; choose one of own, transformer_engine"):
+        MegatronLowPrecision(implementation="transformer-engine")  # type: ignore[arg-type]

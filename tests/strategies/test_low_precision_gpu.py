@@ -1,0 +1,64 @@
+"""Runs in 8 bits on one GPU: no step makes the host wait, and losses stay near those of torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megalight.models.gpt.module import GPTModule
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.plugins.transformer_engine.low_precision import why_not
+from megalight.strategies import MegatronStrategy
+from tests.strategies.test_gpu import Batches, Watch
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, by_hand
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:You defined a `validation_step`")]
+STEPS = 10
+
+
+def fit(plugin: MegatronLowPrecision) -> tuple[list[float], GPTModule]:
+    watch, module = Watch(strict=True), GPTModule(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    trainer = pl.Trainer(
+        accelerator="cuda",
+        devices=1,
+        strategy=MegatronStrategy(micro_batch_size=1, precision_plugin=plugin),
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        log_every_n_steps=1000,
+        callbacks=[watch],
+    )
+    try:
+        trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [float(loss) for loss in watch.losses], module
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recipe": "tensorwise"}, {"recipe": "delayed"}, {"recipe": "rowwise"}, {"primary_weights": True}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("implementation", ["own", "transformer_engine"])
+def test_steps_do_not_wait_for_the_device(options: dict[str, Any], implementation: Any) -> None:
+    chosen = LowPrecisionOptions(**options)
+    if implementation == "transformer_engine":
+        reason = why_not("cuda", chosen.schemes()) or ("no primary weights" if chosen.primary_weights else None)
+        if reason is not None:
+            pytest.skip(reason)
+    losses, module = fit(MegatronLowPrecision(chosen, implementation=implementation))
+    expected = by_hand(CONFIGS["gqa"], STEPS, torch.float32, "cuda")["losses"]
+    np.testing.assert_allclose(losses, expected, rtol=5e-2)
+    assert {parameter.dtype for parameter in module.model.parameters()} == {torch.bfloat16}

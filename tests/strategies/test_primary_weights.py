@@ -1,0 +1,251 @@
+"""Weights that live as codes of 8 bits: every step is bit for bit that of a run that casts its weights itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from megalight import checkpoint
+from megalight.callbacks import EMA
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.quantize import quantize
+from megalight.ops.quantize.recipes import recipe
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.strategies import DataParallel, MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
+from tests.workers import run
+
+CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=3)
+EIGHT_BITS = torch.float8_e4m3fn
+
+
+class Watch(pl.Callback):
+    """Every step's loss, and the codes and scales with which the next one will multiply."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.codes: list[dict[str, tuple[Any, float]]] = []
+        self.types: set[torch.dtype] = set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        trainer.strategy.sync_parameters()
+        self.losses.append(float(trainer.strategy.report.loss))
+        found = {}
+        for name, parameter in pl_module.model.named_parameters():
+            precision: LowPrecision | None = getattr(parameter, "precision", None)
+            if precision is None:
+                continue
+            self.types.add(parameter.dtype)
+            rows = precision._held(parameter)
+            if rows is None:
+                amax = precision._amax(parameter.detach(), precision.recipe.weight, 1, precision.reduce_weight)
+                rows = quantize(parameter.detach(), precision.recipe.weight, amax)
+            found[name] = rows.data.view(torch.uint8).numpy().copy(), float(rows.scale)
+        self.codes.append(found)
+
+
+def train(
+    options: dict[str, Any],
+    layout: dict[str, Any],
+    *,
+    precision: str = "32-true",
+    level: str = "optim",
+    steps: int = 3,
+    load: str | None = None,
+    save: str | None = None,
+    ema: bool = False,
+    clip: float | None = 0.5,
+) -> dict[str, Any]:
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, first_layers=1, **options), precision)
+    strategy = MegatronStrategy(data_parallel=DataParallel(level=level), precision_plugin=plugin, **layout)
+    module, watch = WithData(CONFIG, optimizer=ADAM, seed=SEED), Watch()
+    module.steps = 10
+    runner = trainer(
+        strategy,
+        callbacks=[watch, *([EMA(0.5)] if ema else [])],
+        precision=None,
+        max_steps=steps,
+        gradient_clip_val=clip,
+        use_distributed_sampler=False,
+        **({"val_check_interval": steps, "limit_val_batches": 1} if ema else {"limit_val_batches": 0}),
+    )
+    runner.fit(module, ckpt_path=load, weights_only=False)
+    if save is not None:
+        runner.save_checkpoint(save)
+    return {
+        "losses": watch.losses,
+        "codes": watch.codes,
+        "types": watch.types,
+        "metrics": {name: float(value) for name, value in runner.callback_metrics.items()},
+        "final": gathered(strategy, module),
+        "memory": strategy.engine.memory()["parameters"] if strategy.engine else 0,
+    }
+
+
+def train_and_save_within(options: dict[str, Any], layout: dict[str, Any], path: str) -> None:
+    """Saves while the weights are codes."""
+
+    class Save(pl.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(path)
+
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, first_layers=1, **options), "bf16-mixed")
+    module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    strategy = MegatronStrategy(precision_plugin=plugin, **layout)
+    trainer(
+        strategy, callbacks=[Save()], precision=None, max_steps=3, gradient_clip_val=0.5,
+        use_distributed_sampler=False, limit_val_batches=0,
+    ).fit(module)  # fmt: skip
+
+
+def assert_equal_runs(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == expected["losses"]
+    assert found["types"] == {EIGHT_BITS}
+    assert EIGHT_BITS not in expected["types"]
+    for ours, theirs in zip(found["codes"], expected["codes"], strict=True):
+        assert ours
+        assert ours.keys() == theirs.keys()
+        for name, (codes, scale) in theirs.items():
+            assert np.array_equal(ours[name][0], codes), name
+            assert ours[name][1] == scale
+    for name, value in expected["final"].items():
+        assert np.array_equal(found["final"][name], value), name
+
+
+LAYOUTS = [
+    pytest.param(1, {"micro_batch_size": 2}, "optim", id="one"),
+    pytest.param(2, {}, "optim", id="dp"),
+    pytest.param(2, {}, "no_shard", id="whole-masters", marks=pytest.mark.full),
+    pytest.param(2, {"tensor_parallel": 2, "sequence_parallel": True}, "optim", id="tp"),
+    pytest.param(
+        2,
+        {"pipeline_parallel": 2, "pipeline_layout": "Ett|tL", "micro_batch_size": 1},
+        "optim",
+        id="pp",
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
+        2,
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t|t|L", "micro_batch_size": 1},
+        "optim",
+        id="vpp",
+        marks=pytest.mark.full,
+    ),
+    pytest.param(4, {"tensor_parallel": 2}, "optim", id="dp-tp", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "level"), LAYOUTS)
+def test_codes_are_those_of_a_run_that_casts_its_weights(ranks: int, layout: dict[str, Any], level: str) -> None:
+    agree = {"reduce_amax": True} if "tensor_parallel" in layout else {}
+    found, expected = (
+        run(_train, ranks, {"primary_weights": primary, **agree}, layout, level) for primary in (True, False)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_equal_runs(ours, theirs)
+
+
+def _train(options: dict[str, Any], layout: dict[str, Any], level: str) -> dict[str, Any]:
+    return train(options, layout, level=level, clip=None)  # buckets differ, and so does the last bit of a norm
+
+
+def _resume(options: dict[str, Any], layout: dict[str, Any], load: str) -> dict[str, Any]:
+    return train(options, layout, precision="bf16-mixed", steps=4, load=load)
+
+
+def test_checkpoints_hold_masters_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Saved while weights are codes; read by a run of another layout, and by one whose weights are bf16."""
+    primary, usual = {"primary_weights": True}, {"primary_weights": False}
+    path = str(tmp_path / "saved")
+    run(train_and_save_within, 2, primary, {}, path)
+    saved = checkpoint.open(path)
+    name = "model.layers.1.mlp.down.weight"
+    assert saved.tensors[name].dtype == "bfloat16"
+    assert saved.tensors[f"optimizer.master.{name}"].dtype == "float32"
+    undisturbed = run(_straight, 2, primary, {})[0]
+    resumed = run(_resume, 2, primary, {}, path)[0]
+    assert resumed["losses"] == undisturbed["losses"][2:]
+    for key, value in undisturbed["final"].items():
+        assert np.array_equal(resumed["final"][key], value), key
+    whole = run(_resume, 1, primary, {"micro_batch_size": 2}, path)[0]
+    np.testing.assert_allclose(whole["losses"], resumed["losses"], rtol=2e-3)
+    bf16 = run(_resume, 1, usual, {"micro_batch_size": 2}, path)[0]
+    np.testing.assert_allclose(bf16["losses"], resumed["losses"], rtol=5e-3)
+
+
+def _straight(options: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    return train(options, layout, precision="bf16-mixed", steps=4)
+
+
+def _average(options: dict[str, Any]) -> dict[str, Any]:
+    return train(options, {}, ema=True, clip=None)
+
+
+def test_moving_averages_are_swapped_in_and_out() -> None:
+    found, expected = (run(_average, 2, {"primary_weights": primary})[0] for primary in (True, False))
+    assert found["metrics"]["val_loss"] == expected["metrics"]["val_loss"]
+    for name, value in expected["final"].items():
+        assert np.array_equal(found["final"][name], value), name
+
+
+def test_delayed_scales_weights_by_what_is_there() -> None:
+    found, usual = (
+        run(train, 1, {"recipe": "delayed", "primary_weights": primary}, {})[0] for primary in (True, False)
+    )
+    assert found["types"] == {EIGHT_BITS}
+    np.testing.assert_allclose(found["losses"], usual["losses"], rtol=2e-2)
+    assert found["losses"][0] == usual["losses"][0]
+    assert found["losses"] != usual["losses"]
+
+
+def test_recipes_with_two_sets_of_codes_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'rowwise' needs two"):
+        LowPrecisionOptions(recipe="rowwise", primary_weights=True)
+    with pytest.raises(ConfigurationError, match="one set of codes"):
+        LowPrecision(recipe("mxfp8"), Session(), primary=True)
+
+
+class Stop(pl.Callback):
+    reads_weights = False
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise RuntimeError("broken")
+
+
+def _fit_again() -> list[str]:
+    module, errors = WithData(CONFIG, optimizer=ADAM, seed=SEED), []
+    for callbacks in ([Stop()], []):
+        plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, primary_weights=True), "32-true")
+        runner = trainer(
+            MegatronStrategy(precision_plugin=plugin),
+            callbacks=callbacks,
+            precision=None,
+            max_steps=2,
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+        )
+        try:
+            runner.fit(module)
+        except (RuntimeError, MegalightError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_codes_that_a_broken_run_left_are_refused() -> None:
+    first, second = run(_fit_again, 1)[0]
+    assert first == "broken"
+    assert "Load a checkpoint into a new module" in second
