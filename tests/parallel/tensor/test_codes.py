@@ -13,8 +13,12 @@ from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.quantize.recipes import recipe
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import codes
-from megalight.parallel.tensor.overlap.plain import Plain
+from megalight.parallel.tensor.column import column_linear
+from megalight.parallel.tensor.overlap import plain
+from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.shared import Shared
 from tests.ops.test_linear import Parameter, with_main_grad
 from tests.workers import run
 
@@ -27,10 +31,9 @@ def _weight(name: str, session: Session) -> Parameter:
     return weight
 
 
-def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool) -> dict[str, Any]:
+def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool = False) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    assert group is not None
+    shared = Shared(ParallelMesh(size, rank, tp=size), True, dim, tensor=TensorOptions(keep_gathered=kept))
     generator = torch.Generator().manual_seed(1)
     sent: list[torch.dtype] = []
     saved: list[Tensor] = []
@@ -47,7 +50,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
         sent.append(x.dtype)
         return gather(x, *args)
 
-    codes.start_all_gather = watched
+    codes.start_all_gather = plain.start_all_gather = watched
     try:
         for step in range(3):
             whole = (
@@ -63,7 +66,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
             with sessions[0].step(step), deferring(queue) if wait else torch.enable_grad():
                 keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
                 with keep:
-                    y = codes.GatheredCodes.apply(x, ours, None, Plain(group), group, dim, kept)
+                    y = column_linear(x, ours, None, shared)
                 y.backward(grad_y)
                 queue.run()
             with sessions[1].step(step):
@@ -77,7 +80,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
                 torch.equal(ours.main_grad, theirs.main_grad),
             ]
     finally:
-        codes.start_all_gather = gather
+        codes.start_all_gather = plain.start_all_gather = gather
     found["sent"] = set(sent)
     found["saved"] = max(t.nbytes for t in saved)
     return found
