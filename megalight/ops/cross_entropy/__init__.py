@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy import chunked, native, reference
 from megalight.ops.cross_entropy.chunked import Combine, Rows
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -33,18 +33,14 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 # Chunks are large where their logits are all there is, so that the matrix products beside are efficient; plain torch
 # holds several temporaries of a chunk.
 _KERNELS = "megalight.ops.cross_entropy.triton"
 _TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"), 1 << 29)
 _TORCH = Rows(native.statistics, native.gradient_, 1 << 25)
 CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
-CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, _serve_all))
-CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, _serve_all))
+CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, serve_all))
+CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, serve_all))
 
 
 @remembered

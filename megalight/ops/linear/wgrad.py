@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF, cuda_why_not, lazy, triton_why_not, wide
+from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -90,17 +90,13 @@ def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     main_grad.add_(grad_y.T @ x)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
 WGRAD.register(Backend("baddbmm_fp32", _baddbmm_fp32, 15, _baddbmm_fp32_why_not))
 WGRAD.register(Backend("triton", lazy("megalight.ops.linear.triton", "accumulate"), 10, _triton_why_not))
 WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _half_to_fp32_why_not))
-WGRAD.register(Backend("reference", _reference, 1, _serve_all))
-WGRAD.register(Backend("matmul_add", _matmul_add, 0, _serve_all))
+WGRAD.register(Backend("reference", _reference, 1, serve_all))
+WGRAD.register(Backend("matmul_add", _matmul_add, 0, serve_all))
 
 
 @remembered

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.norm import native, reference
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -49,20 +49,16 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 _TRITON = "megalight.ops.norm.triton"
 RMS_NORM.register(Backend("triton", lazy(_TRITON, "rms_norm"), 20, _triton_why_not))
 RMS_NORM.register(Backend("torch", native.rms_norm, 10, _torch_why_not))
-RMS_NORM.register(Backend("reference", reference.rms_norm, 0, _serve_all))
+RMS_NORM.register(Backend("reference", reference.rms_norm, 0, serve_all))
 LAYER_NORM.register(Backend("triton", lazy(_TRITON, "layer_norm"), 20, _triton_why_not))
 LAYER_NORM.register(Backend("torch", native.layer_norm, 10, _torch_why_not))
-LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, _serve_all))
+LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, serve_all))
 ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm"), 20, _triton_why_not))
 ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
-ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, _serve_all))
+ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, serve_all))
 
 
 @remembered

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import HALF, lazy, triton_why_not
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.quantize.reference import amax_of as amax_of
 from megalight.ops.quantize.reference import quantize as quantize
 from megalight.ops.quantize.reference import tile_amax as tile_amax
@@ -100,4 +100,4 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"), 10, _triton_why_not))
-QUANTIZE.register(Backend("reference", _reference, 0, lambda spec: None))
+QUANTIZE.register(Backend("reference", _reference, 0, serve_all))
