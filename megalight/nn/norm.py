@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.init import Constant, Initializer
-from megalight.ops.norm import layer_norm, rms_norm
+from megalight.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -23,9 +23,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., size] -> [..., size]``."""
-        return rms_norm(x, self.weight, self.eps, backend=self.backend)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size] -> [..., size]``; with ``residual`` of one type, the norm of the sum, and the sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, backend=self.backend)
+        return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Size and eps, for printing."""
@@ -49,10 +51,21 @@ class LayerNorm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., size] -> [..., size]``."""
-        return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size] -> [..., size]``; with ``residual`` of one type, the norm of the sum, and the sum."""
+        if residual is None:
+            return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Size, eps and bias, for printing."""
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
+
+
+def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``(norm(s), s)`` with ``s = x + residual``; in one pass where the norm is of this file and both have one type."""
+    if isinstance(norm, RMSNorm | LayerNorm) and x.dtype == residual.dtype:
+        both: tuple[Tensor, Tensor] = norm(x, residual)
+        return both
+    total = x + residual
+    return norm(total), total

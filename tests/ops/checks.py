@@ -111,6 +111,12 @@ def check_norms(
             (x, residual, weight),
             unused,
         )
+        check(
+            lambda x, r, w, b: module.add_layer_norm(x, r, w, b, eps),
+            lambda x, r, w, b: norm_reference.add_layer_norm(x, r, w, b, eps),
+            (x, residual, weight, bias),
+            unused,
+        )
 
 
 def check_rotary(

@@ -89,6 +89,7 @@ def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[
         chunk = max(1, tokens)
     elif chunk is None:
         most = max(1, int(memory / (CHUNKS * row_bytes)))
+        most -= most % TILE if most > TILE else 0
         even = -(-tokens // -(-tokens // most))
         chunk = min(most, -(-even // TILE) * TILE)
     return chunk, -(-tokens // chunk) if fits else max(0, int(memory / (chunk * row_bytes)) - 1)
@@ -128,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tokens = hidden.shape[0]
         logsumexp = torch.empty(tokens, dtype=wide(hidden.dtype), device=hidden.device)
         target = torch.empty_like(logsumexp)
-        kept = []
+        kept: list[Tensor] = []
         for start in range(0, tokens, plan.chunk):
             part = slice(start, start + plan.chunk)
             logits = _logits(hidden[part], weight, bias)

@@ -34,7 +34,8 @@ class Spec:
 RMS_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rms_norm")
 LAYER_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("layer_norm")
 ADD_RMS_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_rms_norm")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)
+ADD_LAYER_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_layer_norm")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM, ADD_LAYER_NORM)
 MAX_TRITON_SIZE = 16384
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
 
@@ -59,6 +60,9 @@ LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, serve_all))
 ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm"), 20, _triton_why_not))
 ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
 ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, serve_all))
+ADD_LAYER_NORM.register(Backend("triton", lazy(_TRITON, "add_layer_norm"), 20, _triton_why_not))
+ADD_LAYER_NORM.register(Backend("torch", native.add_layer_norm, 10, _torch_why_not))
+ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_all))
 
 
 @remembered
@@ -90,10 +94,27 @@ def add_rms_norm(
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or type.
     """
+    _check_alike(x, residual)
+    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
+    return out
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """``(layer_norm(s), s)`` with ``s = x + residual`` rounded to their type.
+
+    Raises:
+        ValueError: ``x`` and ``residual`` differ in shape or type.
+    """
+    _check_alike(x, residual)
+    out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
+    return out
+
+
+def _check_alike(x: Tensor, residual: Tensor) -> None:
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
             f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
             "both must have one shape and type: cast one of them first."
         )
-    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
-    return out
