@@ -23,9 +23,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """``[..., size] -> [..., size]``; with ``residual`` of one type, the norm of the sum, and the sum."""
-        if residual is None:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size] -> [..., size]``. A pair: the norm of ``x + residual``, of one type, or ``x``; and that."""
+        if not pair:
             return rms_norm(x, self.weight, self.eps, backend=self.backend)
         return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 
@@ -51,9 +53,11 @@ class LayerNorm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """``[..., size] -> [..., size]``; with ``residual`` of one type, the norm of the sum, and the sum."""
-        if residual is None:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size] -> [..., size]``. A pair: the norm of ``x + residual``, of one type, or ``x``; and that."""
+        if not pair:
             return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
 
@@ -62,10 +66,13 @@ class LayerNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
-def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``(norm(s), s)`` with ``s = x + residual``; in one pass where the norm is of this file and both have one type."""
-    if isinstance(norm, RMSNorm | LayerNorm) and x.dtype == residual.dtype:
-        both: tuple[Tensor, Tensor] = norm(x, residual)
+def norm_and_sum(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(norm(s), s)`` with ``s = x + residual``, or ``x``.
+
+    Where the norm is of this file, it adds up in its own pass: ``s`` forward, in one type, and its gradient backward.
+    """
+    if isinstance(norm, RMSNorm | LayerNorm) and (residual is None or x.dtype == residual.dtype):
+        both: tuple[Tensor, Tensor] = norm(x, residual, pair=True)
         return both
-    total = x + residual
+    total = x if residual is None else x + residual
     return norm(total), total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalight.nn.norm import add_and_norm
+from megalight.nn.norm import norm_and_sum
 from megalight.types import PackedSequences
 
 
@@ -39,5 +39,5 @@ class PostNormLayer(nn.Module):
     def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
         """``[T, h] -> [T, h]``."""
         attended = self.attention_dropout(self.attention(hidden, sequences))
-        hidden, _ = add_and_norm(self.attention_norm, attended, hidden)
-        return add_and_norm(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]
+        hidden, _ = norm_and_sum(self.attention_norm, attended, hidden)
+        return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]

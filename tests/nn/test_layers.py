@@ -23,7 +23,7 @@ from megalight.nn import (
 from megalight.nn import norm as norms
 from megalight.nn.init import initialise
 from megalight.nn.mlp import ACTIVATIONS
-from megalight.nn.norm import add_and_norm
+from megalight.nn.norm import norm_and_sum
 from megalight.nn.post_norm import PostNormLayer
 from megalight.ops.activation import KINDS
 from megalight.types import PackedSequences
@@ -70,14 +70,17 @@ def test_norm_of_a_sum(kind: type[nn.Module], dtype: torch.dtype):
     nn.init.uniform_(norm.weight)
     if getattr(norm, "bias", None) is not None:
         nn.init.uniform_(norm.bias)
-    normed, total = add_and_norm(norm, x, residual)
+    normed, total = norm_and_sum(norm, x, residual)
     assert total.dtype == torch.float64
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(x + residual))
+    normed, same = norm_and_sum(norm, residual)
+    assert torch.equal(same, residual)
+    assert torch.equal(normed, norm(residual))
 
 
 def test_residual_sums_are_part_of_norms(monkeypatch: pytest.MonkeyPatch):
-    """Before the MLP in pre-norm layers, everywhere in post-norm ones."""
+    """So that no kernel adds beside them but at a layer's end."""
     called: list[str] = []
     for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         original = getattr(norms, name)
@@ -86,7 +89,7 @@ def test_residual_sums_are_part_of_norms(monkeypatch: pytest.MonkeyPatch):
     parts = Attention(12, 4, 2, 3, InnerAttention()), MLP(12, 16)
     pre = filled(TransformerLayer(RMSNorm(12), parts[0], RMSNorm(12), parts[1]))
     pre(hidden, sequences)
-    assert called == ["rms_norm", "add_rms_norm"]
+    assert called == ["add_rms_norm"] * 2
     called.clear()
     filled(PostNormLayer(parts[0], LayerNorm(12), parts[1], LayerNorm(12)))(hidden, sequences)
     assert called == ["add_layer_norm"] * 2

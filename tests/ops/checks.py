@@ -117,6 +117,12 @@ def check_norms(
             (x, residual, weight, bias),
             unused,
         )
+        check(
+            lambda x, w: module.add_rms_norm(x, None, w, eps),
+            lambda x, w: norm_reference.add_rms_norm(x, None, w, eps),
+            (x, weight),
+            unused,
+        )
 
 
 def check_rotary(

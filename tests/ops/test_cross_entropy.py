@@ -107,9 +107,10 @@ def test_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, softcap=2.0, padding=3)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_parts_of_the_vocabulary_combine(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "share"), [("torch", 1 / 32), ("torch", 0), ("reference", 1 / 32)])
+def test_parts_of_the_vocabulary_combine(backend: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts, one after the other, as two devices would hold them; the second ends in padding."""
+    monkeypatch.setattr(chunked, "SHARE", share)
     hidden, table = torch.randn(9, 5, dtype=torch.float64), torch.randn(16, 5, dtype=torch.float64)
     labels = torch.randint(0, 13, (9,))
     labels[[2, 5]] = -100

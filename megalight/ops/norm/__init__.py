@@ -87,9 +87,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backe
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str = "auto"
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their type: what sits between two sublayers.
+
+    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward.
 
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or type.
@@ -100,9 +102,9 @@ def add_rms_norm(
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``(layer_norm(s), s)`` with ``s = x + residual`` rounded to their type.
+    """``(layer_norm(s), s)``, as :func:`add_rms_norm`.
 
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or type.
@@ -112,8 +114,8 @@ def add_layer_norm(
     return out
 
 
-def _check_alike(x: Tensor, residual: Tensor) -> None:
-    if x.shape != residual.shape or x.dtype != residual.dtype:
+def _check_alike(x: Tensor, residual: Tensor | None) -> None:
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
         raise ValueError(
             f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
             "both must have one shape and type: cast one of them first."

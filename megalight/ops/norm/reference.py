@@ -28,10 +28,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``(x, residual, ...) -> (norm(x + residual, ...), x + residual)`` in two passes; the sum is rounded first."""
+    """``(x, residual, ...) -> (norm(s, ...), s)``, ``s = x + residual`` or ``x``; the sum is a pass, rounded first."""
 
-    def add_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        total = x + residual
+    def add_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
         return norm(total, *rest), total
 
     return add_norm

@@ -27,19 +27,19 @@ class Discarding(Override):
         super().__init__(name, module)
         self.unread: bool | None = None
 
-    def recomputed(self, x: Tensor, residual: Tensor | None = None, **kwargs: Any) -> Any:
-        """The output, with its recipe. A norm of a sum also gives the sum, which is kept: the recipe begins there."""
+    def recomputed(self, x: Tensor, *args: Any, pair: bool = False, **kwargs: Any) -> Any:
+        """The output, with its recipe. A norm's pair has what is kept anyhow as its second: the recipe begins there."""
         if self.unread:
             raise ConfigurationError(
                 f"recompute of {self.name} ({type(self.module).__name__}) saves nothing: no linear layer of Megalight "
                 "reads its output directly, so the output is kept all the same. Leave it out of recompute.modules, or "
                 "name a module that contains it."
             )
-        y, kept = (self.plain(x, **kwargs), x) if residual is None else self.plain(x, residual, **kwargs)
+        y, kept = self.plain(x, *args, pair=True, **kwargs) if pair else (self.plain(x, *args, **kwargs), x)
         if self.unread is None:
             self.unread = True
         y = attach_recipe(y, Recipe(_again(self.plain, x.device.type, kwargs), (kept,), self._was_read))
-        return y if residual is None else (y, kept)
+        return (y, kept) if pair else y
 
     def _was_read(self) -> None:
         self.unread = False
