@@ -312,7 +312,7 @@ def median_seconds(run: Callable[[], Any], device: str) -> float:
         torch.cuda.synchronize()
         run()  # what chose by the times of the first calls has chosen now
     torch.cuda.synchronize()
-    count = max(7, min(41, int(TIMED / start.elapsed_time(end))))
+    count = max(7, min(41, int(TIMED / max(1e-3, start.elapsed_time(end)))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
