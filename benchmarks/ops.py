@@ -110,7 +110,9 @@ class Shapes:
         )
         self.vocabularies = (100,) if small else (32000, 128256)
         self.parameters = 1000 if small else 1 << 28
-        self.linears = ((96, 64),) if small else ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+        self.linears: tuple[tuple[int, int], ...] = ((96, 64),)
+        if not small:
+            self.linears = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
