@@ -26,8 +26,11 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``[..., size] -> [..., size]``. A pair: the norm of ``x + residual``, of one type, or ``x``; and that."""
-        if not pair:
+        """``[..., size] -> [..., size]``; with ``residual``, of the same type, the norm of the sum and the sum.
+
+        ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
+        """
+        if residual is None and not pair:
             return rms_norm(x, self.weight, self.eps, backend=self.backend)
         return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 
@@ -56,8 +59,11 @@ class LayerNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``[..., size] -> [..., size]``. A pair: the norm of ``x + residual``, of one type, or ``x``; and that."""
-        if not pair:
+        """``[..., size] -> [..., size]``; with ``residual``, of the same type, the norm of the sum and the sum.
+
+        ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
+        """
+        if residual is None and not pair:
             return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
 

@@ -74,6 +74,8 @@ def test_norm_of_a_sum(kind: type[nn.Module], dtype: torch.dtype):
     assert total.dtype == torch.float64
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(x + residual))
+    if dtype == torch.float64 and isinstance(norm, RMSNorm | LayerNorm):
+        assert all(map(torch.equal, norm(x, residual), (normed, total)))
     normed, same = norm_and_sum(norm, residual)
     assert torch.equal(same, residual)
     assert torch.equal(normed, norm(residual))

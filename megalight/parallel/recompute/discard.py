@@ -27,7 +27,7 @@ class Discarding(Override):
         super().__init__(name, module)
         self.unread: bool | None = None
 
-    def recomputed(self, x: Tensor, *args: Any, pair: bool = False, **kwargs: Any) -> Any:
+    def recomputed(self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False, **kwargs: Any) -> Any:
         """The output, with its recipe. A norm's pair has what is kept anyhow as its second: the recipe begins there."""
         if self.unread:
             raise ConfigurationError(
@@ -35,7 +35,8 @@ class Discarding(Override):
                 "reads its output directly, so the output is kept all the same. Leave it out of recompute.modules, or "
                 "name a module that contains it."
             )
-        y, kept = self.plain(x, *args, pair=True, **kwargs) if pair else (self.plain(x, *args, **kwargs), x)
+        pair = pair or residual is not None
+        y, kept = self.plain(x, residual, pair=True, **kwargs) if pair else (self.plain(x, **kwargs), x)
         if self.unread is None:
             self.unread = True
         y = attach_recipe(y, Recipe(_again(self.plain, x.device.type, kwargs), (kept,), self._was_read))
