@@ -1,10 +1,11 @@
 """Checks, then times, every backend of every op, against what the memory or the matrix units allow.
 
-    python benchmarks/ops.py RESULTS.json [--only rms_norm adam ...] [--sweep] [--small]
+    python benchmarks/ops.py RESULTS.json [--only rms_norm adam ...] [--shapes 128256] [--backends triton] [--sweep]
 
 A backend whose outputs or gradients differ from the float64 reference is reported and not timed. Times are medians of
 CUDA graph replays, so that they hold no launch gaps; `floor` is the time that bytes at 4.3 TB/s or operations at
-800 TFLOP/s (measured ceilings of an H200) would take. `--sweep` also tries other block shapes for the Triton kernels.
+800 TFLOP/s (measured ceilings of an H200) would take. `--sweep` also tries other settings: block shapes of the Triton
+kernels, and of cross entropy the memory for logits and the way to add up weight gradients. `--small` takes tiny shapes.
 """
 
 from __future__ import annotations
@@ -33,17 +34,31 @@ from megalight.imports import version
 from megalight.ops.activation import ACTIVATION, GATED, activation, gated
 from megalight.ops.adam import ADAM, adam_step
 from megalight.ops.attention import ATTENTION, attention
+from megalight.ops.choice import use_backends
 from megalight.ops.cross_entropy import CROSS_ENTROPY, linear_cross_entropy
 from megalight.ops.linear import wgrad
-from megalight.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, add_rms_norm, layer_norm, rms_norm
+from megalight.ops.linear.measured import ROUNDS
+from megalight.ops.norm import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    RMS_NORM,
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from megalight.ops.rotary import ROTATE_QKV, rotary_table, rotate_qkv
 from megalight.types import PackedSequences
 
 BYTES_PER_SECOND = 4.3e12
 OPERATIONS_PER_SECOND = 800e12
 TOLERANCE = 2e-2
-NAMES = ("rms_norm", "layer_norm", "add_rms_norm", "rotate_qkv", "gated", "activation", "weight_gradient",
-         "linear_cross_entropy", "attention", "adam")  # fmt: skip
+WARMUP = 2 * ROUNDS
+TIMED = 600.0
+"""Milliseconds of replays, but 7 to 41 of them."""
+NAMES = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotate_qkv", "gated", "activation",
+         "weight_gradient", "linear_cross_entropy", "attention", "adam")  # fmt: skip
 
 
 @dataclass
@@ -51,7 +66,8 @@ class Case:
     """One op at one shape.
 
     ``make(tokens)`` gives the differentiable inputs and ``fn(backend, *inputs)``; ``work`` is bytes and operations of
-    the forward, and of forward and backward. Without differentiable outputs, ``fn`` returns what it wrote.
+    the forward, and of forward and backward. Without differentiable outputs, ``fn`` returns what it wrote. A sweep
+    sets ``knobs``, values of modules' constants, and ``choices``, backends of other ops that this one calls.
     """
 
     op: str
@@ -63,6 +79,7 @@ class Case:
     unit: str = "bytes"
     backward: bool = True
     knobs: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    choices: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,7 +110,9 @@ class Shapes:
         )
         self.vocabularies = (100,) if small else (32000, 128256)
         self.parameters = 1000 if small else 1 << 28
-        self.linears = ((96, 64),) if small else ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+        self.linears: tuple[tuple[int, int], ...] = ((96, 64),)
+        if not small:
+            self.linears = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
@@ -118,6 +137,9 @@ class Shapes:
             def add(backend: str, x: Tensor, r: Tensor, w: Tensor) -> Any:
                 return add_rms_norm(x, r, w, 1e-5, backend)
 
+            def add_layer(backend: str, x: Tensor, r: Tensor, w: Tensor) -> Any:
+                return add_layer_norm(x, r, w, w, 1e-5, backend)
+
             yield Case("rms_norm", shape, names(RMS_NORM), partial(make, fn=rms), self.tokens, (2 * unit, 5 * unit),
                        knobs=knobs)  # fmt: skip
             if size == self.hidden:
@@ -125,6 +147,8 @@ class Shapes:
                            (2 * unit, 5 * unit), knobs=knobs)  # fmt: skip
                 yield Case("add_rms_norm", shape, names(ADD_RMS_NORM), partial(make, fn=add, inputs=2), self.tokens,
                            (4 * unit, 8 * unit), knobs=knobs)  # fmt: skip
+                yield Case("add_layer_norm", shape, names(ADD_LAYER_NORM), partial(make, fn=add_layer, inputs=2),
+                           self.tokens, (4 * unit, 8 * unit), knobs=knobs)  # fmt: skip
 
     def rotary(self) -> Iterator[Case]:
         width = (self.heads + 2 * self.kv) * self.dim
@@ -176,8 +200,11 @@ class Shapes:
                        knobs={"megalight.ops.linear.triton": {"TILE": tiles}})  # fmt: skip
 
     def losses(self) -> Iterator[Case]:
-        knobs = {"megalight.ops.cross_entropy.triton": {"STATISTICS_BLOCK": [4096, 8192, 16384],
-                                                        "GRADIENT_BLOCK": [2048, 4096, 8192]}}  # fmt: skip
+        # On 140 GiB: all logits are kept; or three chunks of five; or none, in two chunks.
+        knobs = {"megalight.ops.cross_entropy.chunked": {"SHARE": [1 / 32, 1 / 80], "CHUNKS": [4, 1]},
+                 "megalight.ops.cross_entropy.triton": {"STATISTICS_BLOCK": [4096, 16384],
+                                                        "GRADIENT_BLOCK": [2048, 8192]}}  # fmt: skip
+        choices = {"weight_gradient": ["addmm_fp32", "baddbmm_fp32"]}
         for size in self.vocabularies:
 
             def make(tokens: int, size: int = size) -> Any:
@@ -192,7 +219,7 @@ class Shapes:
 
             unit = 2.0 * self.tokens * size * self.hidden
             yield Case("linear_cross_entropy", f"{self.tokens} x {size} x {self.hidden}", names(CROSS_ENTROPY), make,
-                       self.tokens, (unit, 3 * unit), "operations", knobs=knobs)  # fmt: skip
+                       self.tokens, (unit, 3 * unit), "operations", knobs=knobs, choices=choices)  # fmt: skip
 
     def attentions(self) -> Iterator[Case]:
         length = self.tokens // self.batch
@@ -279,14 +306,20 @@ def median_seconds(run: Callable[[], Any], device: str) -> float:
         return statistics.median(times)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(WARMUP):
+            start.record()
             run()
+            end.record()
+        torch.cuda.synchronize()
+        run()  # what chose by the times of the first calls has chosen now
     torch.cuda.synchronize()
+    count = max(7, min(41, int(TIMED / max(1e-3, start.elapsed_time(end)))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(41)]
-    for _ in range(5):
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    for _ in range(3):
         graph.replay()
     for event in events:
         event.record()
@@ -326,7 +359,12 @@ def setting(module: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def swept(case: Case, device: str) -> Iterator[Row]:
-    """The Triton backend at every combination of its knobs that compiles."""
+    """The Triton backend at every combination of a module's knobs that compiles, and with every choice of others."""
+    for op, found in case.choices.items():
+        for name in found:
+            use_backends(**{op: name})
+            yield from timed(case, "triton", device, f"{op}={name}")
+        use_backends(**{op: "auto"})
     for name, knobs in case.knobs.items():
         module = importlib.import_module(name)
         for combination in itertools.product(*knobs.values()):
@@ -342,6 +380,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES)
+    parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
+    parser.add_argument("--backends", nargs="*", help="only these")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
     options = parser.parse_args()
@@ -350,9 +390,11 @@ def main() -> None:
     refused: list[str] = []
     print(f"{'op':21}{'shape':24}{'part':9}{'backend':13}{'us':>9}{'floor':>9}  rate", flush=True)
     for case in Shapes(options.small, device).cases():
-        if case.op not in options.only:
+        if case.op not in options.only or options.shapes not in case.shape:
             continue
         for backend in case.backends:
+            if options.backends and backend not in options.backends:
+                continue
             if backend == "reference" and case.op == "attention":
                 continue  # the whole matrix of scores: for checks only
             reason = verdict(case, backend)

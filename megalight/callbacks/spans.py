@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ def label(name: str, where: dict[str, int]) -> str:
     return name + "".join(f" {key}={value}" for key, value in where.items())
 
 
-class StepSpans(pl.Callback):
+class StepSpans(pl.Callback, ABC):
     """Listens while ``fit`` trains, and adds the spans that Lightning's hooks show.
 
     ``step`` (one batch), ``data`` (waiting for the next) and ``optimizer`` (clipping and the update) under every
@@ -29,9 +30,9 @@ class StepSpans(pl.Callback):
 
     during_validation = True
 
+    @abstractmethod
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Listener | None:
         """Made when training starts; None: this rank does not listen."""
-        raise NotImplementedError
 
     def __init__(self) -> None:
         self._listener: Listener | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,9 +45,9 @@ class TimedSteps(StepSpans):
         self._closed = 0
         self._first = True
 
+    @abstractmethod
     def report(self, trainer: pl.Trainer, times: Times, rows: list[Any]) -> None:
         """Tell of a window, on rank 0. ``rows``: what :meth:`row` made of it on each rank."""
-        raise NotImplementedError
 
     def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Any:
         """What this rank tells the others of a window: plain values. ``seconds``: per step, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from collections.abc import Mapping
 
@@ -10,7 +11,7 @@ from megalight.errors import LayoutError
 from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import SCHEDULES, build, chosen, waste
-from megalight.parallel.pipeline.timeline import simulate
+from megalight.parallel.pipeline.timeline import Costs, simulate
 
 MAX_DRAWN = 32
 """Ranks; a picture of more does not fit a screen."""
@@ -26,6 +27,12 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--last-layers", type=int, help="layers on the last rank")
     group.add_argument("--count-embedding", action="store_true", help="the embedding counts as a layer")
     group.add_argument("--count-loss", action="store_true", help="the head and loss count as a layer")
+    group.add_argument(
+        "--head-cost",
+        type=float,
+        metavar="LAYERS",
+        help="head and loss take as long as so many layers, and a stage as what it holds; default: stages are equal",
+    )
     group.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}")
     group.add_argument("--micro-batches", type=int, help="micro-batches of a step; default: two per rank")
     group.add_argument("--group-size", type=int, help="micro-batches through a chunk in one go; default: one per rank")
@@ -70,19 +77,27 @@ def pipeline_of(arguments: argparse.Namespace, degrees: Mapping[str, int] | None
 
 
 def print_pipeline(layout: PipelineLayout, arguments: argparse.Namespace) -> None:
-    """What each stage holds; then, for a number of micro-batches, every schedule's bubble, and one drawn."""
-    pp, vpp = layout.pp, layout.vpp
+    """What each stage holds; then, for a number of micro-batches, every schedule's bubble, and one drawn.
+
+    Raises:
+        LayoutError: the schedule cannot run on this layout, or the head would cost less than nothing.
+    """
+    pp, vpp, head = layout.pp, layout.vpp, arguments.head_cost
+    if head is not None and not 0 <= head < math.inf:
+        raise LayoutError(f"--head-cost={head}; it is a number of layers, from 0 up.")
+    costs = None if head is None else [Costs().times(weight) for weight in layout.weights(head)]
     count = 2 * pp if arguments.micro_batches is None else arguments.micro_batches
-    drawn = simulate(build(arguments.schedule, pp, vpp, count, arguments.group_size))
+    drawn = simulate(build(arguments.schedule, pp, vpp, count, arguments.group_size), costs)
     print(f"{layout.num_layers} layers on pp={pp}, vpp={vpp}: {layout}\n{layout.draw()}\n")
     print(f"{count} micro-batches; a backward takes two forwards, half of it for weight gradients")
     for name, schedule in SCHEDULES.items():
         if reason := schedule.why_not(pp, vpp, arguments.group_size):
             print(f"  {name:<12}  {reason}")
         else:
-            timeline = simulate(build(name, pp, vpp, count, arguments.group_size))
+            timeline = simulate(build(name, pp, vpp, count, arguments.group_size), costs)
             live = "" if name == "forward_only" else f", activations of up to {max(timeline.peak)} chunks live"
-            print(f"  {name:<12}  bubble {timeline.bubble:.1%} of the work{live}")
+            takes = "" if costs is None else f", {float(timeline.total):.1f} forwards of a layer long"
+            print(f"  {name:<12}  bubble {timeline.bubble:.1%} of the work{takes}{live}")
     if warning := waste(pp, vpp, count, arguments.group_size):
         print(f"  {warning}")
     if pp <= MAX_DRAWN:

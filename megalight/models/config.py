@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Self, get_args, get_type_hints
 
 from megalight.errors import ConfigurationError, nearest
 
@@ -61,6 +61,61 @@ class InitConfig:
     def residual_std(self, num_layers: int) -> float:
         """Standard deviation of the projections that write to the residual stream."""
         return float(self.std / (2 * num_layers if self.scale_residual else 1) ** 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What all transformers have; a family's configuration adds its own.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream, ``h``.
+        num_heads: attention heads, of queries where they differ from keys'.
+        vocab_size: token ids, ``V``.
+        max_sequence_length: the longest sequence it takes, in tokens.
+        ffn_hidden_size: width inside the MLP; 0: ``4 hidden_size``.
+
+    Raises:
+        ConfigurationError: values out of range.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    max_sequence_length: int
+    ffn_hidden_size: int = 0
+    dropout: DropoutConfig = field(default_factory=DropoutConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        self._require_positive(
+            "num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length", "ffn_hidden_size"
+        )
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the projections that write to the residual stream."""
+        return self.init.residual_std(self.num_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested values, fit for JSON and YAML."""
+        return to_plain(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration that :meth:`to_dict` described.
+
+        Raises:
+            ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
+        """
+        config: Self = from_plain(cls, values)
+        return config
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalight.nn.attention import LayerCache
+from megalight.nn.norm import norm_and_sum
 from megalight.nn.rotary import RotaryTable
 from megalight.types import PackedSequences
 
@@ -45,7 +46,8 @@ class TransformerLayer(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``[T, h] -> [T, h]``."""
-        attended = self.attention(self.attention_norm(hidden), sequences, rotary, cache)
-        hidden = hidden + self.attention_dropout(attended)
-        added: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(hidden)))
+        normed, hidden = norm_and_sum(self.attention_norm, hidden)
+        attended = self.attention_dropout(self.attention(normed, sequences, rotary, cache))
+        normed, hidden = norm_and_sum(self.mlp_norm, attended, hidden)
+        added: Tensor = self.mlp_dropout(self.mlp(normed))
         return hidden + added

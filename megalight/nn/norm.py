@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.init import Constant, Initializer
-from megalight.ops.norm import layer_norm, rms_norm
+from megalight.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -23,9 +23,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., size] -> [..., size]``."""
-        return rms_norm(x, self.weight, self.eps, backend=self.backend)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size] -> [..., size]``; with ``residual``, of the same type, the norm of the sum and the sum.
+
+        ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
+        """
+        if residual is None and not pair:
+            return rms_norm(x, self.weight, self.eps, backend=self.backend)
+        return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Size and eps, for printing."""
@@ -49,10 +56,29 @@ class LayerNorm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., size] -> [..., size]``."""
-        return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``[..., size] -> [..., size]``; with ``residual``, of the same type, the norm of the sum and the sum.
+
+        ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
+        """
+        if residual is None and not pair:
+            return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Size, eps and bias, for printing."""
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
+
+
+def norm_and_sum(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(norm(s), s)`` with ``s = x + residual``, or ``x``.
+
+    Where the norm is of this file, it adds up in its own pass: ``s`` forward, in one type, and its gradient backward.
+    """
+    if isinstance(norm, RMSNorm | LayerNorm) and (residual is None or x.dtype == residual.dtype):
+        both: tuple[Tensor, Tensor] = norm(x, residual, pair=True)
+        return both
+    total = x if residual is None else x + residual
+    return norm(total), total

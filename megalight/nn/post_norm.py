@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megalight.nn.norm import norm_and_sum
 from megalight.types import PackedSequences
 
 
@@ -37,6 +38,6 @@ class PostNormLayer(nn.Module):
 
     def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
         """``[T, h] -> [T, h]``."""
-        hidden = self.attention_norm(hidden + self.attention_dropout(self.attention(hidden, sequences)))
-        normed: Tensor = self.mlp_norm(hidden + self.mlp_dropout(self.mlp(hidden)))
-        return normed
+        attended = self.attention_dropout(self.attention(hidden, sequences))
+        hidden, _ = norm_and_sum(self.attention_norm, attended, hidden)
+        return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]

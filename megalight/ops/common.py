@@ -19,6 +19,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def serve_all(spec: object) -> None:
+    """The answer of a backend that serves whatever is asked."""
+
+
+def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int) -> str | None:
+    """Why attention kernels for equal heads up to ``widest`` features, in half types, cannot serve these; or None."""
+    if dtype not in HALF:
+        return f"serves bfloat16 and float16, not {dtype}"
+    if head_dim != value_dim or head_dim % 8 or head_dim > widest:
+        return f"needs equal key and value heads of a multiple of 8 up to {widest}, not {head_dim}, {value_dim}"
+    return None
+
+
 @lru_cache
 def cuda_why_not(device: str) -> str | None:
     """Why a CUDA kernel cannot serve tensors on ``device`` (a device type), or None."""

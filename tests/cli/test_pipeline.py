@@ -45,6 +45,15 @@ def test_chunks_come_from_the_string(capsys) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_a_head_that_weighs_layers(capsys) -> None:
+    assert doctor("--layout", "Ettt|ttt|t*3|tL", "--micro-batches", "8", "--head-cost", "2") == 0
+    text = capsys.readouterr().out
+    assert f"1f1b          bubble {3 / 8:.1%} of the work, {3 * 33:.1f} forwards of a layer long, activations" in text
+    assert doctor("--layout", "Ett|ttt|t*3|ttL", "--micro-batches", "8", "--head-cost", "2.5") == 0
+    worse = capsys.readouterr().out
+    assert float(worse.split("work, ")[1].split()[0]) > 3 * 33
+
+
 def test_splits_by_numbers(capsys) -> None:
     assert doctor("--layers", "8", "--pipeline-parallel", "2", "--virtual-pipeline", "2", "--group-size", "3") == 0
     assert "8 layers on pp=2, vpp=2: Ett|tt|tt|ttL\n" in capsys.readouterr().out
@@ -83,6 +92,7 @@ def test_many_ranks_are_not_drawn(capsys) -> None:
         (["--pipeline-parallel", "2"], ["how many layers", "Add --layers"]),
         (["--layers", "8", "--pipeline-parallel", "4", "--first-layers", "2", "--count-loss"], ["nothing is counted"]),
         (["--layout", "Et|tL", "--schedule", "gpipe"], ["'gpipe'", "1f1b"]),
+        (["--layout", "Et|tL", "--head-cost", "-1"], ["--head-cost=-1.0", "from 0 up"]),
         (["--layout", "Et|tL", "--micro-batches", "0"], ["micro_batches=0"]),
     ],
 )

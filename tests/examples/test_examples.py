@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -52,11 +52,8 @@ def one_device(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     """The loss that an example prints on one device, run once in this process."""
     name = request.node.callspec.params["name"]
     if name not in _one_device:
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
         monkeypatch.setattr(sys, "argv", [name, *words(name, tmp_path / "one", 1)])
-        module.main()
+        importlib.import_module(name).main()
         (_one_device[name],) = map(float, LOSS.findall(capsys.readouterr().out))
     return _one_device[name]
 

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llama_pipeline import LlamaPipelineModule
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megalight.strategies import MegatronStrategy
 from tests.environment import trainer
-from tests.source import ROOT
 from tests.strategies.training import Losses, gathered
 from tests.workers import run
 
 STEPS, ROWS, LENGTH, CLIP = 3, 4, 10, 0.5
 ENDS = {"embed": "model.embed_tokens", "head.norm": "model.norm", "head.lm_head": "lm_head"}
 """The example's names and those of transformers."""
-
-
-@functools.cache
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("llama_pipeline", ROOT / "examples" / "llama_pipeline.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def config(tied: bool) -> LlamaConfig:
@@ -53,8 +43,8 @@ def batches() -> list[tuple[torch.Tensor]]:
 
 
 def _rank(tied: bool, options: dict[str, Any]) -> dict[str, Any]:
-    strategy = example().MegatronStrategy(micro_batch_size=1, **options)
-    module, losses = example().LlamaPipelineModule(config(tied)), Losses()
+    strategy = MegatronStrategy(micro_batch_size=1, **options)
+    module, losses = LlamaPipelineModule(config(tied)), Losses()
     runner = trainer(
         strategy, callbacks=[losses], gradient_clip_val=CLIP, max_steps=STEPS, use_distributed_sampler=False
     )

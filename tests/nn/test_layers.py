@@ -20,8 +20,11 @@ from megalight.nn import (
     TokenEmbedding,
     TransformerLayer,
 )
+from megalight.nn import norm as norms
 from megalight.nn.init import initialise
 from megalight.nn.mlp import ACTIVATIONS
+from megalight.nn.norm import norm_and_sum
+from megalight.nn.post_norm import PostNormLayer
 from megalight.ops.activation import KINDS
 from megalight.types import PackedSequences
 
@@ -55,6 +58,43 @@ def test_split_layers_work_unchanged():
         part.proj.weight = nn.Parameter(whole.proj.weight[:, half * 8 :][:, :8])
         total = total + part(hidden, sequences, table)
     torch.testing.assert_close(total, whole(hidden, sequences, table), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm, nn.LayerNorm])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_norm_of_a_sum(kind: type[nn.Module], dtype: torch.dtype):
+    """Any norm, and a sum of two types, which is of the wider one."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(5, 8, dtype=dtype), torch.randn(5, 8, dtype=torch.float64)
+    norm = kind(8).double()
+    nn.init.uniform_(norm.weight)
+    if getattr(norm, "bias", None) is not None:
+        nn.init.uniform_(norm.bias)
+    normed, total = norm_and_sum(norm, x, residual)
+    assert total.dtype == torch.float64
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(x + residual))
+    if dtype == torch.float64 and isinstance(norm, RMSNorm | LayerNorm):
+        assert all(map(torch.equal, norm(x, residual), (normed, total)))
+    normed, same = norm_and_sum(norm, residual)
+    assert torch.equal(same, residual)
+    assert torch.equal(normed, norm(residual))
+
+
+def test_residual_sums_are_part_of_norms(monkeypatch: pytest.MonkeyPatch):
+    """So that no kernel adds beside them but at a layer's end."""
+    called: list[str] = []
+    for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
+        original = getattr(norms, name)
+        monkeypatch.setattr(norms, name, lambda *a, n=name, f=original, **k: called.append(n) or f(*a, **k))
+    sequences, hidden = PackedSequences.of_lengths([3, 5]), torch.randn(8, 12, dtype=torch.float64)
+    parts = Attention(12, 4, 2, 3, InnerAttention()), MLP(12, 16)
+    pre = filled(TransformerLayer(RMSNorm(12), parts[0], RMSNorm(12), parts[1]))
+    pre(hidden, sequences)
+    assert called == ["add_rms_norm"] * 2
+    called.clear()
+    filled(PostNormLayer(parts[0], LayerNorm(12), parts[1], LayerNorm(12)))(hidden, sequences)
+    assert called == ["add_layer_norm"] * 2
 
 
 def test_norms_keep_half_precision():

@@ -112,6 +112,18 @@ def check_norms(
             (x, residual, weight),
             unused,
         )
+        check(
+            lambda x, r, w, b: module.add_layer_norm(x, r, w, b, eps),
+            lambda x, r, w, b: norm_reference.add_layer_norm(x, r, w, b, eps),
+            (x, residual, weight, bias),
+            unused,
+        )
+        check(
+            lambda x, w: module.add_rms_norm(x, None, w, eps),
+            lambda x, w: norm_reference.add_rms_norm(x, None, w, eps),
+            (x, weight),
+            unused,
+        )
 
 
 def check_rotary(

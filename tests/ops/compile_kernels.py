@@ -95,6 +95,7 @@ def main() -> None:
         through(norms.rms_norm(x, weight, 1e-5))
         through(norms.layer_norm(x, weight, weight, 1e-5))
         through(norms.add_rms_norm(x, leaf(16, size, dtype=dtype), weight, 1e-5))
+        through(norms.add_layer_norm(x, leaf(16, size, dtype=dtype), weight, weight, 1e-5))
     for heads, kv_heads, head_dim, dim in ((32, 8, 128, 128), (5, 1, 80, 32)):
         for interleaved in (False, True):
             cos, sin = torch.randn(2, 8, dim // 2)

@@ -13,7 +13,7 @@ from megalight.ops.cross_entropy.chunked import Rows
 from tests.ops.checks import check_cross_entropy, error
 from tests.ops.test_linear import with_main_grad
 
-TORCH = partial(chunked.linear_cross_entropy, Rows(native.statistics, native.gradient_, 1 << 25))
+TORCH = partial(chunked.linear_cross_entropy, Rows(native.statistics, native.gradient_))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -74,14 +74,43 @@ def test_a_second_backward_is_the_same() -> None:
     assert torch.equal(first, second)
 
 
-def test_logits_that_are_too_large_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
-    check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, chunk=10)
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("rows", [0, 25, 40, 63])
+def test_logits_that_do_not_fit_are_made_twice(rows: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for so many of 63 rows."""
+    monkeypatch.setattr(chunked, "_memory", lambda device: 97 * 8 * rows)
+    monkeypatch.setattr(chunked, "SHARE", 1)
+    products = []
+    plain = chunked._logits
+    monkeypatch.setattr(chunked, "_logits", lambda h, w, b: products.append(len(h)) or plain(h, w, b))
+    check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, chunk=chunk)
+    size, kept = chunked.cut(63, 97 * 8, chunk, 97 * 8 * rows)
+    assert sum(products) == 63 + max(0, 63 - size * kept)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_parts_of_the_vocabulary_combine(backend: str) -> None:
+def test_chunks_fill_the_memory_that_logits_may_take() -> None:
+    gigabyte = 1e9
+    row = 2 * 128256
+    assert chunked.cut(8192, row, None, 4.4 * gigabyte) == (8192, 1)  # one product, one pass over the main gradient
+    size, kept = chunked.cut(32768, row, None, 4.4 * gigabyte)
+    assert (size, kept) == (4096, 3)
+    assert chunked.cut(32000, row, None, 4.4 * gigabyte) == (4096, 3)  # even chunks, in whole tiles
+    assert size * row * (kept + 1) <= 4.4 * gigabyte
+    assert chunked.cut(100, row, None, 0) == (1, 0)
+    assert chunked.cut(0, row, None, 0) == (1, 0)
+    assert chunked.cut(100, row, 30, gigabyte) == (30, 4)
+
+
+def test_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "BLOCK", 97 * 4)
+    assert len(native._blocks(torch.empty(63, 97))) == 16
+    check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, softcap=2.0, padding=3)
+
+
+@pytest.mark.parametrize(("backend", "share"), [("torch", 1 / 32), ("torch", 0), ("reference", 1 / 32)])
+def test_parts_of_the_vocabulary_combine(backend: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts, one after the other, as two devices would hold them; the second ends in padding."""
+    monkeypatch.setattr(chunked, "SHARE", share)
     hidden, table = torch.randn(9, 5, dtype=torch.float64), torch.randn(16, 5, dtype=torch.float64)
     labels = torch.randint(0, 13, (9,))
     labels[[2, 5]] = -100

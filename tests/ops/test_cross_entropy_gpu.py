@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalight.ops import cross_entropy as room
+from megalight.ops.cross_entropy import chunked
 from tests.ops.checks import check_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +22,14 @@ def test_triton_equals_the_reference(
     check_cross_entropy(
         TRITON, "cuda", dtype, tokens, size, 64, padding=padding, bias=bias, softcap=softcap, chunk=chunk
     )
+
+
+@pytest.mark.parametrize("rows", [0, 300, 700])
+def test_logits_that_do_not_fit_are_made_twice(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for so many of 1000 rows."""
+    monkeypatch.setattr(chunked, "_memory", lambda device: 2 * 1000 * rows)
+    monkeypatch.setattr(chunked, "SHARE", 1)
+    check_cross_entropy(TRITON, "cuda", torch.bfloat16, 999, 1000, 64)
 
 
 def test_no_float32_logits() -> None:

@@ -23,10 +23,11 @@ from tests.plugins.test_flash_attn import functions, version_2
 
 NAMES = {"apex", "flash_attn", "transformer_engine"}
 BACKENDS = {
-    "apex": {"rms_norm", "layer_norm", "add_rms_norm", "weight_gradient", "adam"},
+    "apex": {"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "weight_gradient", "adam"},
     "flash_attn": {"attention"},
     "transformer_engine": {
-        "attention", "rms_norm", "layer_norm", "add_rms_norm", "gated", "activation", "weight_gradient", "adam"
+        "attention", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "activation",
+        "weight_gradient", "adam",
     },
 }  # fmt: skip
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
-from megalight.models.config import from_plain, require, require_choice, to_plain
+from megalight.models.config import ModelConfig, require, require_choice
 from megalight.nn.mlp import is_gated
 from megalight.ops.rotary import RotaryScaling
 
@@ -108,18 +107,12 @@ class BackendConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """A decoder-only language model.
 
     Attributes:
-        num_layers: transformer layers.
-        hidden_size: width of the residual stream, ``h``.
-        num_heads: query heads.
-        vocab_size: token ids, ``V``.
-        max_sequence_length: the longest sequence it takes, in tokens.
         num_kv_heads: key-value heads; 0: as many as query heads.
         head_dim: features per head; 0: ``hidden_size / num_heads``.
-        ffn_hidden_size: width inside the MLP; 0: ``4 hidden_size``.
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
         mlp_bias: biases in the MLP.
         tie_embeddings: the head's weight is the word embedding's.
@@ -130,14 +123,8 @@ class GPTConfig:
         ConfigurationError: sizes that do not divide, values out of range.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    vocab_size: int
-    max_sequence_length: int
     num_kv_heads: int = 0
     head_dim: int = 0
-    ffn_hidden_size: int = 0
     activation: str = "swiglu"
     mlp_bias: bool = False
     tie_embeddings: bool = False
@@ -146,27 +133,19 @@ class GPTConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     position: PositionConfig = field(default_factory=PositionConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    dropout: DropoutConfig = field(default_factory=DropoutConfig)
-    init: InitConfig = field(default_factory=InitConfig)
     backends: BackendConfig = field(default_factory=BackendConfig)
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        super().__post_init__()
         if not self.head_dim:
             require(
                 self.hidden_size % self.num_heads == 0,
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
                 "change one of them, or give head_dim.",
             )
-        derived = {
-            "num_kv_heads": self.num_heads,
-            "head_dim": self.hidden_size // self.num_heads,
-            "ffn_hidden_size": 4 * self.hidden_size,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, getattr(self, name) or value)
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.")
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
+        self._require_positive("num_kv_heads", "head_dim")
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; each key-value head "
@@ -187,22 +166,3 @@ class GPTConfig:
     def rotary_dim(self) -> int:
         """Features of a head that turn: an even number."""
         return int(self.head_dim * self.position.fraction) // 2 * 2
-
-    @property
-    def residual_std(self) -> float:
-        """Initial standard deviation of the projections that write to the residual stream."""
-        return self.init.residual_std(self.num_layers)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain nested values, fit for JSON and YAML."""
-        return to_plain(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GPTConfig:
-        """The configuration that :meth:`to_dict` described.
-
-        Raises:
-            ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
-        """
-        config: GPTConfig = from_plain(cls, values)
-        return config

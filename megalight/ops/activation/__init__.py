@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import nearest
 from megalight.ops.activation import native, reference
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 
 KINDS: tuple[str, ...] = tuple(reference.KINDS)
@@ -37,18 +37,14 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 _TRITON = "megalight.ops.activation.triton"
 _MEASURING = [lazy(_TRITON, "gated"), lazy(_TRITON, "activation")]
 GATED.register(Backend("triton", _MEASURING[0], 20, _triton_why_not))
-GATED.register(Backend("torch", native.gated, 10, _serve_all))
-GATED.register(Backend("reference", reference.gated, 0, _serve_all))
+GATED.register(Backend("torch", native.gated, 10, serve_all))
+GATED.register(Backend("reference", reference.gated, 0, serve_all))
 ACTIVATION.register(Backend("triton", _MEASURING[1], 20, _triton_why_not))
-ACTIVATION.register(Backend("torch", native.activation, 10, _serve_all))
-ACTIVATION.register(Backend("reference", reference.activation, 0, _serve_all))
+ACTIVATION.register(Backend("torch", native.activation, 10, serve_all))
+ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
 
 
 @remembered

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.adam import native, reference
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
@@ -53,13 +53,9 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.grad_dtype, *spec.state_dtypes, *out)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
 ADAM.register(Backend("torch", native.adam_step, 10, _torch_why_not))
-ADAM.register(Backend("reference", reference.adam_step, 0, _serve_all))
+ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
 
 
 @remembered

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.ops.attention import cudnn, reference, sdpa, varlen
-from megalight.ops.common import HALF, cuda_why_not
+from megalight.ops.common import cuda_why_not, heads_why_not, serve_all
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -59,13 +59,8 @@ def _sdpa_why_not(spec: Spec) -> str | None:
 
 def _kernel_why_not(spec: Spec, widest: int) -> str | None:
     """What the dense and the packed CUDA kernels both refuse."""
-    if spec.dtype not in HALF:
-        return f"serves bfloat16 and float16, not {spec.dtype}"
-    if spec.head_dim != spec.value_dim or spec.head_dim % 8 or spec.head_dim > widest:
-        return (
-            f"needs equal key and value heads of a multiple of 8 up to {widest}, not {spec.head_dim}, {spec.value_dim}"
-        )
-    return _sdpa_why_not(spec) or cuda_why_not(spec.device)
+    heads = heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, widest)
+    return heads or _sdpa_why_not(spec) or cuda_why_not(spec.device)
 
 
 def _cudnn_why_not(spec: Spec) -> str | None:
@@ -84,14 +79,10 @@ def _varlen_why_not(spec: Spec) -> str | None:
     return _kernel_why_not(spec, 256)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
 ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
 ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
-ATTENTION.register(Backend("reference", reference.attention, 0, _serve_all))
+ATTENTION.register(Backend("reference", reference.attention, 0, serve_all))
 
 
 @remembered

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.ops.attention_block import cudnn, reference, varlen
-from megalight.ops.common import HALF, cuda_why_not
+from megalight.ops.common import cuda_why_not, heads_why_not, serve_all
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -53,13 +53,8 @@ EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, False)
 
 def _kernel_why_not(spec: Spec, widest: int) -> str | None:
     """What both CUDA kernels refuse."""
-    if spec.dtype not in HALF:
-        return f"serves bfloat16 and float16, not {spec.dtype}"
-    if spec.head_dim != spec.value_dim or spec.head_dim % 8 or spec.head_dim > widest:
-        return (
-            f"needs equal key and value heads of a multiple of 8 up to {widest}, not {spec.head_dim}, {spec.value_dim}"
-        )
-    return cuda_why_not(spec.device)
+    heads = heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, widest)
+    return heads or cuda_why_not(spec.device)
 
 
 def _cudnn_why_not(spec: Spec) -> str | None:
@@ -76,16 +71,12 @@ def _varlen_why_not(spec: Spec) -> str | None:
     return _kernel_why_not(spec, 256)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 ATTENTION_BLOCK.register(Backend("cudnn", cudnn.forward, 20, _cudnn_why_not))
 ATTENTION_BLOCK.register(Backend("varlen", varlen.forward, 10, _varlen_why_not))
-ATTENTION_BLOCK.register(Backend("reference", reference.forward, 0, _serve_all))
+ATTENTION_BLOCK.register(Backend("reference", reference.forward, 0, serve_all))
 ATTENTION_BLOCK_BACKWARD.register(Backend("cudnn", cudnn.backward, 20, _cudnn_why_not))
 ATTENTION_BLOCK_BACKWARD.register(Backend("varlen", varlen.backward, 10, _varlen_why_not))
-ATTENTION_BLOCK_BACKWARD.register(Backend("reference", reference.backward, 0, _serve_all))
+ATTENTION_BLOCK_BACKWARD.register(Backend("reference", reference.backward, 0, serve_all))
 
 
 @remembered

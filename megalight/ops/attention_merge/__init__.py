@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.ops.attention_merge import reference
-from megalight.ops.common import lazy, triton_why_not, wide
+from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
@@ -33,12 +33,8 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.other_dtype, spec.merged_dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 ATTENTION_MERGE.register(Backend("triton", lazy("megalight.ops.attention_merge.triton", "merge"), 20, _triton_why_not))
-ATTENTION_MERGE.register(Backend("reference", reference.merge, 0, _serve_all))
+ATTENTION_MERGE.register(Backend("reference", reference.merge, 0, serve_all))
 
 
 @remembered

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy import chunked, native, reference
 from megalight.ops.cross_entropy.chunked import Combine, Rows
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -33,18 +33,12 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
-# Chunks are large where their logits are all there is, so that the matrix products beside are efficient; plain torch
-# holds several temporaries of a chunk.
 _KERNELS = "megalight.ops.cross_entropy.triton"
-_TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"), 1 << 29)
-_TORCH = Rows(native.statistics, native.gradient_, 1 << 25)
+_TRITON = Rows(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"))
+_TORCH = Rows(native.statistics, native.gradient_)
 CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
-CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, _serve_all))
-CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, _serve_all))
+CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, serve_all))
+CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, serve_all))
 
 
 @remembered
@@ -67,9 +61,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``-log softmax(hidden W^T + b)[label]`` of every token.
 
-    Logits are formed in the type of ``hidden`` (sums in float32), a chunk of tokens at a time; they are kept for the
-    backward when they are small in total, and formed again otherwise. Gradients of a weight or bias with ``main_grad``
-    are added there, as in :func:`megalight.ops.linear.linear`.
+    Logits are formed in the type of ``hidden`` (sums in float32). They take up to 1/32 of the device's memory: those
+    that fit are kept for the backward, others are formed again, a chunk of tokens at a time. Gradients of a weight or
+    bias with ``main_grad`` are added there, as in :func:`megalight.ops.linear.linear`, once per chunk.
 
     Args:
         hidden: ``[T, h]``.

@@ -1,9 +1,11 @@
-"""Linear + cross entropy over chunks of tokens: logits exist in the operands' type only, a chunk at a time."""
+"""Linear + cross entropy over chunks of tokens: logits exist in the operands' type only, and only as many as fit."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +16,14 @@ from megalight.ops.common import wide
 from megalight.ops.linear import wgrad
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-KEEP_BYTES = 1 << 30
-"""Logits up to this size are kept for the backward, which is a matrix product cheaper; larger ones are made twice."""
+SHARE = 1 / 32
+"""Of the device's memory, what logits may take. So many are kept for the backward; the others are made a second time,
+a fourth matrix product beside the three that they take anyhow, and each chunk of them is a pass over the main gradient.
+"""
+CHUNKS = 4
+"""Into how many chunks that share is divided where it does not hold all logits: one is in work, the others are kept."""
+TILE = 128
+"""Rows that matrix products handle at once: chunks are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +33,23 @@ class Rows:
     Attributes:
         statistics: ``(logits, labels, real, softcap) -> logsumexp, target logit``.
         gradient_: ``(logits, labels, logsumexp, grad, real, softcap)``, in place on ``logits``.
-        chunk_bytes: size of the logits of one chunk of tokens.
     """
 
     statistics: Callable[[Tensor, Tensor, int, float | None], tuple[Tensor, Tensor]]
     gradient_: Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], None]
-    chunk_bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The fixed facts of one call: kernels, tokens per chunk, real rows of the weight, soft cap, kept logits."""
+    """The fixed facts of one call: kernels, tokens per chunk, first chunks whose logits are kept, real rows of the
+    weight, soft cap.
+    """
 
     rows: Rows
     chunk: int
+    kept: int
     real: int
     softcap: float | None
-    keep: bool
 
 
 def linear_cross_entropy(
@@ -57,16 +65,42 @@ def linear_cross_entropy(
     combine: Combine | None,
 ) -> Tensor:
     """As the public call, with the row-wise kernels of a backend."""
-    tokens, size = hidden.shape[0], weight.shape[0]
-    width = size * hidden.element_size()
-    keep = torch.is_grad_enabled() and tokens * width <= KEEP_BYTES
-    plan = Plan(
-        rows, chunk or max(1, rows.chunk_bytes // width), max(0, min(size, num_rows - first_row)), softcap, keep
-    )
+    size = weight.shape[0]
+    chunk, kept = cut(hidden.shape[0], size * hidden.element_size(), chunk, _memory(hidden.device) * SHARE)
+    real = max(0, min(size, num_rows - first_row))
+    plan = Plan(rows, chunk, kept if torch.is_grad_enabled() else 0, real, softcap)
     # Labels count from this weight's first row; those that are ignored stay negative, as do those of rows before it.
     local = labels if first_row == 0 else (labels - first_row).where(labels >= 0, labels)
     losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, local, labels < 0, plan, combine)  # type: ignore[no-untyped-call]
     return losses
+
+
+def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[int, int]:
+    """Tokens per chunk, and how many chunks' logits can be kept beside one that is in work.
+
+    Args:
+        tokens: of the call.
+        row_bytes: logits of a token.
+        chunk: tokens per chunk, where they are given.
+        memory: bytes that logits may take.
+    """
+    fits = tokens * row_bytes <= memory
+    if chunk is None and fits:
+        chunk = max(1, tokens)
+    elif chunk is None:
+        most = max(1, int(memory / (CHUNKS * row_bytes)))
+        most -= most % TILE if most > TILE else 0
+        even = -(-tokens // -(-tokens // most))
+        chunk = min(most, -(-even // TILE) * TILE)
+    return chunk, -(-tokens // chunk) if fits else max(0, int(memory / (chunk * row_bytes)) - 1)
+
+
+@lru_cache
+def _memory(device: torch.device) -> int:
+    """Bytes of a device, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,12 +129,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tokens = hidden.shape[0]
         logsumexp = torch.empty(tokens, dtype=wide(hidden.dtype), device=hidden.device)
         target = torch.empty_like(logsumexp)
-        kept = []
+        kept: list[Tensor] = []
         for start in range(0, tokens, plan.chunk):
             part = slice(start, start + plan.chunk)
             logits = _logits(hidden[part], weight, bias)
             logsumexp[part], target[part] = plan.rows.statistics(logits, labels[part], plan.real, plan.softcap)
-            if plan.keep:
+            if len(kept) < plan.kept:
                 kept.append(logits)
         if combine is not None:
             logsumexp, target = combine(logsumexp, target)
@@ -120,9 +154,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight, main = _gradient_buffer(weight, need_weight)
         grad_bias, main_bias = _gradient_buffer(bias, need_bias)
-        for index, start in enumerate(range(0, hidden.shape[0], plan.chunk)):
+        for start in range(0, hidden.shape[0], plan.chunk):
             part = slice(start, start + plan.chunk)
-            logits = kept[index] if kept else _logits(hidden[part], weight, bias)
+            logits = kept.pop(0) if kept else _logits(hidden[part], weight, bias)
             plan.rows.gradient_(logits, labels[part], logsumexp[part], grad[part], plan.real, plan.softcap)
             if grad_hidden is not None:
                 torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])

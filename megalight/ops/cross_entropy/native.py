@@ -7,10 +7,19 @@ from torch import Tensor
 
 from megalight.ops.common import wide
 
+BLOCK = 1 << 24
+"""Logits that are worked on at once."""
+
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     logits = logits.to(wide(logits.dtype))
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Rows a few at a time: what is computed of them is wider, and several times in memory."""
+    step = max(1, BLOCK // max(1, logits.shape[1]))
+    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
 def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -18,13 +27,14 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
 
     ``labels`` outside ``[0, real)`` have logit 0.
     """
-    values = _capped(logits[:, :real], softcap)
-    inside = (labels >= 0) & (labels < real)
-    if real == 0:
-        empty = values.new_zeros(values.shape[0])
-        return empty - torch.inf, empty
-    target = values.gather(1, labels.clamp(0, real - 1)[:, None])[:, 0]
-    return values.logsumexp(-1), target.where(inside, torch.zeros_like(target))
+    logsumexp = torch.full(labels.shape, -torch.inf, dtype=wide(logits.dtype), device=logits.device)
+    target = torch.zeros_like(logsumexp)
+    for part in _blocks(logits) if real else ():
+        values = _capped(logits[part, :real], softcap)
+        inside = (labels[part] >= 0) & (labels[part] < real)
+        logsumexp[part] = values.logsumexp(-1)
+        target[part] = values.gather(1, labels[part].clamp(0, real - 1)[:, None])[:, 0].where(inside, target[part])
+    return logsumexp, target
 
 
 def gradient_(
@@ -32,12 +42,12 @@ def gradient_(
 ) -> None:
     """Turn ``logits [T, V]`` in place into the gradient of ``sum(grad * (logsumexp - target))``."""
     logits[:, real:] = 0
-    values = _capped(logits[:, :real], softcap)
-    slope = (values - logsumexp[:, None]).exp()
-    if real:
-        inside = (labels >= 0) & (labels < real)
-        slope.scatter_add_(1, labels.clamp(0, real - 1)[:, None], -inside[:, None].to(slope.dtype))
-    slope.mul_(grad[:, None])
-    if softcap is not None:
-        slope.mul_(1 - (values / softcap).square())
-    logits[:, :real] = slope
+    for part in _blocks(logits) if real else ():
+        values = _capped(logits[part, :real], softcap)
+        slope = (values - logsumexp[part, None]).exp()
+        inside = (labels[part] >= 0) & (labels[part] < real)
+        slope.scatter_add_(1, labels[part].clamp(0, real - 1)[:, None], -inside[:, None].to(slope.dtype))
+        slope.mul_(grad[part, None])
+        if softcap is not None:
+            slope.mul_(1 - (values / softcap).square())
+        logits[part, :real] = slope

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF, cuda_why_not, lazy, triton_why_not, wide
+from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
+from megalight.ops.linear.measured import Accumulate, Measured
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -22,9 +22,6 @@ class Spec:
     dtype: torch.dtype
     main_dtype: torch.dtype
 
-
-Accumulate = Callable[[Tensor, Tensor, Tensor], None]
-"""``(main_grad [out, in], grad_y [T, out], x [T, in])``: adds in place."""
 
 IS_ZERO = "main_grad_is_zero"
 """An attribute of a weight with a ``precision``: nothing was added to its main gradient since that was set to zero. Who
@@ -70,6 +67,10 @@ def _baddbmm_fp32_why_not(spec: Spec) -> str | None:
     return _half_to_fp32_why_not(spec) or _probe(_baddbmm_fp32, spec.dtype)
 
 
+def _measured_why_not(spec: Spec) -> str | None:
+    return _addmm_fp32_why_not(spec) or _baddbmm_fp32_why_not(spec)
+
+
 @lru_cache
 def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
     """Whether this torch adds a half product to a float32 matrix in place: not all releases do."""
@@ -94,17 +95,15 @@ def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     main_grad.add_(grad_y.T @ x)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
+_measured = Measured(_addmm_fp32, _baddbmm_fp32)
+WGRAD.register(Backend("measured", _measured, 25, _measured_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
 WGRAD.register(Backend("baddbmm_fp32", _baddbmm_fp32, 15, _baddbmm_fp32_why_not))
 WGRAD.register(Backend("triton", lazy("megalight.ops.linear.triton", "accumulate"), 10, _triton_why_not))
 WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _half_to_fp32_why_not))
-WGRAD.register(Backend("reference", _reference, 1, _serve_all))
-WGRAD.register(Backend("matmul_add", _matmul_add, 0, _serve_all))
+WGRAD.register(Backend("reference", _reference, 1, serve_all))
+WGRAD.register(Backend("matmul_add", _matmul_add, 0, serve_all))
 
 
 @remembered

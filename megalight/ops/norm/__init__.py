@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.norm import native, reference
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -34,7 +34,8 @@ class Spec:
 RMS_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("rms_norm")
 LAYER_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("layer_norm")
 ADD_RMS_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_rms_norm")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)
+ADD_LAYER_NORM: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry("add_layer_norm")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM, ADD_LAYER_NORM)
 MAX_TRITON_SIZE = 16384
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
 
@@ -49,20 +50,19 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 _TRITON = "megalight.ops.norm.triton"
 RMS_NORM.register(Backend("triton", lazy(_TRITON, "rms_norm"), 20, _triton_why_not))
 RMS_NORM.register(Backend("torch", native.rms_norm, 10, _torch_why_not))
-RMS_NORM.register(Backend("reference", reference.rms_norm, 0, _serve_all))
+RMS_NORM.register(Backend("reference", reference.rms_norm, 0, serve_all))
 LAYER_NORM.register(Backend("triton", lazy(_TRITON, "layer_norm"), 20, _triton_why_not))
 LAYER_NORM.register(Backend("torch", native.layer_norm, 10, _torch_why_not))
-LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, _serve_all))
+LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, serve_all))
 ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm"), 20, _triton_why_not))
 ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
-ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, _serve_all))
+ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, serve_all))
+ADD_LAYER_NORM.register(Backend("triton", lazy(_TRITON, "add_layer_norm"), 20, _triton_why_not))
+ADD_LAYER_NORM.register(Backend("torch", native.add_layer_norm, 10, _torch_why_not))
+ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_all))
 
 
 @remembered
@@ -87,17 +87,36 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backe
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str = "auto"
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their type: what sits between two sublayers.
+
+    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward.
 
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or type.
     """
-    if x.shape != residual.shape or x.dtype != residual.dtype:
+    _check_alike(x, residual)
+    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
+    return out
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """``(layer_norm(s), s)``, as :func:`add_rms_norm`.
+
+    Raises:
+        ValueError: ``x`` and ``residual`` differ in shape or type.
+    """
+    _check_alike(x, residual)
+    out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
+    return out
+
+
+def _check_alike(x: Tensor, residual: Tensor | None) -> None:
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
         raise ValueError(
             f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
             "both must have one shape and type: cast one of them first."
         )
-    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
-    return out

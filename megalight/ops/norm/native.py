@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.ops.norm.reference import of_sum
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dim; ``weight`` has the type of ``x``."""
@@ -16,7 +18,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm of the sum, and the sum: two passes."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+add_rms_norm = of_sum(rms_norm)
+add_layer_norm = of_sum(layer_norm)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from megalight.ops.common import wide
@@ -24,7 +27,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x + residual)`` and the sum, which is rounded to their type first."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``(x, residual, ...) -> (norm(s, ...), s)``, ``s = x + residual`` or ``x``; the sum is a pass, rounded first."""
+
+    def add_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return norm(total, *rest), total
+
+    return add_norm
+
+
+add_rms_norm = of_sum(rms_norm)
+add_layer_norm = of_sum(layer_norm)

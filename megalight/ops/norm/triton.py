@@ -210,26 +210,34 @@ class _Norm(torch.autograd.Function):
         return grad_x.view(grad_y.shape), grad_weight.to(weight.dtype), grad_bias, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        flat, other = (t.reshape(-1, weight.shape[0]).contiguous() for t in (x, residual))
-        y, total, _, rstd = _run_forward(flat, other, weight, None, eps, False)
-        ctx.save_for_backward(total, weight, rstd)
-        return y.view(x.shape), total.view(x.shape)
+        flat, other = (None if t is None else t.reshape(-1, weight.shape[0]).contiguous() for t in (x, residual))
+        assert flat is not None
+        y, total, mean, rstd = _run_forward(flat, other, weight, bias, eps, center)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
+        ctx.added = residual is not None
+        return y.view(x.shape), x if residual is None else total.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight, rstd = ctx.saved_tensors
+        total, weight, mean, rstd = ctx.saved_tensors
         if grad_y is None:
-            return grad_total, grad_total, None, None
+            return grad_total, grad_total if ctx.added else None, None, None, None, None
         grad = grad_y.reshape(total.shape).contiguous()
         other = None if grad_total is None else grad_total.reshape(total.shape).contiguous()
-        grad_x, grad_weight, _ = _run_backward(grad, other, total, weight, None, rstd, False, False)
+        has_bias = ctx.bias_dtype is not None
+        grad_x, grad_weight, grad_bias = _run_backward(grad, other, total, weight, mean, rstd, ctx.center, has_bias)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
         grad_x = grad_x.view(grad_y.shape)
-        return grad_x, grad_x, grad_weight.to(weight.dtype), None
+        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -244,7 +252,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, None, eps, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Norm of the sum, and the sum, in one pass."""
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, bias, eps, True)  # type: ignore[no-untyped-call]
     return out

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import HALF, lazy, triton_why_not
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.quantize.reference import amax_of as amax_of
 from megalight.ops.quantize.reference import quantize as quantize
 from megalight.ops.quantize.reference import scales_of as scales_of
@@ -117,7 +117,7 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"), 10, _triton_why_not))
-QUANTIZE.register(Backend("reference", _reference, 0, lambda spec: None))
+QUANTIZE.register(Backend("reference", _reference, 0, serve_all))
 
 
 def _transpose_reference(codes: Tensor) -> Tensor:
@@ -127,4 +127,4 @@ def _transpose_reference(codes: Tensor) -> Tensor:
 TRANSPOSE.register(
     Backend("triton", lazy("megalight.ops.quantize.triton", "transpose"), 10, lambda spec: triton_why_not(spec.device))
 )
-TRANSPOSE.register(Backend("reference", _transpose_reference, 0, lambda spec: None))
+TRANSPOSE.register(Backend("reference", _transpose_reference, 0, serve_all))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.rotary import reference
 from megalight.ops.rotary.table import RotaryScaling, rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -36,15 +36,11 @@ def _triton_why_not(spec: Spec) -> str | None:
     return triton_why_not(spec.device, spec.dtype, spec.table_dtype)
 
 
-def _serve_all(spec: Spec) -> str | None:
-    return None
-
-
 _TRITON = "megalight.ops.rotary.triton"
 APPLY_ROTARY.register(Backend("triton", lazy(_TRITON, "apply_rotary"), 20, _triton_why_not))
-APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, _serve_all))
+APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, serve_all))
 ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv"), 20, _triton_why_not))
-ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, _serve_all))
+ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, serve_all))
 
 
 @remembered

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import cuda_why_not
+from megalight.ops.common import cuda_why_not, serve_all
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.scaled_mm import microscaled
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -180,4 +180,4 @@ _register("torch_rowwise", _rowwise, 20, ((1, 0),), 9.0)
 _register("torch_blockwise", _blockwise, 10, ((1, 128), (128, 128)), 9.0)
 _register("torch_mxfp8", microscaled.product, 10, ((1, 32),), 10.0, ("e8m0",))
 _register("torch_nvfp4", microscaled.product, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
-SCALED_MM.register(Backend("reference", _reference, 0, lambda spec: None))
+SCALED_MM.register(Backend("reference", _reference, 0, serve_all))

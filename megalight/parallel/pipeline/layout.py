@@ -178,6 +178,10 @@ class PipelineLayout:
         """The chunks of one pipeline rank, in model order."""
         return self.stages[pp_rank :: self.pp]
 
+    def weights(self, head: float) -> tuple[float, ...]:
+        """How much work each stage is, in layers: the head with the loss is ``head`` of them, the embedding none."""
+        return tuple(len(stage.layers) + stage.mtp + head * stage.head for stage in self.stages)
+
     def draw(self) -> str:
         """A table: a line per pipeline rank, a column per chunk; like neighbours are left out when there are many."""
         return picture(self._held(), self.pp)

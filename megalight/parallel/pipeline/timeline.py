@@ -40,9 +40,9 @@ class Costs:
             Kind.WEIGHT_GRADIENT: self.weight_gradient,
         }[kind]
 
-    def per_chunk(self, vpp: int) -> Costs:
-        """Costs of a whole rank's layers as those of one of its ``vpp`` chunks; a transfer stays as it is."""
-        forward, backward, inputs, weights = (Fraction(self.of(kind)) / vpp for kind in Kind)
+    def times(self, factor: Number) -> Costs:
+        """``factor`` times the work, for a chunk that holds as much more or less; a transfer stays as it is."""
+        forward, backward, inputs, weights = (Fraction(self.of(kind)) * Fraction(factor) for kind in Kind)
         return Costs(forward, backward, inputs, weights, self.transfer)
 
 
@@ -77,8 +77,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Waiting over work of the busiest rank: what ``(pp - 1) / (m * vpp)`` is the formula for."""
-        return float(self.total / max(self.busy)) - 1
+        """Waiting over work, of all ranks: what ``(pp - 1) / (m * vpp)`` is the formula for where stages are equal."""
+        return float(self.total * len(self.ranks) / sum(self.busy)) - 1
 
     @property
     def peak(self) -> tuple[int, ...]:
@@ -86,42 +86,45 @@ class Timeline:
         return tuple(_peak([span.action for span in spans]) for spans in self.ranks)
 
     def draw(self, width: int = 160) -> str:
-        """A line per rank, a column per unit of time, cut off at ``width`` characters.
+        """A line per rank, a column for as long as the shortest action takes, cut off at ``width`` characters.
 
         ``F3`` is the forward of micro-batch 3, ``F3.1`` that of chunk 1; ``=`` goes on with what stands before it and
-        ``.`` waits. Ends are rounded to units.
+        ``.`` waits. Ends are rounded to columns.
         """
+        column = float(min(s.end - s.start for spans in self.ranks for s in spans if s.end > s.start))
         several = any(span.action.chunk for spans in self.ranks for span in spans)
         labels = [[str(s.action) if several else str(s.action).split(".")[0] for s in spans] for spans in self.ranks]
         cell = max(len(label) for line in labels for label in line) + 1
         name = len(f"rank {len(self.ranks) - 1}")
         lines = []
         for rank, (spans, names) in enumerate(zip(self.ranks, labels, strict=True)):
-            line = ["."] * round(float(self.total))
+            line = ["."] * round(float(self.total) / column)
             for span, label in zip(spans, names, strict=True):
-                start, end = round(float(span.start)), round(float(span.end))
+                start, end = round(float(span.start) / column), round(float(span.end) / column)
                 line[start:end] = [label, *["="] * (end - start - 1)][: end - start]
             text = f"{f'rank {rank}':<{name}}  " + "".join(f"{slot:<{cell}}" for slot in line).rstrip()
             lines.append(text if len(text) <= width else text[: width - 3] + "...")
         return "\n".join(lines)
 
 
-def simulate(schedules: Sequence[Actions], costs: Costs | None = None) -> Timeline:
+def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None = None) -> Timeline:
     """Play the lists of all ranks.
 
     Args:
         schedules: each pipeline rank's list; the numbers of chunks and micro-batches are read off them.
-        costs: what an action takes; a backward is two forwards unless told otherwise.
+        costs: what an action takes, of every stage or of each; a backward is two forwards unless told otherwise.
 
     Raises:
-        LayoutError: work is missing or done twice, ranks wait for each other for ever, or a rank would take what
-            another sends in a different order than it is sent.
+        LayoutError: work is missing or done twice, ranks wait for each other for ever, a rank would take what another
+            sends in a different order than it is sent, or costs are not of each stage.
     """
-    costs = costs or Costs()
     vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
     _check_complete(schedules, vpp)
     check_transfers(schedules)
     pp = len(schedules)
+    each = [costs or Costs()] * (pp * vpp) if costs is None or isinstance(costs, Costs) else list(costs)
+    if len(each) != pp * vpp:
+        raise LayoutError(f"costs of {len(each)} stages for {pp * vpp} (pp={pp}, vpp={vpp}); give one for each stage.")
     done: dict[Place, tuple[Number, int]] = {}
     spans: list[list[Span]] = [[] for _ in schedules]
     waiting: dict[Place, list[int]] = defaultdict(list)
@@ -130,6 +133,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | None = None) -> Timeli
         rank = ready.pop()
         while len(spans[rank]) < len(schedules[rank]):
             action = schedules[rank][len(spans[rank])]
+            cost = each[action.chunk * pp + rank]
             needs = _needs(action, rank, pp, vpp)
             if missing := [place for place in needs if place not in done]:
                 waiting[missing[0]].append(rank)
@@ -137,8 +141,8 @@ def simulate(schedules: Sequence[Actions], costs: Costs | None = None) -> Timeli
             start = spans[rank][-1].end if spans[rank] else 0
             for place in needs:
                 end, other = done[place]
-                start = max(start, end + (costs.transfer if other != rank else 0))
-            spans[rank].append(Span(action, start, start + costs.of(action.kind)))
+                start = max(start, end + (cost.transfer if other != rank else 0))
+            spans[rank].append(Span(action, start, start + cost.of(action.kind)))
             if (gives := _gives(action, rank, pp)) is not None:
                 done[gives] = (spans[rank][-1].end, rank)
                 ready += waiting.pop(gives, [])

@@ -27,18 +27,20 @@ class Discarding(Override):
         super().__init__(name, module)
         self.unread: bool | None = None
 
-    def recomputed(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """The output, with its recipe."""
+    def recomputed(self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False, **kwargs: Any) -> Any:
+        """The output, with its recipe. A norm's pair has what is kept anyhow as its second: the recipe begins there."""
         if self.unread:
             raise ConfigurationError(
                 f"recompute of {self.name} ({type(self.module).__name__}) saves nothing: no linear layer of Megalight "
                 "reads its output directly, so the output is kept all the same. Leave it out of recompute.modules, or "
                 "name a module that contains it."
             )
-        y: Tensor = self.plain(x, **kwargs)
+        pair = pair or residual is not None
+        y, kept = self.plain(x, residual, pair=True, **kwargs) if pair else (self.plain(x, **kwargs), x)
         if self.unread is None:
             self.unread = True
-        return attach_recipe(y, Recipe(_again(self.plain, x.device.type, kwargs), (x,), self._was_read))
+        y = attach_recipe(y, Recipe(_again(self.plain, x.device.type, kwargs), (kept,), self._was_read))
+        return (y, kept) if pair else y
 
     def _was_read(self) -> None:
         self.unread = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from megalight.errors import ConfigurationError
 
 
-class Override:
+class Override(ABC):
     """Stands in for the ``forward`` of one module instance, and may be copied with it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -33,6 +34,6 @@ class Override:
         """The module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @abstractmethod
     def recomputed(self, *args: Any, **kwargs: Any) -> Any:
         """The same, and little of it is kept."""
-        raise NotImplementedError

@@ -9,7 +9,7 @@ from megalight.ops.activation import ACTIVATION, GATED
 from megalight.ops.adam import ADAM
 from megalight.ops.attention import ATTENTION
 from megalight.ops.linear.wgrad import WGRAD
-from megalight.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from megalight.plugins.transformer_engine import activation, adam, attention, norm, weight_gradient
 from megalight.registry import Backend
 
@@ -24,6 +24,7 @@ def register() -> None:
     RMS_NORM.register(Backend(NAME, norm.rms_norm, PRIORITY, norm.rms_why_not))
     ADD_RMS_NORM.register(Backend(NAME, norm.add_rms_norm, PRIORITY, norm.rms_why_not))
     LAYER_NORM.register(Backend(NAME, norm.layer_norm, PRIORITY, norm.layer_why_not))
+    ADD_LAYER_NORM.register(Backend(NAME, norm.add_layer_norm, PRIORITY, norm.layer_why_not))
     GATED.register(Backend(NAME, activation.gated, PRIORITY, activation.gated_why_not))
     ACTIVATION.register(Backend(NAME, activation.activation, PRIORITY, activation.activation_why_not))
     WGRAD.register(Backend(NAME, weight_gradient.accumulate, PRIORITY, weight_gradient.why_not))

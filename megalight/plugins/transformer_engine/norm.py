@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megalight.ops.common import HALF
 from megalight.ops.norm import Spec
+from megalight.ops.norm.reference import of_sum
 from megalight.plugins.transformer_engine.package import KERNELS, dtype_code, kernel
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
 
@@ -89,7 +90,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm of the sum, and the sum: two passes."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+add_rms_norm = of_sum(rms_norm)
+add_layer_norm = of_sum(layer_norm)

@@ -7,6 +7,7 @@ import pytest
 
 from megalight.errors import LayoutError
 from megalight.parallel.pipeline.actions import Action, Actions, Kind
+from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import build
 from megalight.parallel.pipeline.timeline import Costs, check_transfers, simulate
 
@@ -46,10 +47,34 @@ def test_weight_gradients_end_the_life_of_activations() -> None:
 
 def test_costs_of_a_rank_shared_by_its_chunks() -> None:
     whole = simulate(build("1f1b", 4, 1, 8))
-    halves = simulate(build("interleaved", 4, 2, 8), Costs().per_chunk(2))
+    halves = simulate(build("interleaved", 4, 2, 8), Costs().times(Fraction(1, 2)))
     assert set(whole.busy) == set(halves.busy) == {24}
     assert (whole.total, halves.total) == (33, Fraction(57, 2))
-    assert Costs(transfer=3).per_chunk(2).transfer == 3
+    assert Costs(transfer=3).times(2) == Costs(2, 4, 2, 2, transfer=3)
+
+
+def test_unequal_stages_by_hand() -> None:
+    """The second stage takes twice as long: rank 0 waits 2, then 4, for each micro-batch, and then works 2."""
+    lists = [actions("F0 B0 F1 B1"), actions("F0 B0 F1 B1")]
+    timeline = simulate(lists, [Costs(), Costs().times(2)])
+    assert [(span.start, span.end) for span in timeline.ranks[1]] == [(1, 3), (3, 7), (10, 12), (12, 16)]
+    assert (timeline.total, timeline.busy) == (18, (6, 12))
+    assert timeline.bubble == 1.0
+    with pytest.raises(LayoutError, match="costs of 3 stages for 2"):
+        simulate(lists, [Costs()] * 3)
+
+
+def test_a_fitting_layout_beats_an_even_one() -> None:
+    """Where the head weighs as much as two layers, fewer layers beside it shorten the step."""
+
+    def length(text: str) -> float:
+        layout = PipelineLayout.of_string(text, 14, 4)
+        costs = [Costs().times(weight) for weight in layout.weights(2)]
+        return float(simulate(build("1f1b", 4, 1, 8), costs).total)
+
+    assert PipelineLayout.of_string("Et*4|t*4|t*4|ttL", 14, 4).weights(2) == (4, 4, 4, 4)
+    assert length("Et*4|t*4|t*4|ttL") == 4 * 33
+    assert length("Ettt|ttt|t*4|t*4L") > length("Et*4|t*4|t*4|ttL")
 
 
 def test_drawing() -> None:
@@ -58,6 +83,7 @@ def test_drawing() -> None:
         "rank 0  F0 F1 .  .  B0 =  .  B1 =",
         "rank 1  .  F0 B0 =  F1 B1 =  .  .",
     ]
+    assert simulate([actions("F0 F1 B0 B1"), actions("F0 B0 F1 B1")], Costs(8, 16)).draw() == drawing
     chunks = simulate(build("interleaved", 2, 2, 2)).draw(width=30).splitlines()
     assert chunks[0] == "rank 0  F0.0 F1.0 F0.1 F1.1..."
     assert max(map(len, chunks)) == 30

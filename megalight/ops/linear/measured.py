@@ -1,0 +1,71 @@
+"""The fastest of several ways to accumulate, by shape: the first products are done by each in turn, and timed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
+"""``(main_grad [out, in], grad_y [T, out], x [T, in])``: adds in place."""
+Shape: TypeAlias = tuple[int, int, int, torch.dtype]
+"""Rows and columns of the weight, tokens to the next power of two, and the operands' type."""
+
+ROUNDS = 4
+"""Timed products per way. The best one counts: others wait for a busy host or share the device with messages."""
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Measured:
+    """One of ``ways``, which must agree to rounding. All of them do real work; nobody waits for the device.
+
+    Each rank chooses for itself, and another run may choose otherwise: gradients then differ in rounding. Under
+    ``torch.use_deterministic_algorithms`` it is always the first way, and so in a CUDA graph that is captured before
+    there is a choice.
+
+    Args:
+        ways: the first one serves until the others are known.
+        event: makes an event that can tell times.
+    """
+
+    def __init__(self, *ways: Accumulate, event: Callable[[], Any] = _event) -> None:
+        self.ways = ways
+        self.event = event
+        self._fastest: dict[Shape, Accumulate] = {}
+        self._laps: defaultdict[Shape, list[tuple[Any, Any, int]]] = defaultdict(list)
+
+    def __call__(self, main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+        """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``."""
+        tokens = grad_y.shape[0]
+        shape = (*main_grad.shape, tokens.bit_length(), grad_y.dtype)
+        way = self._fastest.get(shape)
+        if torch.are_deterministic_algorithms_enabled() or not tokens:
+            way = self.ways[0]
+        elif way is None and not torch.cuda.is_current_stream_capturing():
+            laps = self._laps[shape]
+            if len(laps) < ROUNDS * len(self.ways):
+                start, end = self.event(), self.event()
+                start.record()
+                self.ways[len(laps) % len(self.ways)](main_grad, grad_y, x)
+                end.record()
+                laps.append((start, end, tokens))
+                return
+            way = self._choose(shape)
+        (way or self.ways[0])(main_grad, grad_y, x)
+
+    def _choose(self, shape: Shape) -> Accumulate | None:
+        """The winner; None while the device has not come so far."""
+        laps = self._laps[shape]
+        if not all(end.query() for _, end, _ in laps):
+            return None
+        times = [start.elapsed_time(end) / tokens for start, end, tokens in laps]
+        best = [min(times[index :: len(self.ways)]) for index in range(len(self.ways))]
+        del self._laps[shape]
+        self._fastest[shape] = self.ways[best.index(min(best))]
+        return self._fastest[shape]

@@ -1,0 +1,94 @@
+"""What the releases share: the same two functions, one for equally long sequences and one for packed ones."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.attention import Spec
+from megalight.ops.common import heads_why_not
+from megalight.plugins.package import Package
+from megalight.types import PackedSequences
+
+DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
+WIDEST = 256
+ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+"""Releases 3 and 4 have no reliable version numbers: their functions tell what they can do."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release of flash-attn.
+
+    Attributes:
+        package: behind its fence.
+        module: of the package, which holds its functions.
+        minimum: the first version that serves; None: any whose functions take the arguments.
+        unlimited: how it is told of a window without an end.
+        dropout: whether it can drop attention weights.
+    """
+
+    package: Package
+    module: str
+    minimum: str | None = None
+    unlimited: int | None = -1
+    dropout: bool = False
+
+    def why_not(self, spec: Spec) -> str | None:
+        """Why no release can serve, or why this one does not or is not here."""
+        if spec.dropout and not self.dropout:
+            return "has no dropout"
+        if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:
+            return reason
+        paths = (f"{self.module}:{DENSE}", f"{self.module}:{PACKED}")
+        if (reason := self.package.why_not(spec.device, "attention", *paths, minimum=self.minimum)) is not None:
+            return reason
+        for path, wanted in zip(paths, (ARGUMENTS, (*ARGUMENTS, *LENGTHS)), strict=True):
+            lacking = [name for name in wanted if name not in inspect.signature(self.package.load(path)).parameters]
+            if lacking:
+                return f"{path} takes no {', '.join(lacking)} in this release. Next: {self.package.how}"
+        return None
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: PackedSequences,
+        causal: bool,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        dropout: float,
+    ) -> Tensor:
+        """The backend. All releases align causal masks and windows bottom-right, and take fewer key heads."""
+        keys = sequences.keys or sequences
+        options: dict[str, Any] = {
+            "softmax_scale": scale,
+            "causal": causal,
+            "window_size": (self.unlimited if window is None else window, 0 if causal else self.unlimited),
+            "softcap": softcap or 0.0,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if self.dropout:
+            options["dropout_p"] = dropout
+        if sequences.uniform is not None and keys.uniform is not None:
+            batch = sequences.uniform[0]
+            q, k, v = (t.view(batch, -1, *t.shape[1:]) for t in (q, k, v))
+            function = DENSE
+        else:
+            function = PACKED
+            options |= {
+                "cu_seqlens_q": sequences.cu_seqlens,
+                "cu_seqlens_k": keys.cu_seqlens,
+                "max_seqlen_q": sequences.max_length,
+                "max_seqlen_k": keys.max_length,
+            }
+        found = self.package.load(f"{self.module}:{function}")(q, k, v, **options)
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases return the log-sum-exp too
+        return out.reshape(sequences.num_tokens, -1, v.shape[-1])

@@ -1,0 +1,73 @@
+"""Adam by multi-tensor kernels: Apex's, and TransformerEngine's, which were made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CORRECT_BIAS = 1
+
+
+@lru_cache
+def _no_overflow(device: torch.device) -> Tensor:
+    """The flag by which a step could be skipped: never set."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class MultiTensorAdam:
+    """A backend of the op: one kernel; scaling the gradient is a pass of its own.
+
+    Attributes:
+        applier: gives what calls kernels on lists of tensors.
+        kernel: gives a kernel by its name.
+        writes_out: the kernel writes the low-precision copy too, where ``lr`` and ``step`` are numbers.
+    """
+
+    applier: Callable[[], Any]
+    kernel: Callable[[str], Any]
+    writes_out: bool
+
+    def __call__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        lr: float | Tensor,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: float | Tensor,
+        decoupled: bool = True,
+        grad_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        """One step."""
+        if not param.numel():
+            return
+        on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
+        name, last = "multi_tensor_adam", list[Tensor]()
+        own = grad if grad_scale is None else grad.float() * grad_scale.float()
+        lists = [[own], [param], [exp_avg], [exp_avg_sq]]
+        if on_device:
+            # This kernel multiplies by a last argument, and writes the product back: it gets a copy that it may write.
+            lists[0] = [own.to(torch.float32, copy=own is grad)]
+            lr = torch.as_tensor(lr, dtype=torch.float32, device=param.device)
+            step = torch.as_tensor(step, device=param.device).to(torch.int32)
+            name, last = "multi_tensor_adam_capturable", [torch.ones(1, dtype=torch.float32, device=param.device)]
+        else:
+            lr, step = float(lr), int(step)
+        if fused := out is not None and self.writes_out and not on_device:
+            lists = [lists[0], [out], *lists[2:], [param]]
+        numbers = (lr, beta1, beta2, eps, step, int(decoupled), CORRECT_BIAS, weight_decay, *last)
+        self.applier()(self.kernel(name), _no_overflow(param.device), lists, *numbers)
+        if out is not None and not fused:
+            out.copy_(param)
