@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from megalight.callbacks import NVTX, GarbageCollection, MemorySnapshot, NsysWindow, ProfilerWindow, Stragglers, Timers
 from megalight.models.gpt.module import GPTModule
-from megalight.ops.choice import use_backends
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.rows import Rows
 from tests.strategies.test_gpu import Batches, Watch
@@ -48,15 +47,6 @@ def fit(callbacks, logger=False, strict=False):
     return [float(loss) for loss in watch.losses]
 
 
-@pytest.fixture
-def _one_product():
-    """Which product adds up weight gradients is measured otherwise, and two runs differ in rounding."""
-    use_backends(weight_gradient="addmm_fp32")
-    yield
-    use_backends(weight_gradient="auto")
-
-
-@pytest.mark.usefixtures("_one_product")
 def test_no_step_waits_for_the_device_and_losses_are_as_without(tmp_path):
     logger = Rows()
     callbacks = [

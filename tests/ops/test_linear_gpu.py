@@ -14,7 +14,10 @@ SHAPES = [(63, 64, 128), (500, 300, 1000), (1000, 4096, 320), (8192, 512, 256)]
 
 
 @pytest.mark.parametrize(("tokens", "out", "width"), SHAPES)
-@pytest.mark.parametrize("backend", ["measured", "addmm_fp32", "baddbmm_fp32", "triton", "mm_fp32_add", "reference"])
+@pytest.mark.parametrize(
+    "backend",
+    ["shaped_fp32", "measured_fp32", "addmm_fp32", "baddbmm_fp32", "triton", "mm_fp32_add", "reference"],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_products_are_added_in_float32(
     backend: str, dtype: torch.dtype, tokens: int, out: int, width: int
@@ -29,7 +32,7 @@ def test_half_products_are_added_in_float32(
 
 def test_a_kernel_without_temporary_serves_training() -> None:
     spec = wgrad.Spec("cuda", torch.bfloat16, torch.float32)
-    assert wgrad.WGRAD.select(spec).name in ("measured", "addmm_fp32", "baddbmm_fp32", "triton")
+    assert wgrad.WGRAD.select(spec).name in ("shaped_fp32", "addmm_fp32", "baddbmm_fp32", "triton")
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
     accumulate = wgrad.choose(spec)

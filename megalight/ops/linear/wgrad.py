@@ -27,6 +27,9 @@ IS_ZERO = "main_grad_is_zero"
 """An attribute of a weight with a ``precision``: nothing was added to its main gradient since that was set to zero. Who
 sets it to zero says so; who adds takes it away."""
 
+TALL = 4
+"""Rows per column of a weight from which ``baddbmm`` beats ``addmm`` on an H200 (docs/performance/log.md)."""
+
 WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("weight_gradient")
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
 
@@ -53,6 +56,11 @@ def _baddbmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     torch.baddbmm(batch, grad_y.T.unsqueeze(0), x.unsqueeze(0), out_dtype=torch.float32, out=batch)
 
 
+def _shaped_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+    rows, columns = main_grad.shape
+    (_baddbmm_fp32 if rows >= TALL * columns else _addmm_fp32)(main_grad, grad_y, x)
+
+
 def _half_to_fp32_why_not(spec: Spec) -> str | None:
     if spec.dtype not in HALF or spec.main_dtype != torch.float32:
         return "needs half operands and a float32 main gradient"
@@ -67,7 +75,7 @@ def _baddbmm_fp32_why_not(spec: Spec) -> str | None:
     return _half_to_fp32_why_not(spec) or _probe(_baddbmm_fp32, spec.dtype)
 
 
-def _measured_why_not(spec: Spec) -> str | None:
+def _both_fp32_why_not(spec: Spec) -> str | None:
     return _addmm_fp32_why_not(spec) or _baddbmm_fp32_why_not(spec)
 
 
@@ -96,10 +104,10 @@ def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
 
 
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
-_measured = Measured(_addmm_fp32, _baddbmm_fp32)
-WGRAD.register(Backend("measured", _measured, 25, _measured_why_not))
+WGRAD.register(Backend("shaped_fp32", _shaped_fp32, 25, _both_fp32_why_not))
 WGRAD.register(Backend("addmm_fp32", _addmm_fp32, 20, _addmm_fp32_why_not))
 WGRAD.register(Backend("baddbmm_fp32", _baddbmm_fp32, 15, _baddbmm_fp32_why_not))
+WGRAD.register(Backend("measured_fp32", Measured(_addmm_fp32, _baddbmm_fp32), 12, _both_fp32_why_not))
 WGRAD.register(Backend("triton", lazy("megalight.ops.linear.triton", "accumulate"), 10, _triton_why_not))
 WGRAD.register(Backend("mm_fp32_add", _mm_fp32_add, 5, _half_to_fp32_why_not))
 WGRAD.register(Backend("reference", _reference, 1, serve_all))
