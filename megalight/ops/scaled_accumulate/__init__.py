@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF, lazy, triton_why_not
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.ops.scaled_mm import SCALED_MM, Spec, choose, multiply_into
@@ -87,4 +87,4 @@ _TRITON = lazy("megalight.ops.scaled_accumulate.triton", "accumulate")
 SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 30, _cublaslt_why_not))
 SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 20, _product_add_why_not))
 SCALED_ACCUMULATE.register(Backend("triton", _TRITON, 10, _triton_why_not))
-SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, lambda spec: None))
+SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, serve_all))
