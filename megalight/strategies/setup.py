@@ -35,6 +35,7 @@ from megalight.parallel.pipeline.stages import cut
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import apply_recompute, check_recompute
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.persistence import Loaded
@@ -119,7 +120,7 @@ def _split_before(strategy: MeshStrategy, root: nn.Module) -> Split | None:
 
 def _asked(strategy: MeshStrategy) -> str:
     parts = [strategy.mesh.describe(), *["sequence parallel"] * strategy.sequence_parallel]
-    parts += [repr(strategy.tensor)] * (strategy.tensor_parallel > 1)
+    parts += [repr(strategy.tensor)] * (strategy.tensor_parallel > 1 and strategy.tensor != TensorOptions())
     parts += [repr(strategy.context)] * (strategy.context_parallel > 1)
     if strategy.pipeline_parallel > 1:
         chunks = f"{strategy.virtual_pipeline} chunks per rank"

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
@@ -139,17 +140,19 @@ def test_nan_is_reported() -> None:
     assert run(_broken, 1)[0] != run(_broken, 1)[0]
 
 
-def _other_layout() -> str:
+def _other_layout(other: dict[str, Any]) -> str:
     module = Counting(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
     trainer(MegatronStrategy(tensor_parallel=2)).validate(module, verbose=False)
     try:
-        trainer(MegatronStrategy()).validate(module, verbose=False)
+        trainer(MegatronStrategy(**other)).validate(module, verbose=False)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def test_a_module_that_is_split_keeps_its_layout() -> None:
-    for message in run(_other_layout, 2):
-        assert "was split for 2 ranks: tp2 already" in message
-        assert "Make a new module" in message
+    pieces = {"tensor_parallel": 2, "tensor": TensorOptions(pieces=2)}
+    for other, name in (({}, "2 ranks: dp2"), (pieces, "2 ranks: tp2, TensorOptions(")):
+        for message in run(_other_layout, 2, other):
+            assert f"was split for 2 ranks: tp2 already and cannot become {name}" in message
+            assert "Make a new module" in message

@@ -145,3 +145,17 @@ def kept(keep: bool) -> tuple[int, int]:
 def test_keep_gathered_trades_memory_for_a_gather() -> None:
     assert run(kept, 2, False) == [(4 * 5, 1)] * 2
     assert run(kept, 2, True) == [(8 * 5, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("overlap", "refused"), [("pipelined", True), ("auto", False), ({"*.proj": "pipelined"}, False)]
+)
+def test_layers_in_eight_bits(overlap: Any, refused: bool) -> None:
+    """A named way says so before training; ``auto``, and patterns that leave the layer out, do without it there."""
+    model = split(TensorOptions(overlap=overlap))
+    model.layers["1"].mlp.down.weight.precision = object()  # type: ignore[union-attr]
+    if refused:
+        with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.down: .*pipelined: has no products in 8 or 4 bits"):
+            check_overlap(model, torch.device("cpu"))
+    else:
+        check_overlap(model, torch.device("cpu"))
