@@ -57,6 +57,10 @@ class FlatShard:
         """Elements, padding included."""
         return self.stop - self.start
 
+    def part(self, start: int, stop: int) -> Tensor:
+        """The master's values of elements ``[start, stop)`` of the bucket, which lie in this shard: a view."""
+        return self.master.detach()[start - self.start : stop - self.start]
+
     def fill(self, offset: int, values: Tensor) -> None:
         """Copy what of ``values``, which start at element ``offset`` of the bucket, lies in this shard."""
         low, high = max(self.start, offset), min(self.stop, offset + values.numel())

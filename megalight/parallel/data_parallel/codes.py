@@ -35,21 +35,20 @@ class Codes:
 
     def __init__(self, buckets: Sequence[Bucket], group: ProcessGroup | None, device: torch.device) -> None:
         self.group = group
-        self.parts: list[tuple[int, Tensor, Tensor]] = []
-        """Number of the weight, this rank's elements of its master, and where their codes go."""
+        self.parts: list[tuple[int, Bucket, int, int]] = []
+        """Number of the weight, and the elements ``[start, stop)`` of a bucket that this rank casts."""
         self.weights: list[LowPrecision] = []
         for bucket in buckets:
             for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
                 low, high = max(bucket.shard.start, slot.start), min(bucket.shard.stop, slot.stop)
                 if low < high:
-                    master = bucket.shard.master.detach()[low - bucket.shard.start : high - bucket.shard.start]
-                    self.parts.append((len(self.weights), _rows(master), _rows(bucket.params[low:high])))
+                    self.parts.append((len(self.weights), bucket, low, high))
                 precision = precision_of(info.parameter)
                 assert precision is not None
                 self.weights.append(precision)
         self.amax = torch.zeros(len(self.weights), device=device)
         self.scales = torch.ones(len(self.weights), device=device)
-        self._here = torch.tensor([number for number, _, _ in self.parts], dtype=torch.long, device=device)
+        self._here = torch.tensor([number for number, *_ in self.parts], dtype=torch.long, device=device)
         agree: dict[int, tuple[Callable[[Tensor], None], list[int]]] = {}
         for number, precision in enumerate(self.weights):
             precision.scale = self.scales[number].view(1, 1)
@@ -63,8 +62,10 @@ class Codes:
         if not self.weights:
             return
         self.amax.zero_()
+        # looked up anew: masters may have been to host memory and back
+        masters = [_rows(bucket.shard.part(*span)) for _, bucket, *span in self.parts]
         if self.parts:
-            largest = torch._foreach_norm([master for _, master, _ in self.parts], float("inf"))
+            largest = torch._foreach_norm(masters, float("inf"))
             self.amax[self._here] = torch.stack(largest).float()
         if self.group is not None:
             dist.all_reduce(self.amax, dist.ReduceOp.MAX, group=self.group)
@@ -75,10 +76,10 @@ class Codes:
         first = self.weights[0]
         scheme, amax = first.recipe.weight, self.amax * 2.0**first.margin
         self.scales.copy_(scales_of(amax, scheme))
-        for number, master, target in self.parts:
+        for (number, bucket, low, high), master in zip(self.parts, masters, strict=True):
             rows, _ = cast(master, scheme, None, amax=amax[number])
             assert rows is not None
-            target.view(torch.uint8).copy_(rows.data.view(torch.uint8))
+            bucket.params[low:high].view(torch.uint8).copy_(rows.data.view(torch.uint8).view(-1))
 
 
 def _rows(flat: Tensor) -> Tensor:

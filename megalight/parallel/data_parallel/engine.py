@@ -292,8 +292,9 @@ class DataParallelEngine:
         return [bucket for bucket in self.buckets if bucket.holds_codes]
 
     def refresh_masters(self) -> None:
-        """Take the masters from the parameters, after weights were loaded into them (where they are codes, into the
-        masters).
+        """Take the masters from the parameters, after weights were loaded into them.
+
+        Where parameters are codes, weights are loaded into the masters, and the codes follow.
         """
         self.sync_parameters()
         parameters_to_masters(self.buckets)
