@@ -35,18 +35,25 @@ class Session:
         self.reduce_history = reduce_history
         self.layers: list[LowPrecision] = []
         self.inside = False
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self.generators: dict[torch.device, torch.Generator] = {}
         self._number = 0
 
+    def begin(self, number: int) -> None:
+        """Optimizer step ``number`` begins: stochastic rounding draws by it, so that a resumed run draws the same."""
+        self._number = number
+        for generator in self.generators.values():
+            self._seed(generator)
+
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def step(self, number: int | None = None) -> Iterator[None]:
         """Around all micro-batches between two updates of the weights: each weight is cast once inside.
 
         Args:
-            number: of the optimizer step: stochastic rounding draws by it, so that a resumed run draws the same.
+            number: given, the step :meth:`begin`s here.
         """
-        self._number, self.inside = number, True
-        self._generators.clear()
+        if number is not None:
+            self.begin(number)
+        self.inside = True
         try:
             yield
         finally:
@@ -56,10 +63,13 @@ class Session:
         AmaxHistory.roll([layer.history for layer in self.layers if layer.history is not None], self.reduce_history)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Draws for stochastic rounding in this step."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self.seed * 1_000_003 + self._number)
-        return self._generators[device]
+        """Draws for stochastic rounding in this step. The same object in every step: a recorded graph may know it."""
+        if device not in self.generators:
+            self.generators[device] = self._seed(torch.Generator(device))
+        return self.generators[device]
+
+    def _seed(self, generator: torch.Generator) -> torch.Generator:
+        return generator.manual_seed(self.seed * 1_000_003 + self._number)
 
 
 class LowPrecision:

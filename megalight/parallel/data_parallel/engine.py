@@ -171,6 +171,57 @@ class DataParallelEngine:
             for shard, gradient in zip(self.shards, gradients, strict=True):
                 shard.master.grad = gradient if self._any_dtype else gradient.to(shard.master.dtype)
 
+    @property
+    def reduced(self) -> bool:
+        """Whether :meth:`finish_grad_sync` has run since the last :meth:`zero_grad`."""
+        return self._reduced
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients of the shards, as :meth:`finish_grad_sync` left them.
+
+        Raises:
+            MegalightError: they are not reduced yet.
+        """
+        gradients = [shard.master.grad for shard in self.shards]
+        if any(gradient is None for gradient in gradients):
+            raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def adopt(self, gradients: Sequence[Tensor]) -> None:
+        """Be as :meth:`finish_grad_sync` leaves it: somebody else (a replayed graph) reduced into these tensors."""
+        self._reduced = True
+        for bucket, gradient in zip(self.buckets, gradients, strict=True):
+            bucket.sent = True
+            bucket.shard.master.grad = gradient
+
+    def give_up(self) -> None:
+        """Be as before the passes of this step, of which nothing reached the device; sums of earlier ones stay."""
+        self._arrivals.stop()
+        self._pending = []
+        self._reduced = False
+        for bucket in self.buckets:
+            bucket.sent = False
+            bucket.shard.master.grad = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[int, int]]]:
+        """Inside, gradients that arrive are noted down in the list and not counted: :meth:`arrive` counts them later.
+
+        For passes that are recorded now and replayed then.
+        """
+        with self._arrivals.noting() as seen:
+            yield seen
+
+    def arrive(self, seen: Sequence[tuple[int, int]]) -> None:
+        """Count gradients whose arrival nobody else tells of: complete buckets are sent off."""
+        for index, place in seen:
+            self._arrivals.count(index, place)
+
+    def wait_for(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Wait until these parameters are gathered, for code that reads them without running their modules."""
+        self._gatherer.wait(self._gatherer.buckets_of(parameters))
+
     def _wait(self) -> list[Tensor]:
         gradients = [finish() for finish in self._pending]
         self._pending = []
@@ -182,7 +233,7 @@ class DataParallelEngine:
         """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
         views = [
             gradient[start:stop]
-            for gradient, runs in zip(self._gradients(), self._counted, strict=True)
+            for gradient, runs in zip(self.gradients, self._counted, strict=True)
             for start, stop in runs
         ]
         return global_norm(views, self._norm_groups, self.device)
@@ -193,13 +244,7 @@ class DataParallelEngine:
         if self._scaler is not None:
             self._scaler(factor)
         elif self.shards:
-            torch._foreach_mul_(self._gradients(), factor)
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [shard.master.grad for shard in self.shards]
-        if any(gradient is None for gradient in gradients):
-            raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
-        return [gradient for gradient in gradients if gradient is not None]
+            torch._foreach_mul_(self.gradients, factor)
 
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True

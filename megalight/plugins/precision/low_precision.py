@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
@@ -44,9 +45,19 @@ class MegatronLowPrecision(MegatronPrecision):
             )
         self.session = apply_low_precision(model, self.options, mesh, num_layers)
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around all micro-batches of one step: each weight is cast once inside."""
+    def begin(self, number: int) -> None:
+        """Stochastic rounding draws by the number of the step."""
         assert self.session is not None, "the strategy calls prepare in setup"
-        with self.session.step(number):
+        self.session.begin(number)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all micro-batches of one step: each weight is cast once inside."""
+        assert self.session is not None
+        with self.session.step():
             yield
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those of stochastic rounding that were drawn from so far."""
+        return [] if self.session is None else list(self.session.generators.values())

@@ -1,0 +1,71 @@
+"""Why a run cannot be recorded as CUDA graphs: what can be told before it begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalight.models.module import MegalightModule
+from megalight.parallel.recompute.apply import redrawing
+from megalight.strategies.contract import own_steps
+from megalight.strategies.megatron import MegatronStrategy
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OURS = ("lightning", "megalight")
+
+
+def of_environment(on_gpu: bool) -> Iterator[str]:
+    """Of the process."""
+    for name in ALLOCATOR:
+        if "expandable_segments:true" in os.environ.get(name, "").lower():
+            yield f"{name} switches expandable_segments on, whose memory may move; take it out"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
+    if torch.is_anomaly_enabled():
+        yield "detect_anomaly reads every gradient on the host; switch it off"
+    if on_gpu and dist.is_initialized() and "nccl" not in dist.get_backend():
+        yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
+
+
+def of_run(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
+    """Of the module and the callbacks."""
+    name = type(module).__name__
+    if not isinstance(module, MegalightModule) or own_steps(module, "training_step"):
+        yield (
+            f"{name} has a training_step of its own, which may read values, log and count batches; write a "
+            "MegalightModule with forward_step and loss_step"
+        )
+        return
+    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
+        if type(owner).on_before_backward.__module__.partition(".")[0] not in OURS:
+            yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
+    if module.varying_carry and strategy.mesh.pp > 1:
+        yield f"{name}.varying_carry lets stages tell each other shapes in the step, on the host"
+    for chunk in strategy.chunks:
+        for place in redrawing(chunk):
+            yield (
+                f"recompute of {place} draws dropout masks a second time, for which generators are put back on the "
+                "host; leave it out of recompute, or set its dropout to 0"
+            )
+        yield from of_hooks(chunk.named_modules())
+
+
+def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Of hooks that somebody else has put on modules: a replay calls none."""
+    for name, module in modules:
+        found = [
+            *module._forward_pre_hooks.values(),
+            *module._forward_hooks.values(),
+            *module._backward_hooks.values(),
+            *module._backward_pre_hooks.values(),
+        ]
+        for hook in found:
+            inner = getattr(hook, "func", hook)
+            if str(getattr(inner, "__module__", "")).partition(".")[0] not in OURS:
+                yield f"{name or 'the model'} ({type(module).__name__}) has a hook, which a replay does not call"
+                break

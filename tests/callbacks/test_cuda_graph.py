@@ -1,0 +1,268 @@
+"""Whole steps recorded and replayed, on a tape that keeps to the rules of CUDA graphs: the same run as without."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from megalight.callbacks import CUDAGraph
+from megalight.errors import ConfigurationError
+from megalight.models.gpt import DropoutConfig
+from megalight.models.module import Carry
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.strategies import MegatronStrategy
+from megalight.types import Loss, TokenBatch
+from tests.environment import trainer
+from tests.parallel.graphs.tape import Tape
+from tests.strategies.test_low_precision import CONFIG as WIDE
+from tests.strategies.toy import ToyModule
+from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, fit, gathered
+from tests.workers import run
+
+STEPS = 5
+NEVER = 1000
+"""Warm-up steps of a run that stays eager."""
+DROPPING = replace(BASE, dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
+
+
+def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
+    """A run in every rank, whose steps are recorded after ``warmup`` of them; and what was recorded."""
+    callback = CUDAGraph(warmup_steps=warmup)
+    callback.recorder = tape = Tape()
+    found = fit(config, options.pop("steps", STEPS), extra_callbacks=[callback], **options)
+    assert tape.entered == 0
+    assert not tape.tapes, "all is given back"
+    return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
+
+
+def low_precision(recipe: str) -> dict[str, Any]:
+    """Emulated: one cast of each weight per step, histories, and generators for stochastic rounding."""
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe), "64-true")
+    return {"micro_batch_size": 2, "trainer_options": {"precision": None}, "precision_plugin": plugin}
+
+
+RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
+    "one device": (1, DROPPING, {"micro_batch_size": 2}, STEPS - 2, 1),
+    "dp": (2, DROPPING, {"micro_batch_size": 1}, STEPS - 2, 1),
+    "dp, all masters": (2, BASE, {"micro_batch_size": 1, "options": {"level": "no_shard"}}, STEPS - 2, 1),
+    "tp": (
+        2,
+        DROPPING,
+        {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        STEPS - 2,
+        1,
+    ),
+    "pp": (2, DROPPING, {"micro_batch_size": 1, "pipeline_parallel": 2}, STEPS - 2, 1),
+    "vpp": (
+        2,
+        replace(DROPPING, num_layers=4),
+        {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2},
+        STEPS - 2,
+        1,
+    ),
+    "validation": (
+        1,
+        DROPPING,
+        {"trainer_options": {"limit_val_batches": 1, "val_check_interval": 1}},
+        STEPS - 2,
+        1,
+    ),
+    "recompute": (
+        1,
+        BASE,
+        {"recompute": Recompute(granularity="selective", modules=("attention", "mlp_norm"))},
+        STEPS - 2,
+        1,
+    ),
+    "delayed scales": (1, WIDE, low_precision("delayed"), STEPS - 2, 1),
+    "stochastic rounding": (1, WIDE, low_precision("nvfp4"), STEPS - 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_replays_train_as_eager_steps_do(name: str) -> None:
+    ranks, config, options, replays, graphs = RUNS[name]
+    expected = run(train, ranks, config, NEVER, options)
+    found = run(train, ranks, config, 2, options)
+    for here, there in zip(found, expected, strict=True):
+        assert (here["reasons"], here["replays"], here["made"]) == ([], replays, graphs)
+        assert (there["replays"], there["made"]) == (0, 0)
+        assert_same_run(here, there, 1e-13)
+        assert here["metrics"] == pytest.approx(there["metrics"], rel=1e-12)
+
+
+def accumulated(warmup: int) -> Any:
+    """Two batches, of two micro-batches each, to every step of the optimizer."""
+    callback = CUDAGraph(warmup_steps=warmup)
+    callback.recorder = tape = Tape()
+    module = WithData(DROPPING, optimizer=ADAM, seed=SEED)
+    module.steps = 8
+    strategy = MegatronStrategy(micro_batch_size=2)
+    options = {"accumulate_grad_batches": 2, "max_steps": 4, "limit_val_batches": 0, "use_distributed_sampler": False}
+    trainer(strategy, callbacks=[callback], gradient_clip_val=0.5, **options).fit(module)
+    return gathered(strategy, module), callback.replays, tape.made
+
+
+def test_batches_accumulate() -> None:
+    expected, _, _ = run(accumulated, 1, NEVER)[0]
+    found, replays, made = run(accumulated, 1, 2)[0]
+    assert (replays, made) == (4, 2), "one graph that reduces and one that does not"
+    for name, value in expected.items():
+        assert abs(found[name] - value).max() < 1e-13, name
+
+
+def interrupted(folder: str, warmup: int) -> Any:
+    """A run that is saved after three steps and taken up again by another trainer."""
+    for steps in (3, 7):
+        callback = CUDAGraph(warmup_steps=warmup)
+        callback.recorder = Tape()
+        module = WithData(DROPPING, optimizer=ADAM, seed=SEED)
+        module.steps = 7
+        strategy = MegatronStrategy(micro_batch_size=2)
+        quiet = {"limit_val_batches": 0, "use_distributed_sampler": False}
+        runner = trainer(strategy, callbacks=[callback], max_steps=steps, **quiet)
+        runner.fit(module, ckpt_path=f"{folder}/{warmup}" if steps == 7 else None)
+        if steps == 3:
+            runner.save_checkpoint(f"{folder}/{warmup}")
+    return gathered(strategy, module), callback.replays
+
+
+def test_a_resumed_run_goes_on_as_an_eager_one(tmp_path: Path) -> None:
+    expected, _ = run(interrupted, 1, str(tmp_path), NEVER)[0]
+    found, replays = run(interrupted, 1, str(tmp_path), 2)[0]
+    assert replays == 2
+    for name, value in expected.items():
+        assert abs(found[name] - value).max() < 1e-13, name
+
+
+class Reading(ToyModule):
+    """Its loss_step reads values on the host."""
+
+
+class Quiet(ToyModule):
+    """Nothing stands against recording it."""
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        error = carry["hidden"] - batch["y"]
+        return Loss(error.square().sum(), {"penalty": carry["penalty"]})
+
+    def loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.full((), float(batch["y"].numel()))
+
+
+class Logging(Quiet):
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss_step(carry, batch)
+        self.log("seen", loss.sum.detach())
+        return loss
+
+
+class Masking(Quiet):
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        error = carry["hidden"] - batch["y"]
+        return Loss(error[error > 0].square().sum())
+
+
+class Own(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+class Watching(pl.Callback):
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        pass
+
+
+class Hooking(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.model.head.register_forward_hook(lambda *given: None)
+
+
+def refused(module: Any, also: list[pl.Callback], on_refusal: Any, tape: bool, options: dict[str, Any]) -> Any:
+    callback = CUDAGraph(warmup_steps=2, on_refusal=on_refusal)
+    callback.recorder = Tape() if tape else None
+    torch.manual_seed(0)
+    try:
+        trainer(
+            MegatronStrategy(micro_batch_size=2, **options),
+            callbacks=[callback, *also],
+            limit_val_batches=0,
+            max_epochs=2,
+            max_steps=4,
+            use_distributed_sampler=False,
+        ).fit(module)
+    except ConfigurationError as error:
+        return str(error), callback.replays
+    return "; ".join(callback.reasons), callback.replays
+
+
+REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
+    (Reading, [], r"reads a value of a tensor .* at toy.py:\d+ \(loss_step\)"),
+    (Masking, [], r"indexes with a mask.* at test_cuda_graph.py:\d+ \(loss_step\)"),
+    (Logging, [], "logs 'seen' by self.log"),
+    (Own, [], "Own has a training_step of its own"),
+    (Quiet, [Watching()], "Watching defines on_before_backward"),
+    (Quiet, [Hooking()], r"head \(Linear\) has a hook"),
+]
+
+
+@pytest.mark.parametrize(("module", "also", "match"), REFUSALS, ids=lambda value: getattr(value, "__name__", None))
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why(module: Any, also: Any, match: str) -> None:
+    found, replays = run(refused, 1, module(), also, "eager", True, {})[0]
+    assert replays == 0
+    assert re.search(match, found), found
+    found, _ = run(refused, 1, module(), also, "error", True, {})[0]
+    assert found.startswith("CUDAGraph cannot record")
+
+
+def test_a_module_that_can_be_recorded_is() -> None:
+    assert run(refused, 1, Quiet(), [], "error", True, {})[0] == ("", 2)
+
+
+def test_there_is_no_cuda_here() -> None:
+    assert run(refused, 1, Quiet(), [], "eager", False, {})[0] == ("there are no CUDA graphs on cpu", 0)
+
+
+def test_dropout_is_not_recomputed_in_a_graph() -> None:
+    options = {"recompute": Recompute(granularity="selective", modules=("attention",))}
+    found = run(train, 1, DROPPING, 2, options)[0]
+    assert found["replays"] == 0
+    assert "recompute of layers.0.attention draws dropout masks" in found["reasons"][0]
+
+
+def test_memory_that_may_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalight.callbacks.graph_reasons import of_environment
+
+    assert list(of_environment(False)) == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert [reason.split()[0] for reason in of_environment(False)] == ["PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"scope": "model"}, "scope is 'model'; choose one of iteration"),
+        ({"on_refusal": "warn"}, "choose one of eager, error"),
+        ({"warmup_steps": 1}, "at least 2"),
+        ({"max_graphs": 0}, "at least 1"),
+    ],
+)
+def test_arguments(options: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        CUDAGraph(**options)
+
+
+def test_other_strategies_have_no_such_steps() -> None:
+    runner = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[CUDAGraph()])
+    with pytest.raises(ConfigurationError, match="not of SingleDeviceStrategy"):
+        runner.fit(Quiet(), [TokenBatch])
