@@ -10,38 +10,47 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megalight.callbacks import graph_reasons
 from megalight.errors import ConfigurationError
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
+from megalight.parallel.graphs.modules import ModuleGraphs, Named
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
+from megalight.parallel.recompute.selection import layers_of
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.step import Outcome, Passes, run_passes
+from megalight.strategies.step import Outcome, Passes, StepRunner, run_passes
 
 log = logging.getLogger(__name__)
 
 CHOICES = {
-    "scope": ("iteration",),
+    "scope": ("iteration", "layer", "attention"),
     "on_refusal": ("eager", "error"),
 }
 
 
 class CUDAGraph(pl.Callback):
-    """Records the passes of a training step as a CUDA graph and replays it: for models whose steps wait for launches.
+    """Records training steps, or their layers, as CUDA graphs and replays them: for steps that wait for launches.
 
-    Recorded is all from the batch on the device to reduced gradients: every micro-batch, pipeline messages, and the
-    reduction over data-parallel ranks. Clipping and the optimizer stay outside, evaluation runs as ever. A step is
-    replayed only where everything that a graph takes for granted is as it was recorded: shapes, types, host values in
-    the batch, the number of micro-batches, modes of modules and places of tensors; any other step runs eagerly.
+    ``scope="iteration"`` records all from the batch on the device to reduced gradients: every micro-batch, pipeline
+    messages, and the reduction over data-parallel ranks. A step is replayed only where everything that a graph takes
+    for granted is as it was recorded: shapes, types, host values in the batch, the number of micro-batches, modes of
+    modules and places of tensors; any other step runs eagerly.
+
+    ``scope="layer"`` and ``"attention"`` record the forward and the backward of each layer, or of its attention, once
+    per micro-batch in flight; all else runs eagerly: embedding, head and loss, gradients' reduction and parameters'
+    gathering, bucket by bucket.
+
+    Clipping and the optimizer stay outside, evaluation runs as ever.
 
     Args:
-        scope: ``iteration``: the whole step.
-        warmup_steps: eager steps of a form before it is recorded, at least 2. The last is looked through for what
-            cannot be recorded.
-        max_graphs: forms of steps (shapes, numbers of micro-batches) that are recorded at most.
+        scope: ``iteration``, ``layer`` or ``attention``.
+        warmup_steps: eager steps before anything is recorded, at least 2; for ``iteration`` of each form. The last is
+            looked through for what cannot be recorded.
+        max_graphs: for ``iteration``: forms of steps (shapes, numbers of micro-batches) that are recorded at most.
         on_refusal: what to do where a run or a step cannot be recorded: ``eager``: say why, and run it eagerly;
             ``error``: raise.
 
@@ -56,7 +65,7 @@ class CUDAGraph(pl.Callback):
 
     def __init__(
         self,
-        scope: Literal["iteration"] = "iteration",
+        scope: Literal["iteration", "layer", "attention"] = "iteration",
         warmup_steps: int = 3,
         max_graphs: int = 4,
         on_refusal: Literal["eager", "error"] = "eager",
@@ -76,12 +85,12 @@ class CUDAGraph(pl.Callback):
         self.recorder: Recorder | None = None
         self.reasons: list[str] = []
         self._recorder: Recorder | None = None
-        self._graphs: IterationGraphs | None = None
+        self._graphs: IterationGraphs | ModuleGraphs | None = None
         self._streams: list[RandomStreams] = []
 
     @property
     def replays(self) -> int:
-        """Steps that were replayed in the current or last run."""
+        """Steps, or forwards of layers, that were replayed in the current or last run."""
         return 0 if self._graphs is None else self._graphs.replays
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -102,41 +111,82 @@ class CUDAGraph(pl.Callback):
         if self._recorder is None:
             return
         strategy = _strategy(trainer)
+        whole = self.scope == "iteration"
+        lanes: list[list[Named]] = []
+        try:
+            lanes = [] if whole else [parts_of(chunk, self.scope) for chunk in strategy.chunks]
+        except ConfigurationError as error:
+            self._refuse(str(error))
+            return
         reasons = [
             *graph_reasons.of_environment(strategy.root_device.type == "cuda"),
-            *graph_reasons.of_run(trainer, pl_module, strategy),
+            *graph_reasons.of_module(pl_module),
+            *graph_reasons.of_recompute(strategy.chunks),
+            *(
+                graph_reasons.of_whole_steps(trainer, pl_module, strategy)
+                if whole
+                else graph_reasons.of_parts(strategy, self.scope, lanes)
+            ),
         ]
         if reasons:
             self._refuse("; ".join(dict.fromkeys(reasons)))
             return
-        assert strategy.engine is not None
         found = [streams for chunk in strategy.chunks for streams in streams_of(chunk)]
         self._streams = list({id(streams): streams for streams in found}.values())
         for streams in self._streams:
             streams.persist(strategy.root_device)
-        self._graphs = IterationGraphs(
+        strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
+
+    def _whole_steps(self, strategy: MegatronStrategy, module: pl.LightningModule) -> StepRunner:
+        assert self._recorder is not None and strategy.engine is not None
+        graphs = self._graphs = IterationGraphs(
             self._recorder,
             strategy.engine,
             strategy.root_device,
             Agreement(strategy),
             Fingerprint(strategy.chunks),
-            lambda: [*(g for s in self._streams for g in s.persistent.values()), *strategy.precision.generators],
+            lambda: self._generators(strategy),
             warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
             refuse=self._refuse,
-            looking=lambda reasons: _logging_noticed(pl_module, reasons),
+            looking=lambda reasons: _logging_noticed(module, reasons),
         )
-        graphs = self._graphs
 
         def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
             for streams in self._streams:
                 streams.begin()
             for chunk in strategy.chunks:
-                chunk.training = pl_module.training  # as the step will set it: a stage is not among the children
+                chunk.training = module.training  # as the step will set it: a stage is not among the children
             done: Outcome = graphs(key, micro_batches, passes)
             return done
 
-        strategy.run_steps_by(run)
+        return run
+
+    def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
+        assert self._recorder is not None and strategy.engine is not None
+        graphs = self._graphs = ModuleGraphs(
+            self._recorder,
+            strategy.engine,
+            lanes,
+            strategy.root_device,
+            lambda: self._generators(strategy),
+            chained=self.scope == "layer",
+            warmup_steps=self.warmup_steps,
+            refuse=self._refuse,
+        )
+
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            for streams in self._streams:
+                streams.begin()
+            graphs.begin_step()
+            return passes(micro_batches)
+
+        return run
+
+    def _generators(self, strategy: MegatronStrategy) -> list[torch.Generator]:
+        """All that a step draws from, besides torch's default ones."""
+        own = [generator for streams in self._streams for generator in streams.persistent.values()]
+        return own + strategy.precision.generators
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the graphs up while the communicators they know are there."""
@@ -165,13 +215,30 @@ class CUDAGraph(pl.Callback):
         strategy = _strategy(trainer)
         if self._graphs is not None:
             strategy.run_steps_by(run_passes)
-            self._graphs.drop()
+            self._graphs.close()
         for streams in self._streams:
             streams.forget()
         self._streams = []
         if self._recorder is not None:
             self._recorder.leave()
             self._recorder = None
+
+
+def parts_of(chunk: nn.Module, scope: str) -> list[Named]:
+    """The layers of a part of the model, or their attention, by name and in order.
+
+    Raises:
+        ConfigurationError: it has no layers, or they have no attention.
+    """
+    layers = [(f"layers.{index}", layer) for index, layer in layers_of(chunk)]
+    if scope == "layer":
+        return layers
+    for name, layer in layers:
+        if not isinstance(getattr(layer, "attention", None), nn.Module):
+            raise ConfigurationError(
+                f"{name} ({type(layer).__name__}) has no module `attention`; give it that name, or use scope='layer'"
+            )
+    return [(f"{name}.attention", layer.attention) for name, layer in layers]  # type: ignore[misc]
 
 
 class Agreement:

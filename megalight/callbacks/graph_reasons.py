@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalight.models.module import MegalightModule
+from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.contract import own_steps
 from megalight.strategies.megatron import MegatronStrategy
@@ -32,27 +33,47 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
         yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
 
 
-def of_run(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
-    """Of the module and the callbacks."""
-    name = type(module).__name__
+def of_module(module: pl.LightningModule) -> Iterator[str]:
+    """Of the module's contract."""
     if not isinstance(module, MegalightModule) or own_steps(module, "training_step"):
         yield (
-            f"{name} has a training_step of its own, which may read values, log and count batches; write a "
-            "MegalightModule with forward_step and loss_step"
+            f"{type(module).__name__} has a training_step of its own, which may read values, log and count batches; "
+            "write a MegalightModule with forward_step and loss_step"
         )
-        return
-    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
-        if type(owner).on_before_backward.__module__.partition(".")[0] not in OURS:
-            yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
-    if module.varying_carry and strategy.mesh.pp > 1:
-        yield f"{name}.varying_carry lets stages tell each other shapes in the step, on the host"
-    for chunk in strategy.chunks:
+
+
+def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
+    """Of random numbers that are drawn twice."""
+    for chunk in chunks:
         for place in redrawing(chunk):
             yield (
                 f"recompute of {place} draws dropout masks a second time, for which generators are put back on the "
                 "host; leave it out of recompute, or set its dropout to 0"
             )
+
+
+def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
+    """Of code that runs between the beginning and the end of a step."""
+    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
+        if type(owner).on_before_backward.__module__.partition(".")[0] not in OURS:
+            yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
+    if getattr(module, "varying_carry", False) and strategy.mesh.pp > 1:
+        yield f"{type(module).__name__}.varying_carry lets stages tell each other shapes in the step, on the host"
+    for chunk in strategy.chunks:
         yield from of_hooks(chunk.named_modules())
+
+
+def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tuple[str, nn.Module]]]) -> Iterator[str]:
+    """Of layers, or blocks in them, that are recorded each on its own."""
+    if schedules.chosen(strategy.pipeline.schedule, strategy.virtual_pipeline) == "zero_bubble":
+        yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
+    if strategy.recompute.granularity == "full":
+        yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
+    for name, module in (named for lane in lanes for named in lane):
+        if "forward" in module.__dict__:
+            yield f"{name} is recomputed as a whole; recompute modules inside it, or leave it out"
+        inside = ((f"{name}.{part}", child) for part, child in module.named_modules() if part)
+        yield from of_hooks(inside)
 
 
 def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -44,6 +44,15 @@ def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
     return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
 
 
+def train_parts(config: Any, scope: Any, warmup: int, options: dict[str, Any]) -> Any:
+    """The same with a graph for every layer, or its attention."""
+    callback = CUDAGraph(scope, warmup_steps=warmup)
+    callback.recorder = tape = Tape()
+    found = fit(config, STEPS, extra_callbacks=[callback], **options)
+    assert not tape.tapes
+    return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
+
+
 def low_precision(recipe: str) -> dict[str, Any]:
     """Emulated: one cast of each weight per step, histories, and generators for stochastic rounding."""
     plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe), "64-true")
@@ -98,6 +107,48 @@ def test_replays_train_as_eager_steps_do(name: str) -> None:
         assert (there["replays"], there["made"]) == (0, 0)
         assert_same_run(here, there, 1e-13)
         assert here["metrics"] == pytest.approx(there["metrics"], rel=1e-12)
+
+
+SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
+FOUR = replace(DROPPING, num_layers=4)
+PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
+    "layer": ("layer", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
+    "attention": ("attention", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
+    "layer, dp": ("layer", 2, DROPPING, {"micro_batch_size": 1, "options": {"bucket_size": 4000}}, 2 * 2, 2 * 2),
+    "layer, tp": (
+        "layer",
+        2,
+        DROPPING,
+        {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        2 * 2,
+        2 * 2,
+    ),
+    "layer, vpp": (
+        "layer",
+        2,
+        FOUR,
+        {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2},
+        2 * 4,
+        0,
+    ),
+    "attention, pp": ("attention", 2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2}, 2 * 4, 0),
+    "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
+    "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),
+    "layer, stochastic rounding": ("layer", 1, WIDE, low_precision("nvfp4"), 2 * 2, 2 * 2),
+}
+"""Scope, ranks, model, options; forwards of parts per step and rank; recordings, where they are the same everywhere."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_replays_of_parts_train_as_eager_ones_do(name: str) -> None:
+    scope, ranks, config, options, forwards, made = PARTS[name]
+    expected = run(train_parts, ranks, config, scope, NEVER, options)
+    found = run(train_parts, ranks, config, scope, 2, options)
+    for here, there in zip(found, expected, strict=True):
+        assert (here["reasons"], here["replays"]) == ([], (STEPS - 2) * forwards)
+        assert here["made"] == made or not made
+        assert there["made"] == 0
+        assert_same_run(here, there, 1e-13)
 
 
 def accumulated(warmup: int) -> Any:

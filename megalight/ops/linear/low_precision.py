@@ -102,6 +102,7 @@ class LowPrecision:
         self.reduce_in, self.reduce_out = reduce_amax
         self.history = AmaxHistory(history) if recipe.delayed else None
         self._weight: tuple[Quantized, Quantized] | None = None
+        self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -137,6 +138,15 @@ class LowPrecision:
         """The weight may change: cast it again when it is needed."""
         self._weight = None
 
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the weight, once a step, to one place in memory, where recorded graphs read it."""
+        made = self._cast_weight(weight)
+        self._kept = self._kept or made
+
+    def release(self) -> None:
+        """Nobody reads that place any more."""
+        self._kept = None
+
     def _cast_input(self, x: Tensor, columns: Scheme | None, rows: bool = True) -> Cast:
         scheme = self.recipe.x
         flat = x.reshape(-1, x.shape[-1])
@@ -155,6 +165,8 @@ class LowPrecision:
             amax_t = self._amax(weight.t(), recipe.weight_t, WEIGHT, self.reduce_out)
         rows, columns = cast(weight, recipe.weight, recipe.weight_t, amax=amax, amax_t=amax_t)
         assert rows is not None and columns is not None
+        if self._kept is not None:
+            rows, columns = self._kept[0].copy_(rows), self._kept[1].copy_(columns)
         if self.session.inside:
             self._weight = rows, columns
         return rows, columns

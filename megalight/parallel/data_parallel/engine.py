@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -218,9 +218,9 @@ class DataParallelEngine:
         for index, place in seen:
             self._arrivals.count(index, place)
 
-    def wait_for(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Wait until these parameters are gathered, for code that reads them without running their modules."""
-        self._gatherer.wait(self._gatherer.buckets_of(parameters))
+    def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Which buckets hold these parameters, for :meth:`sync_parameters`."""
+        return self._gatherer.buckets_of(parameters)
 
     def _wait(self) -> list[Tensor]:
         gradients = [finish() for finish in self._pending]
@@ -293,9 +293,13 @@ class DataParallelEngine:
         if not self.overlap_param_gather:
             self.sync_parameters()
 
-    def sync_parameters(self) -> None:
-        """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are."""
-        self._gatherer.wait()
+    def sync_parameters(self, homes: Sequence[int] | None = None) -> None:
+        """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are.
+
+        Args:
+            homes: wait for the parameters of these buckets only (:meth:`homes_of`).
+        """
+        self._gatherer.wait(homes)
 
     def refresh_masters(self) -> None:
         """Take the masters from the parameters, after weights were loaded into them."""

@@ -139,6 +139,11 @@ class IterationGraphs:
                 form.recording.drop()
         self._forms.clear()
 
+    def close(self) -> None:
+        """The same, for good."""
+        self._off = True
+        self.drop()
+
     # ------------------------------------------------------------------ which way
 
     def _form(self, key: Hashable, micro_batches: Sequence[Any]) -> Form | None:

@@ -105,10 +105,12 @@ class CUDARecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
+        first = pool not in self._pools
         handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
-        with no_collection(), silence():
+        with no_collection(first), silence():
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # what earlier passes left behind is of no use to the graph's own pool
+            if first:
+                torch.cuda.empty_cache()  # what earlier passes left behind is of no use to the graph's own pool
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # others' threads may go on
             try:
                 result = function()
@@ -138,9 +140,14 @@ class CUDARecorder:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect garbage first and none inside: what is freed in the midst of a recording may touch the device."""
-    gc.collect()
+def no_collection(collect: bool) -> Iterator[None]:
+    """No garbage is collected inside: what is freed in the midst of a recording may touch the device.
+
+    Args:
+        collect: first, so that its memory is free; it takes long, and is worth it once for many recordings.
+    """
+    if collect:
+        gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
