@@ -14,6 +14,7 @@ from torch import nn
 
 from megalight.callbacks import graph_reasons
 from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.graphs.modules import ModuleGraphs, Named
@@ -21,6 +22,7 @@ from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute.selection import layers_of
 from megalight.parallel.tensor.dropout import streams_of
+from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.step import Outcome, Passes, StepRunner, run_passes
 
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 CHOICES = {
     "scope": ("iteration", "layer", "attention"),
+    "backend": ("own", "transformer_engine"),
     "on_refusal": ("eager", "error"),
 }
 
@@ -51,6 +54,8 @@ class CUDAGraph(pl.Callback):
         warmup_steps: eager steps before anything is recorded, at least 2; for ``iteration`` of each form. The last is
             looked through for what cannot be recorded.
         max_graphs: for ``iteration``: forms of steps (shapes, numbers of micro-batches) that are recorded at most.
+        backend: for ``layer`` and ``attention``: ``own``, or ``transformer_engine``: its ``make_graphed_callables``,
+            with static memory for every micro-batch.
         on_refusal: what to do where a run or a step cannot be recorded: ``eager``: say why, and run it eagerly;
             ``error``: raise.
 
@@ -68,9 +73,10 @@ class CUDAGraph(pl.Callback):
         scope: Literal["iteration", "layer", "attention"] = "iteration",
         warmup_steps: int = 3,
         max_graphs: int = 4,
+        backend: Literal["own", "transformer_engine"] = "own",
         on_refusal: Literal["eager", "error"] = "eager",
     ) -> None:
-        for name, value in {"scope": scope, "on_refusal": on_refusal}.items():
+        for name, value in {"scope": scope, "backend": backend, "on_refusal": on_refusal}.items():
             if value not in CHOICES[name]:
                 raise ConfigurationError(f"{name} is {value!r}; choose one of {', '.join(CHOICES[name])}.")
         if warmup_steps < 2 or max_graphs < 1:
@@ -78,15 +84,22 @@ class CUDAGraph(pl.Callback):
                 f"warmup_steps={warmup_steps}, max_graphs={max_graphs}: the first must be at least 2 (one step "
                 "prepares what is prepared once, one is looked through), the second at least 1."
             )
+        if backend == "transformer_engine" and scope == "iteration":
+            raise ConfigurationError(
+                "backend='transformer_engine' records modules, and scope='iteration' is no module; choose "
+                "scope='layer' or 'attention', or backend='own'."
+            )
         self.scope = scope
+        self.backend = backend
         self.warmup_steps = warmup_steps
         self.max_graphs = max_graphs
         self.on_refusal = on_refusal
         self.recorder: Recorder | None = None
         self.reasons: list[str] = []
         self._recorder: Recorder | None = None
-        self._graphs: IterationGraphs | ModuleGraphs | None = None
+        self._graphs: IterationGraphs | ModuleGraphs | TransformerEngineGraphs | None = None
         self._streams: list[RandomStreams] = []
+        self._level = logging.WARNING
 
     @property
     def replays(self) -> int:
@@ -100,6 +113,7 @@ class CUDAGraph(pl.Callback):
         strategy = _strategy(trainer)
         self._end(trainer)
         self.reasons, self._graphs = [], None
+        self._level = logging.WARNING if trainer.is_global_zero else logging.INFO
         if self.recorder is None and strategy.root_device.type != "cuda":
             self._refuse(f"there are no CUDA graphs on {strategy.root_device.type}")
             return
@@ -128,6 +142,8 @@ class CUDAGraph(pl.Callback):
                 else graph_reasons.of_parts(strategy, self.scope, lanes)
             ),
         ]
+        if self.backend == "transformer_engine" and (reason := graphs_why_not(strategy.root_device.type)):
+            reasons.append(reason)
         if reasons:
             self._refuse("; ".join(dict.fromkeys(reasons)))
             return
@@ -164,6 +180,8 @@ class CUDAGraph(pl.Callback):
 
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
+        if self.backend == "transformer_engine":
+            return self._package_parts(strategy, strategy.engine, lanes)
         graphs = self._graphs = ModuleGraphs(
             self._recorder,
             strategy.engine,
@@ -179,6 +197,26 @@ class CUDAGraph(pl.Callback):
             for streams in self._streams:
                 streams.begin()
             graphs.begin_step()
+            return passes(micro_batches)
+
+        return run
+
+    def _package_parts(
+        self, strategy: MegatronStrategy, engine: DataParallelEngine, lanes: list[list[Named]]
+    ) -> StepRunner:
+        graphs = self._graphs = TransformerEngineGraphs(
+            engine,
+            lanes,
+            strategy.train_schedule,
+            lambda: self._generators(strategy),
+            warmup_steps=self.warmup_steps,
+            refuse=self._refuse,
+        )
+
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            for streams in self._streams:
+                streams.begin()
+            graphs.begin_step(len(micro_batches))
             return passes(micro_batches)
 
         return run
@@ -209,7 +247,7 @@ class CUDAGraph(pl.Callback):
             raise ConfigurationError(
                 f"CUDAGraph cannot record: {reason}. Or let such steps run eagerly: CUDAGraph(on_refusal='eager')."
             )
-        log.warning("CUDAGraph: steps run eagerly: %s.", reason)
+        log.log(self._level, "CUDAGraph: steps run eagerly: %s.", reason)
 
     def _end(self, trainer: pl.Trainer) -> None:
         strategy = _strategy(trainer)

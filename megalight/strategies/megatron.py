@@ -260,6 +260,10 @@ class MegatronStrategy(MeshStrategy):
         assert self._stepper is not None
         self._stepper.runner = runner
 
+    def train_schedule(self, micro_batches: int) -> Actions:
+        """This rank's work in a training step of so many micro-batches."""
+        return self._schedule("train", micro_batches)
+
     def _schedule(self, name: str, micro_batches: int) -> Actions:
         """This rank's work in a step of so many micro-batches; says where ranks would wait longer than they must."""
         if (name, micro_batches) not in self._plans:

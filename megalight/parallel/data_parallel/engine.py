@@ -213,6 +213,16 @@ class DataParallelEngine:
         with self._arrivals.noting() as seen:
             yield seen
 
+    def places_of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+        """By which ``(bucket, place)`` :meth:`noting` and :meth:`arrive` know these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [
+            (index, place)
+            for index, bucket in enumerate(self.buckets)
+            for place, info in enumerate(bucket.infos)
+            if id(info.parameter) in wanted
+        ]
+
     def arrive(self, seen: Sequence[tuple[int, int]]) -> None:
         """Count gradients whose arrival nobody else tells of: complete buckets are sent off."""
         for index, place in seen:

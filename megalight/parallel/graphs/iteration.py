@@ -187,6 +187,8 @@ class IterationGraphs:
         if refused:
             self._off = True
             self.drop()
+            if not self._refused:
+                self.refuse("another rank cannot record its steps")
         return Way.EAGER if refused or least == 0 else Way(largest)
 
     # ------------------------------------------------------------------ the ways

@@ -61,7 +61,8 @@ class OwnStream(nn.Module):
 
 def streams_of(model: nn.Module) -> list[RandomStreams]:
     """The random streams that modules of a model draw from, each once."""
-    droppers = (part for part in model.modules() if isinstance(part, ParallelDropout | OwnStream))
+    found = (part for part in model.modules() if isinstance(part, ParallelDropout | OwnStream))
+    droppers = [part for part in found if has_dropout(part.module if isinstance(part, OwnStream) else part)]
     return list({id(part.shared.streams): part.shared.streams for part in droppers}.values())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ class Steps:
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.Linear(4, 2)).double()
-        infos = [ParamInfo(n, p, ShardSpec.whole(n, p.shape), 0) for n, p in self.model.named_parameters()]
+        infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in self.model.named_parameters()]
         self.engine = DataParallelEngine(infos, ParallelMesh(), level="no_shard")
         self.tape = Tape()
         self.tape.enter()
@@ -68,8 +67,8 @@ class Steps:
 
 
 @pytest.fixture
-def steps() -> Iterator[Steps]:
-    yield Steps()
+def steps() -> Steps:
+    return Steps()
 
 
 def test_replays_run_no_python_of_the_step(steps: Steps) -> None:
@@ -96,6 +95,8 @@ def test_mode_and_storage_and_frozen_parameters_are_seen(steps: Steps) -> None:
     assert not steps(4)
     steps.model[1].train()
     assert steps(4)
+    steps.model[2].bias.data = steps.model[2].bias.detach().clone()
+    assert not steps(4)
     steps.model[1].register_buffer("scale", torch.ones(()))
     assert not steps(4)
 
@@ -198,10 +199,16 @@ def test_inspection_keeps_what_was_there_before() -> None:
 
 
 def test_garbage_is_not_collected_while_recording() -> None:
-    with pytest.raises(KeyError), no_collection(True):
-        assert not gc.isenabled()
+    seen = []
+
+    @no_collection(True)
+    def fails() -> None:
+        seen.append(gc.isenabled())
         raise KeyError
-    assert gc.isenabled()
+
+    with pytest.raises(KeyError):
+        fails()
+    assert [*seen, gc.isenabled()] == [False, True]
     gc.disable()
     with no_collection(False):
         pass
