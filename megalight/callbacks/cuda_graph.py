@@ -208,6 +208,7 @@ class CUDAGraph(pl.Callback):
             engine,
             lanes,
             strategy.train_schedule,
+            strategy.precision.rehearsal,
             lambda: self._generators(strategy),
             warmup_steps=self.warmup_steps,
             refuse=self._refuse,
@@ -250,16 +251,16 @@ class CUDAGraph(pl.Callback):
         log.log(self._level, "CUDAGraph: steps run eagerly: %s.", reason)
 
     def _end(self, trainer: pl.Trainer) -> None:
-        strategy = _strategy(trainer)
+        recorder, self._recorder = self._recorder, None
+        streams, self._streams = self._streams, []
+        for each in streams:
+            each.forget()
+        if recorder is None:
+            return
         if self._graphs is not None:
-            strategy.run_steps_by(run_passes)
+            _strategy(trainer).run_steps_by(run_passes)
             self._graphs.close()
-        for streams in self._streams:
-            streams.forget()
-        self._streams = []
-        if self._recorder is not None:
-            self._recorder.leave()
-            self._recorder = None
+        recorder.leave()
 
 
 def parts_of(chunk: nn.Module, scope: str) -> list[Named]:

@@ -314,6 +314,7 @@ def test_arguments(options: Any, match: str) -> None:
 
 
 def test_other_strategies_have_no_such_steps() -> None:
-    runner = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[CUDAGraph()])
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    runner = pl.Trainer(accelerator="cpu", devices=1, callbacks=[CUDAGraph()], **options)
     with pytest.raises(ConfigurationError, match="not of SingleDeviceStrategy"):
         runner.fit(Quiet(), [TokenBatch])

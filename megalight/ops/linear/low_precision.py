@@ -62,6 +62,21 @@ class Session:
                 layer.forget()
         AmaxHistory.roll([layer.history for layer in self.layers if layer.history is not None], self.reduce_history)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """As inside :meth:`step`, for passes of which nothing may be remembered."""
+        histories = [layer.history for layer in self.layers if layer.history is not None]
+        kept = [(history.current, history.current.clone()) for history in histories if history.current is not None]
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+            for layer in self.layers:
+                layer.forget()
+            for current, before in kept:
+                current.copy_(before)
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Draws for stochastic rounding in this step. The same object in every step: a recorded graph may know it."""
         if device not in self.generators:

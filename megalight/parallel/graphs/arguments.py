@@ -14,15 +14,13 @@ from megalight.parallel.pipeline.carry import signature
 
 @dataclass
 class Leaf:
-    """An argument that may want a gradient.
+    """An argument that wants a gradient.
 
     Attributes:
-        tensor: static memory; a leaf of the recorded graph of operations.
-        chained: it is the memory of the previous module's output: nothing is copied.
+        tensor: static memory, perhaps that of the previous module's output; a leaf of the recorded operations.
     """
 
     tensor: Tensor
-    chained: bool
 
     def fits(self, value: Any) -> bool:
         """Whether the recorded work can take ``value``."""

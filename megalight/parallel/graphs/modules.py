@@ -14,11 +14,11 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.ops.linear import precision_of
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.graphs.arguments import Held, Leaf, recordable
+from megalight.parallel.graphs.arguments import Held, recordable
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.graphs.recorder import Recorder
-from megalight.parallel.graphs.unit import Unit, argument_for
+from megalight.parallel.graphs.unit import Unit, argument_for, follows
 
 log = logging.getLogger(__name__)
 
@@ -216,11 +216,8 @@ class ModuleGraphs:
             if (why := recordable(value)) is not None:
                 self._refuse(f"{name} is called with {why}")
                 return None
-        previous = lane.last if self.chained else None
-        arguments = [(key, argument_for(value, previous, slot.held)) for key, value in values]
-        leaves = [argument for _, argument in arguments if isinstance(argument, Leaf)]
-        if not leaves or not all(leaf.chained for leaf in leaves):
-            previous = None
+        previous = lane.last if self.chained and follows(lane.last, [value for _, value in values]) else None
+        arguments = [(key, argument_for(value, previous is not None, slot.held)) for key, value in values]
         unit = Unit(
             name,
             plain,

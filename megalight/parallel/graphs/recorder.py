@@ -40,13 +40,20 @@ class Recorder(Protocol):
         """It is for the stream of before again."""
 
     def record(
-        self, function: Callable[[], T], generators: Sequence[torch.Generator] = (), pool: Hashable = None
+        self,
+        function: Callable[[], T],
+        generators: Sequence[torch.Generator] = (),
+        pool: Hashable = None,
+        settle: bool = True,
     ) -> Recording[T]:
         """Record what ``function`` would do; nothing is done yet.
 
         Args:
+            settle: wait for the device first, and free memory that nobody uses. Not while a message of another rank is
+                awaited, which may in turn wait for one of ours.
             generators: that it draws from, besides the device's default one. Replays move them on.
-            pool: recordings of one pool share memory: they must always be replayed in the order of their recording.
+            pool: recordings of one pool share memory: a replay may overwrite whatever another one has left behind, other
+                than tensors that are still referred to. They must not run at the same time.
 
         Raises:
             Exception: whatever it raised. The device, and generators, are then as before.
@@ -99,17 +106,23 @@ class CUDARecorder:
             self._before = None
 
     def record(
-        self, function: Callable[[], T], generators: Sequence[torch.Generator] = (), pool: Hashable = None
+        self,
+        function: Callable[[], T],
+        generators: Sequence[torch.Generator] = (),
+        pool: Hashable = None,
+        settle: bool = True,
     ) -> GraphRecording[T]:
         """One CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        first = pool not in self._pools
-        handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
-        with no_collection(first), silence():
-            torch.cuda.synchronize(self.device)
-            if first:
+        if pool not in self._pools:
+            gc.collect()  # it takes long, and is worth it once for many recordings
+            self._pools[pool] = torch.cuda.graph_pool_handle()
+        handle = self._pools[pool]
+        with no_collection(), silence():
+            if settle:
+                torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()  # what earlier passes left behind is of no use to the graph's own pool
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # others' threads may go on
             try:
@@ -140,14 +153,8 @@ class CUDARecorder:
 
 
 @contextmanager
-def no_collection(collect: bool) -> Iterator[None]:
-    """No garbage is collected inside: what is freed in the midst of a recording may touch the device.
-
-    Args:
-        collect: first, so that its memory is free; it takes long, and is worth it once for many recordings.
-    """
-    if collect:
-        gc.collect()
+def no_collection() -> Iterator[None]:
+    """No garbage is collected inside: what is freed in the midst of a recording may touch the device."""
     enabled = gc.isenabled()
     gc.disable()
     try:

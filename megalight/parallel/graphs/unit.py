@@ -59,18 +59,18 @@ class Unit:
         self._anchor = torch.empty(0, requires_grad=True)
 
     def record(self, recorder: Recorder, generators: Sequence[torch.Generator], pool: Any) -> None:
-        """Record both.
+        """Record both, in the midst of a step: messages of other ranks may be awaited.
 
         Raises:
             MegalightError: an output has no gradient.
         """
-        self._forward = recorder.record(self._call, generators, pool)
+        self._forward = recorder.record(self._call, generators, pool, settle=False)
         self._structure = self._forward.result
         self.outputs = tensors_of(self._structure)
         if not self.outputs or not all(output.requires_grad for output in self.outputs):
             raise MegalightError(f"{self.name} returns tensors without gradients beside others, or none")
         self.gradients = [torch.empty_like(output) for output in self.outputs]
-        self._backward = recorder.record(self._differentiate, generators, pool)
+        self._backward = recorder.record(self._differentiate, generators, pool, settle=False)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is like the recorded one."""
@@ -168,17 +168,29 @@ class _Replay(torch.autograd.Function):
         return None, None, *(g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True))
 
 
-def argument_for(value: Any, previous: Unit | None, held: list[Held]) -> Argument:
+def follows(previous: Unit | None, values: Sequence[Any]) -> bool:
+    """Whether the arguments that want gradients are the outputs of the unit that ran just before, as they are."""
+    inputs = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    return (
+        previous is not None
+        and len(inputs) == len(previous.outputs)
+        and all(
+            (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+            for x, y in zip(inputs, previous.outputs, strict=True)
+        )
+    )
+
+
+def argument_for(value: Any, chained: bool, held: list[Held]) -> Argument:
     """Static memory for one argument of the call that is recorded.
 
     Args:
-        previous: the unit that ran just before, if this argument may be its output.
+        chained: it is the output of the unit before, if it wants a gradient.
         held: of other units of the same pass, of which one may hold the value already; a new one is added.
     """
     if isinstance(value, Tensor) and value.requires_grad:
-        chained = previous is not None and value.data_ptr() in [output.data_ptr() for output in previous.outputs]
         memory = value.detach() if chained else value.detach().clone()
-        return Leaf(memory.requires_grad_(), chained)
+        return Leaf(memory.requires_grad_())
     if not tensors_of(value):
         return Constant(value)
     for each in held:

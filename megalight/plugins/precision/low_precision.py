@@ -57,6 +57,13 @@ class MegatronLowPrecision(MegatronPrecision):
         with self.session.step():
             yield
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """As inside :meth:`step`; histories are put back, and the step that follows casts weights anew."""
+        assert self.session is not None
+        with self.session.rehearsal():
+            yield
+
     @property
     def generators(self) -> list[torch.Generator]:
         """Those of stochastic rounding that were drawn from so far."""

@@ -123,6 +123,11 @@ class MegatronPrecision(Precision):
         """Around all micro-batches of a training step: weights stay as they are inside."""
         yield
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around passes that are run as in a step, to be recorded, and of which nothing may be remembered."""
+        yield
+
     @property
     def generators(self) -> list[torch.Generator]:
         """Random generators that a training step draws from besides torch's default ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,12 +75,13 @@ class Lane:
 class TransformerEngineGraphs:
     """Stands in for the forwards of modules, as :class:`~megalight.parallel.graphs.modules.ModuleGraphs` does.
 
-    All are recorded when the first of them is called after ``warmup_steps`` steps, in the order of the schedule.
+    All are recorded at once after ``warmup_steps`` steps, in the order of the schedule.
 
     Args:
         engine: gathers parameters and reduces gradients.
         lanes: the modules of each chunk of this rank, in the order in which they run.
         schedule: this rank's work in a step of so many micro-batches.
+        rehearsal: a context around the runs that are recorded.
         generators: that modules draw from, besides the default ones.
         warmup_steps: eager steps.
         refuse: told why modules run eagerly; may raise.
@@ -96,6 +98,7 @@ class TransformerEngineGraphs:
         engine: DataParallelEngine,
         lanes: Sequence[Sequence[Named]],
         schedule: Callable[[int], Actions],
+        rehearsal: Callable[[], AbstractContextManager[None]],
         generators: Callable[[], Sequence[torch.Generator]],
         *,
         warmup_steps: int,
@@ -103,6 +106,7 @@ class TransformerEngineGraphs:
     ) -> None:
         self.engine = engine
         self.schedule = schedule
+        self.rehearsal = rehearsal
         self.generators = generators
         self.warmup_steps = warmup_steps
         self.refuse = refuse
@@ -124,6 +128,13 @@ class TransformerEngineGraphs:
             lane.at = -1
             if self._steps == self.warmup_steps:
                 lane.samples = [[] for _ in range(micro_batches)]
+        if self._steps > self.warmup_steps and not self._recorded and not self._off:
+            if self.generators():
+                self._give_up("TransformerEngine registers its own random generators alone; use backend='own'")
+            elif len(self._lanes[0].samples) != micro_batches:
+                self._give_up("the number of micro-batches changes")
+            else:
+                self._record()  # it waits for the device: messages of other ranks must not be awaited yet
 
     def close(self) -> None:
         """Give the modules their own forwards back, and the graphs up."""
@@ -145,12 +156,6 @@ class TransformerEngineGraphs:
             if self._steps == self.warmup_steps:
                 self._note(lane, name, args, kwargs)
             return plain(*args, **kwargs)
-        if not self._recorded:
-            if self.generators():
-                self._give_up("TransformerEngine registers its own random generators alone; use backend='own'")
-                return plain(*args, **kwargs)
-            self._prepare([module for lane in self._lanes for _, module in lane.modules])
-            self._record()
         form = signature((args, kwargs))
         if self._off or self._count != self._recorded or form != lane.forms[place]:
             if not self._off:
@@ -188,7 +193,8 @@ class TransformerEngineGraphs:
         samples = [tuple(tensors_of(sample)) for lane in self._lanes for batch in lane.samples for sample in batch]
         kept = [bucket.grads.clone() for bucket in self.engine.buckets]
         devices = [self.engine.device] if self.engine.device.type == "cuda" else []
-        with self.engine.noting() as seen, torch.random.fork_rng(devices):  # type: ignore[arg-type]
+        with self.rehearsal(), self.engine.noting() as seen, torch.random.fork_rng(devices):
+            self._prepare([module for lane in self._lanes for _, module in lane.modules])
             made = make(
                 tuple(module for lane in flat for module in lane),
                 tuple(samples),

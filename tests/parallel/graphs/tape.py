@@ -39,7 +39,11 @@ class Tape:
         self.entered -= 1
 
     def record(
-        self, function: Callable[[], Any], generators: Sequence[torch.Generator] = (), pool: Hashable = None
+        self,
+        function: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        pool: Hashable = None,
+        settle: bool = True,
     ) -> Recorded:
         assert self.entered == 1
         self.made += 1

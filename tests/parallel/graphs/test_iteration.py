@@ -201,7 +201,7 @@ def test_inspection_keeps_what_was_there_before() -> None:
 def test_garbage_is_not_collected_while_recording() -> None:
     seen = []
 
-    @no_collection(True)
+    @no_collection()
     def fails() -> None:
         seen.append(gc.isenabled())
         raise KeyError
@@ -210,7 +210,7 @@ def test_garbage_is_not_collected_while_recording() -> None:
         fails()
     assert [*seen, gc.isenabled()] == [False, True]
     gc.disable()
-    with no_collection(False):
+    with no_collection():
         pass
     assert not gc.isenabled()
     gc.enable()
