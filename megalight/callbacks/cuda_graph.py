@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from megalight.callbacks import graph_reasons
 from megalight.errors import ConfigurationError
@@ -20,7 +18,6 @@ from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.graphs.modules import ModuleGraphs, Named
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.recompute.selection import layers_of
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
 from megalight.strategies.megatron import MegatronStrategy
@@ -125,33 +122,36 @@ class CUDAGraph(pl.Callback):
         if self._recorder is None:
             return
         strategy = _strategy(trainer)
-        whole = self.scope == "iteration"
-        lanes: list[list[Named]] = []
-        try:
-            lanes = [] if whole else [parts_of(chunk, self.scope) for chunk in strategy.chunks]
-        except ConfigurationError as error:
-            self._refuse(str(error))
-            return
-        reasons = [
-            *graph_reasons.of_environment(strategy.root_device.type == "cuda"),
-            *graph_reasons.of_module(pl_module),
-            *graph_reasons.of_recompute(strategy.chunks),
-            *(
-                graph_reasons.of_whole_steps(trainer, pl_module, strategy)
-                if whole
-                else graph_reasons.of_parts(strategy, self.scope, lanes)
-            ),
-        ]
-        if self.backend == "transformer_engine" and (reason := graphs_why_not(strategy.root_device.type)):
-            reasons.append(reason)
-        if reasons:
-            self._refuse("; ".join(dict.fromkeys(reasons)))
+        reasons, lanes = self._look_ahead(trainer, pl_module, strategy)
+        if strategy.any_rank(bool(reasons)):  # all ranks alike: they take part in each other's steps
+            self._refuse("; ".join(dict.fromkeys(reasons)) or "another rank cannot record its steps")
             return
         found = [streams for chunk in strategy.chunks for streams in streams_of(chunk)]
         self._streams = list({id(streams): streams for streams in found}.values())
         for streams in self._streams:
             streams.persist(strategy.root_device)
+        whole = self.scope == "iteration"
         strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
+
+    def _look_ahead(
+        self, trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy
+    ) -> tuple[list[str], list[list[Named]]]:
+        """Why this rank cannot record; and, of each chunk, what is to be."""
+        on_gpu = strategy.root_device.type == "cuda"
+        reasons = [
+            *graph_reasons.of_environment(on_gpu),
+            *graph_reasons.of_module(module),
+            *graph_reasons.of_recompute(strategy.chunks),
+        ]
+        if self.backend == "transformer_engine" and (missing := graphs_why_not(strategy.root_device.type)):
+            reasons.append(missing)
+        if self.scope == "iteration":
+            return [*reasons, *graph_reasons.of_whole_steps(trainer, module, strategy)], []
+        try:
+            lanes = [graph_reasons.parts_of(chunk, self.scope) for chunk in strategy.chunks]
+        except ConfigurationError as error:
+            return [*reasons, str(error)], []
+        return [*reasons, *graph_reasons.of_parts(strategy, self.scope, lanes)], lanes
 
     def _whole_steps(self, strategy: MegatronStrategy, module: pl.LightningModule) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
@@ -159,7 +159,7 @@ class CUDAGraph(pl.Callback):
             self._recorder,
             strategy.engine,
             strategy.root_device,
-            Agreement(strategy),
+            strategy.largest,
             Fingerprint(strategy.chunks),
             lambda: self._generators(strategy),
             warmup_steps=self.warmup_steps,
@@ -261,38 +261,6 @@ class CUDAGraph(pl.Callback):
             _strategy(trainer).run_steps_by(run_passes)
             self._graphs.close()
         recorder.leave()
-
-
-def parts_of(chunk: nn.Module, scope: str) -> list[Named]:
-    """The layers of a part of the model, or their attention, by name and in order.
-
-    Raises:
-        ConfigurationError: it has no layers, or they have no attention.
-    """
-    layers = [(f"layers.{index}", layer) for index, layer in layers_of(chunk)]
-    if scope == "layer":
-        return layers
-    for name, layer in layers:
-        if not isinstance(getattr(layer, "attention", None), nn.Module):
-            raise ConfigurationError(
-                f"{name} ({type(layer).__name__}) has no module `attention`; give it that name, or use scope='layer'"
-            )
-    return [(f"{name}.attention", layer.attention) for name, layer in layers]  # type: ignore[misc]
-
-
-class Agreement:
-    """The largest of every rank's host values, element by element."""
-
-    def __init__(self, strategy: MegatronStrategy) -> None:
-        self.strategy = strategy
-
-    def __call__(self, values: list[int]) -> list[int]:
-        """The same on every rank."""
-        if self.strategy.world_size == 1:
-            return values
-        found = torch.tensor(values)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.strategy.host_group())
-        return [int(value) for value in found]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Why a run cannot be recorded as CUDA graphs: what can be told before it begins."""
+"""What of a run is recorded as CUDA graphs, and why it cannot be: what can be told before it begins."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
+from megalight.parallel.recompute.selection import layers_of
 from megalight.strategies.contract import own_steps
 from megalight.strategies.megatron import MegatronStrategy
 
@@ -74,6 +76,23 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
             yield f"{name} is recomputed as a whole; recompute modules inside it, or leave it out"
         inside = ((f"{name}.{part}", child) for part, child in module.named_modules() if part)
         yield from of_hooks(inside)
+
+
+def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
+    """The layers of a part of the model, or their attention, by name and in order.
+
+    Raises:
+        ConfigurationError: it has no layers, or they have no attention.
+    """
+    layers = [(f"layers.{index}", layer) for index, layer in layers_of(chunk)]
+    if scope == "layer":
+        return layers
+    for name, layer in layers:
+        if not isinstance(getattr(layer, "attention", None), nn.Module):
+            raise ConfigurationError(
+                f"{name} ({type(layer).__name__}) has no module `attention`; give it that name, or use scope='layer'"
+            )
+    return [(f"{name}.attention", layer.attention) for name, layer in layers]  # type: ignore[misc]
 
 
 def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -49,10 +49,17 @@ class Memory(pl.Callback):
 
 
 def train(
-    scope: Any, warmup: int, config: Any, strict: bool = False, also: Any = (), **options: Any
+    scope: Any,
+    warmup: int,
+    config: Any,
+    strict: bool = False,
+    also: Any = (),
+    backend: Any = "own",
+    pin_memory: bool = True,
+    **options: Any,
 ) -> tuple[list[float], CUDAGraph, list[int]]:
     """Losses, the callback, and memory after each step."""
-    callback = CUDAGraph(scope, warmup_steps=warmup, on_refusal="error")
+    callback = CUDAGraph(scope, warmup_steps=warmup, backend=backend, on_refusal="error")
     watch, memory = Watch(strict), Memory()
     precision = {"precision": "bf16-mixed"} if "plugins" not in options else {"plugins": options.pop("plugins")}
     trainer = pl.Trainer(
@@ -74,7 +81,7 @@ def train(
     torch.manual_seed(0)
     try:
         module = GPTModule(config, optimizer=ADAM, seed=SEED)
-        trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=True))
+        trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=pin_memory))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [float(loss) for loss in watch.losses], callback, memory.used
@@ -102,6 +109,15 @@ def test_replayed_steps_have_the_losses_of_eager_ones(name: str, scope: str) -> 
     np.testing.assert_allclose(found, expected, rtol=2e-5)
     assert used[-1] == used[5], "memory grows over replays"
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the stream is given back"
+
+
+@pytest.mark.parametrize("scope", ["layer", "attention"])
+def test_layers_by_transformer_engine(scope: str) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    expected, _, _ = train(scope, NEVER, CONFIGS["gqa"])
+    found, callback, _ = train(scope, 2, CONFIGS["gqa"], backend="transformer_engine", pin_memory=False)
+    assert callback.replays == (STEPS - 2) * 2 * CONFIGS["gqa"].num_layers
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
 @pytest.mark.parametrize("scope", ["iteration", "layer"])

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.linear import precision_of
@@ -18,6 +18,7 @@ from megalight.parallel.graphs.arguments import Held, recordable
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.graphs.recorder import Recorder
+from megalight.parallel.graphs.static import tensors_of
 from megalight.parallel.graphs.unit import Unit, argument_for, follows
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class ModuleGraphs:
         self._recorded_under: Any = None
         self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}
         self._casts = {id(m): [p for p in m.parameters() if precision_of(p) is not None] for m in everything}
-        self._external: list[Any] = []
+        self._external: dict[int, Tensor] = {}  # what recorded work reads besides its arguments
         for lane in self._lanes:
             for place, (name, module) in enumerate(lane.modules):
                 if "forward" in module.__dict__:
@@ -162,6 +163,7 @@ class ModuleGraphs:
     def close(self) -> None:
         """Give the modules their own forwards back."""
         self.drop()
+        self._external.clear()
         for lane in self._lanes:
             for _, module in lane.modules:
                 module.__dict__.pop("forward", None)
@@ -202,7 +204,8 @@ class ModuleGraphs:
             return plain(*args, **kwargs)
         with Inspection(self.device) as inspection:
             result = plain(*args, **kwargs)
-        self._external += inspection.external.values()
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
+        self._external |= {key: tensor for key, tensor in inspection.external.items() if key not in given}
         if inspection.reasons:
             self._refuse("; ".join(inspection.reasons))
         return result

@@ -52,8 +52,8 @@ class Recorder(Protocol):
             settle: wait for the device first, and free memory that nobody uses. Not while a message of another rank is
                 awaited, which may in turn wait for one of ours.
             generators: that it draws from, besides the device's default one. Replays move them on.
-            pool: recordings of one pool share memory: a replay may overwrite whatever another one has left behind, other
-                than tensors that are still referred to. They must not run at the same time.
+            pool: recordings of one pool share memory: a replay may overwrite what another one has left behind, but for
+                tensors that are still referred to. They must not run at the same time.
 
         Raises:
             Exception: whatever it raised. The device, and generators, are then as before.
