@@ -69,6 +69,8 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
     """Of layers, or blocks in them, that are recorded each on its own."""
     if schedules.chosen(strategy.pipeline.schedule, strategy.virtual_pipeline) == "zero_bubble":
         yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
+    if strategy.mesh.cp > 1:
+        yield f"context parallelism plans its exchange inside layers, on the host; use scope='iteration', not {scope!r}"
     if strategy.recompute.granularity == "full":
         yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
     for name, module in (named for lane in lanes for named in lane):

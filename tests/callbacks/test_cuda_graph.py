@@ -16,10 +16,12 @@ from megalight.callbacks import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig
 from megalight.models.module import Carry
+from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import MegatronStrategy
+from megalight.strategies.options import Pipeline
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.parallel.graphs.tape import Tape
@@ -31,7 +33,10 @@ from tests.workers import run
 STEPS = 5
 NEVER = 1000
 """Warm-up steps of a run that stays eager."""
+EVALUATING = {"limit_val_batches": 1, "val_check_interval": 1}
+LATER = Pipeline(schedule="zero_bubble")
 DROPPING = replace(BASE, dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
+FOUR = replace(DROPPING, num_layers=4)
 
 
 def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
@@ -78,10 +83,12 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
         STEPS - 2,
         1,
     ),
+    "zero bubble": (2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": LATER}, STEPS - 2, 1),
+    "cp": (2, BASE, {"micro_batch_size": 1, "context_parallel": 2, "context": ContextOptions("ring")}, STEPS - 2, 1),
     "validation": (
         1,
         DROPPING,
-        {"trainer_options": {"limit_val_batches": 1, "val_check_interval": 1}},
+        {"trainer_options": EVALUATING},
         STEPS - 2,
         1,
     ),
@@ -110,7 +117,6 @@ def test_replays_train_as_eager_steps_do(name: str) -> None:
 
 
 SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
-FOUR = replace(DROPPING, num_layers=4)
 PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer": ("layer", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
     "attention": ("attention", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
@@ -132,6 +138,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
         0,
     ),
     "attention, pp": ("attention", 2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2}, 2 * 4, 0),
+    "layer, validation": ("layer", 1, DROPPING, {"micro_batch_size": 2, "trainer_options": EVALUATING}, 2 * 2, 2 * 2),
     "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
     "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),
     "layer, stochastic rounding": ("layer", 1, WIDE, low_precision("nvfp4"), 2 * 2, 2 * 2),
@@ -281,6 +288,26 @@ def test_a_module_that_can_be_recorded_is() -> None:
 
 def test_there_is_no_cuda_here() -> None:
     assert run(refused, 1, Quiet(), [], "eager", False, {})[0] == ("there are no CUDA graphs on cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("scope", "ranks", "options", "match"),
+    [
+        ("layer", 2, {"pipeline_parallel": 2, "pipeline": LATER}, "zero-bubble schedules keep weight gradients back"),
+        ("attention", 2, {"context_parallel": 2}, "plans its exchange inside layers"),
+        ("layer", 1, {"recompute": Recompute(granularity="full")}, "recompute of whole layers"),
+        (
+            "attention",
+            1,
+            {"recompute": Recompute(granularity="selective", modules=("attention",))},
+            "layers.0.attention is recomputed as a whole",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_recorded(scope: str, ranks: int, options: dict[str, Any], match: str) -> None:
+    for found in run(train_parts, ranks, BASE, scope, 2, {"micro_batch_size": 2, **options}):
+        assert found["replays"] == 0
+        assert match in found["reasons"][0]
 
 
 def test_dropout_is_not_recomputed_in_a_graph() -> None:
