@@ -104,7 +104,15 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+WHOLE_RUNS = ("dp, all masters", "zero bubble", "recompute", "stochastic rounding")
+"""Runs, of steps and of parts, that whole test sessions make."""
+
+
+def named(runs: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.full] * name.endswith(WHOLE_RUNS)) for name in runs]
+
+
+@pytest.mark.parametrize("name", named(RUNS))
 def test_replays_train_as_eager_steps_do(name: str) -> None:
     ranks, config, options, replays, graphs = RUNS[name]
     expected = run(train, ranks, config, NEVER, options)
@@ -146,7 +154,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
 """Scope, ranks, model, options; forwards of parts per step and rank; recordings, where they are the same everywhere."""
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", named(PARTS))
 def test_replays_of_parts_train_as_eager_ones_do(name: str) -> None:
     scope, ranks, config, options, forwards, made = PARTS[name]
     expected = run(train_parts, ranks, config, scope, NEVER, options)

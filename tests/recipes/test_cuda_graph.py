@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.recipes.test_pipeline import RECIPES, SHORT, _data
@@ -14,6 +15,7 @@ from tests.recipes.test_pipeline import RECIPES, SHORT, _data
 __all__ = ["_data"]  # the corpus, made before each test
 
 
+@pytest.mark.full
 def test_the_recipe_of_graphs(tmp_path: Path) -> None:
     words = [
         *(word for word in SHORT if not word.startswith("--trainer.callbacks")),
