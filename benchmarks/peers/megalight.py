@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.meter import Meter, forget, random_rows
 from benchmarks.peers import world_size
 from benchmarks.step import Step
+from megalight.callbacks import CUDAGraph
 from megalight.imports import has
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
@@ -37,6 +38,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
 TRAINER_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
 PLUGINS = ("transformer_engine", "apex", "flash_attn")
 CHECKED_STEPS = 6
+GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
 """Of the twin, divided by its layers: at a few times as much, deep narrow models blow rounding up into other losses."""
 
@@ -54,8 +56,10 @@ class Runner:
         missing = [name for name in PLUGINS if not has(name) and any(b.endswith(f":{name}") for b in step.backends)]
         if missing:
             return f"{missing[0]} is not installed"
-        if step.graph:
-            return "there is no callback for CUDA graphs"
+        if step.graph and step.device != "cuda":
+            return f"there are no CUDA graphs on {step.device}"
+        if step.graph and step.warmup <= GRAPH_WARMUP:
+            return f"a CUDA graph is recorded in step {GRAPH_WARMUP + 1}, which must not be timed: warmup={step.warmup}"
         return None
 
     def check(self, step: Step) -> dict[str, Any]:
@@ -189,6 +193,7 @@ def train(
         micro_batch_size=step.mbs,
     )
     cuda = step.device == "cuda"
+    graphs = [CUDAGraph(warmup_steps=GRAPH_WARMUP, on_refusal="error")] if step.graph else []
     with_config, without = backends_of(step)
     use_backends(**without)
     trainer = pl.Trainer(
@@ -204,7 +209,7 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[Steps(begin, tick)],
+        callbacks=[Steps(begin, tick), *graphs],
     )
     adam = AdamConfig(lr=LEARNING_RATE / step.layers, weight_decay=0.0) if fixed else AdamConfig(lr=1e-4)
     module = GPTModule(replace(config_of(step), backends=BackendConfig(**with_config)), optimizer=adam)

@@ -1,5 +1,6 @@
 """Lightning callbacks, one job each. They ask the strategy for what they need and say so where it is lacking."""
 
+from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.memory_snapshot import MemorySnapshot
@@ -16,6 +17,7 @@ from megalight.callbacks.timers import Timers
 __all__ = [
     "EMA",
     "NVTX",
+    "CUDAGraph",
     "GarbageCollection",
     "MemorySnapshot",
     "NsysWindow",

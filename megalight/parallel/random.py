@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,18 @@ class RandomStreams:
     coordinates. Whatever restores the default generators therefore restores all streams: activation recompute
     (``torch.utils.checkpoint`` does), a checkpoint, a user's own ``torch.manual_seed``.
 
+    A recorded graph cannot be seeded anew in its midst. Between :meth:`persist` and :meth:`forget` each stream has a
+    generator of its own therefore, seeded once a step by :meth:`begin`; forks of a step go on in it.
+
     Attributes:
+        persistent: those generators, by stream; empty where forks have no state.
         data_seed: for generators that draw data: different along ``dp`` alone; all ranks of a replica read the same.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh
         self.data_seed = 0
+        self.persistent: dict[str, torch.Generator] = {}
 
     def seed(self, seed: int) -> None:
         """Seed the default stream: equal along ``tp``, different along ``dp``, ``cp`` and ``pp``."""
@@ -48,15 +54,38 @@ class RandomStreams:
         """
         if name not in STREAMS:
             raise LayoutError(f"unknown random stream {name!r}; known: {', '.join(STREAMS)}." + nearest(name, STREAMS))
-        coordinates = [self.mesh.rank(axis) for axis in STREAMS[name]]
-        drawn = int(torch.randint(2**62, (), device="cpu"))
-        generator = _default_generator(torch.device(device))
-        state = generator.get_state()
-        generator.manual_seed(key(drawn, name, *coordinates))
+        default = _default_generator(torch.device(device))
+        if name in self.persistent and self.persistent[name].device.type == default.device.type:
+            back = lend(default, self.persistent[name])
+            try:
+                yield
+            finally:
+                back()
+            return
+        seed = self._draw_seed(name)
+        state = default.get_state()
+        default.manual_seed(seed)
         try:
             yield
         finally:
-            generator.set_state(state)
+            default.set_state(state)
+
+    def persist(self, device: torch.device) -> None:
+        """Give every stream a generator of its own on ``device``; call :meth:`begin` before each step from now on."""
+        self.persistent = {name: torch.Generator(device) for name in STREAMS}
+
+    def begin(self) -> None:
+        """A step begins: seed the streams that have generators of their own."""
+        for name, generator in self.persistent.items():
+            generator.manual_seed(self._draw_seed(name))
+
+    def forget(self) -> None:
+        """Forks have no state of their own again."""
+        self.persistent = {}
+
+    def _draw_seed(self, name: str) -> int:
+        coordinates = [self.mesh.rank(axis) for axis in STREAMS[name]]
+        return key(int(torch.randint(2**62, (), device="cpu")), name, *coordinates)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Generator states of this rank: device type -> state."""
@@ -70,6 +99,22 @@ class RandomStreams:
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+def lend(default: torch.Generator, own: torch.Generator) -> Callable[[], object]:
+    """Let ``default`` draw as ``own``, which moves on; returns what ends it. On a GPU a graph may record both."""
+    if default.device.type == "cuda":
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(own)
+        return partial(default.graphsafe_set_state, before)
+    _exchange(default, own)
+    return partial(_exchange, default, own)
+
+
+def _exchange(one: torch.Generator, other: torch.Generator) -> None:
+    state = one.get_state()
+    one.set_state(other.get_state())
+    other.set_state(state)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -50,11 +50,15 @@ class Collectives:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is raised on any rank; agreed upon on the host."""
+        return self.largest([int(flag)]) == [1]
+
+    def largest(self, values: list[int]) -> list[int]:
+        """The largest over all ranks of each value; agreed upon on the host."""
         if self.world_size == 1:
-            return flag
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.host_group())
-        return bool(value)
+            return values
+        found = torch.tensor(values)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host_group())
+        return [int(value) for value in found]
 
     def host_group(self) -> dist.ProcessGroup | None:
         """A gloo group over all ranks: for decisions on the host that must not touch the device."""

@@ -37,7 +37,7 @@ from megalight.strategies.contract import own_steps
 from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.options import DataParallel, Pipeline
-from megalight.strategies.step import Stepper, StepReport
+from megalight.strategies.step import Stepper, StepReport, StepRunner
 from megalight.strategies.tree import Split, root_of
 
 log = logging.getLogger(__name__)
@@ -236,6 +236,7 @@ class MegatronStrategy(MeshStrategy):
             self.micro_batch_size,
             partial(_lightning.fire, trainer, "on_before_backward"),
             self.engine.micro_batches if self.engine is not None else lambda count, reduce: nullcontext(),
+            self.engine.finish_grad_sync if self.engine is not None else lambda: None,
         )
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot meet views of flat buffers
@@ -254,6 +255,18 @@ class MegatronStrategy(MeshStrategy):
         _lightning.skip_backward(trainer)
         self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
         self._sigterm.install()
+
+    def run_steps_by(self, runner: StepRunner) -> None:
+        """Hand the passes of every following training step of a ``MegalightModule`` to ``runner``; until next set up.
+
+        Before training; :func:`megalight.strategies.step.run_passes` is the usual way.
+        """
+        assert self._stepper is not None
+        self._stepper.runner = runner
+
+    def train_schedule(self, micro_batches: int) -> Actions:
+        """This rank's work in a training step of so many micro-batches."""
+        return self._schedule("train", micro_batches)
 
     def _schedule(self, name: str, micro_batches: int) -> Actions:
         """This rank's work in a step of so many micro-batches; says where ranks would wait longer than they must."""
@@ -283,10 +296,8 @@ class MegatronStrategy(MeshStrategy):
         if trainer.fit_loop.batch_idx % window == 0:
             _lightning.zero_grad(trainer, self.optimizers[0])
             self.engine.zero_grad()
-        with self.precision.step(trainer.global_step):
-            output, self.report = self._stepper.train(args, 1.0 / window, sync=not self._accumulating)
-        if not self._accumulating:
-            self.engine.finish_grad_sync()
+        sync = not self._accumulating
+        output, self.report = self._stepper.train(args, trainer.global_step, 1.0 / window, sync)
         _lightning.fire(trainer, "on_after_backward")
         if not own_steps(self._stepper.module, "training_step"):
             for name, value in {"loss": self.report.loss, **self.report.metrics}.items():

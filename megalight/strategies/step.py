@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -44,8 +45,37 @@ class StepReport:
     metrics: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the passes of all micro-batches of a step give, all of it on the device.
+
+    Attributes:
+        loss: mean over all tokens of the global batch, 0-dim.
+        num_tokens: tokens that counted in it, over all ranks, 0-dim.
+        metrics: further global means, 0-dim each.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    metrics: dict[str, Tensor]
+
+
+Passes: TypeAlias = Callable[[Sequence[Any]], Outcome]
+"""From micro-batches on the device to reduced gradients: forward, backward and reductions of one training step."""
+StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Outcome]
+"""Runs the passes of a step in a way of its own: ``(what else they depend on, micro_batches, passes)``."""
+
+
+def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+    """The usual way: as they are written."""
+    return passes(micro_batches)
+
+
 class Stepper:
     """Runs training and evaluation steps of one LightningModule on this rank.
+
+    Attributes:
+        runner: runs the passes of each training step of a ``MegalightModule``; another one may record and replay them.
 
     Args:
         executor: runs micro-batches through the parts of the model on this rank.
@@ -54,6 +84,7 @@ class Stepper:
         before_backward: called with each scalar that is about to be differentiated.
         micro_batches: the data-parallel engine's context around so many micro-batches (and whether gradients may be
             reduced after them).
+        finish: reduces what is left of the gradients.
     """
 
     def __init__(
@@ -66,6 +97,7 @@ class Stepper:
         micro_batch_size: int | None,
         before_backward: Callable[[Tensor], None],
         micro_batches: Callable[[int, bool], AbstractContextManager[None]],
+        finish: Callable[[], None],
     ) -> None:
         self.module = module
         self.executor = executor
@@ -75,24 +107,53 @@ class Stepper:
         self.micro_batch_size = micro_batch_size
         self.before_backward = before_backward
         self.micro_batches = micro_batches
+        self.finish = finish
+        self.runner: StepRunner = run_passes
         self._names: dict[str, list[str]] = {}
         self._compared = False
 
-    def train(self, args: tuple[Any, ...], scale: float, sync: bool) -> tuple[Any, StepReport]:
+    def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport]:
         """Forward and backward of this rank's share of a global batch.
 
         Args:
             args: the batch, and what else Lightning hands to ``training_step``.
+            number: of the optimizer step.
             scale: multiplies the objective (``1 / accumulate_grad_batches``).
-            sync: gradients may be reduced after the last micro-batch.
+            sync: gradients are reduced: no more batches follow before the optimizer's step.
 
         Returns:
             the step's output for Lightning, and the report.
         """
+        self.precision.begin(number)
         if own_steps(self.module, "training_step"):
             return self._train_own(args, scale, sync)
         samples, micro_batches = self._split(args[0])
-        tokens = self.all_reduce(self._sum_tokens(micro_batches).double())
+        passes = partial(self._passes, scale=scale, sync=sync)
+        done = self.runner((scale, sync), micro_batches, passes)
+        report = StepReport(done.loss, done.num_tokens, samples * self.mesh.size("dp"), done.metrics)
+        return report.loss, report
+
+    def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
+        with self.precision.step():
+            tokens = self.all_reduce(self._sum_tokens(micro_batches).double())
+            losses = self._differentiate(micro_batches, tokens, scale, sync)
+            one = torch.ones_like(tokens)
+            rows = [
+                {
+                    "loss": (loss.sum, tokens),
+                    **{name: (value, one) for name, value in loss.auxiliary.items()},
+                    **loss.metrics,
+                }
+                for loss in losses
+            ]
+            totals = {**self._reduce_totals("train", rows)}
+            totals["loss"] = totals["loss"][0], tokens  # tokens are global already
+            means = {name: total / count.clamp(min=1) for name, (total, count) in totals.items()}
+        if sync:
+            self.finish()
+        return Outcome(means.pop("loss"), tokens, means)
+
+    def _differentiate(self, micro_batches: Sequence[Any], tokens: Tensor, scale: float, sync: bool) -> list[Loss]:
         inverse = scale / tokens.clamp(min=1)
         auxiliary_scale = scale / (len(micro_batches) * self.data_ranks)
 
@@ -104,27 +165,13 @@ class Stepper:
             return total
 
         with self.micro_batches(len(micro_batches), sync):
-            losses = self.executor.train(
+            return self.executor.train(
                 self.schedule("train", len(micro_batches)),
                 micro_batches,
                 self._forward_step,
                 self._loss_step,
                 objective,
             )
-        one = torch.ones_like(tokens)
-        rows = [
-            {
-                "loss": (loss.sum, tokens),
-                **{name: (value, one) for name, value in loss.auxiliary.items()},
-                **loss.metrics,
-            }
-            for loss in losses
-        ]
-        totals = {**self._reduce_totals("train", rows)}
-        totals["loss"] = totals["loss"][0], tokens  # tokens are global already
-        means = {name: total / count.clamp(min=1) for name, (total, count) in totals.items()}
-        report = StepReport(means.pop("loss"), tokens, samples * self.mesh.size("dp"), means)
-        return report.loss, report
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """A step that the user wrote, on the whole batch."""
@@ -246,7 +293,7 @@ class Stepper:
         samples, micro_batches = self._split(args[0])
         output: Any = None
         losses = []
-        with self.micro_batches(len(micro_batches), sync):
+        with self.precision.step(), self.micro_batches(len(micro_batches), sync):
             for index, (micro_batch, weight) in enumerate(
                 zip(micro_batches, self._weights(micro_batches), strict=True)
             ):
@@ -263,6 +310,8 @@ class Stepper:
                 with span("backward", chunk=0, micro_batch=index):
                     self.module.backward(share)
                 losses.append(loss.detach() * weight)
+        if sync:
+            self.finish()
         mean = self.all_reduce(torch.stack(losses).sum()) / self.data_ranks
         report = StepReport(mean, torch.zeros_like(mean), samples * self.mesh.size("dp"), {})
         return ({**output, "loss": mean} if isinstance(output, Mapping) else mean), report

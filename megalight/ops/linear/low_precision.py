@@ -42,18 +42,25 @@ class Session:
         self.reduce_history = reduce_history
         self.layers: list[LowPrecision] = []
         self.inside = False
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self.generators: dict[torch.device, torch.Generator] = {}
         self._number = 0
 
+    def begin(self, number: int) -> None:
+        """Optimizer step ``number`` begins: stochastic rounding draws by it, so that a resumed run draws the same."""
+        self._number = number
+        for generator in self.generators.values():
+            self._seed(generator)
+
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def step(self, number: int | None = None) -> Iterator[None]:
         """Around all micro-batches between two updates of the weights: each weight is cast once inside.
 
         Args:
-            number: of the optimizer step: stochastic rounding draws by it, so that a resumed run draws the same.
+            number: given, the step :meth:`begin`s here.
         """
-        self._number, self.inside = number, True
-        self._generators.clear()
+        if number is not None:
+            self.begin(number)
+        self.inside = True
         try:
             yield
         finally:
@@ -62,11 +69,29 @@ class Session:
                 layer.forget()
         AmaxHistory.roll([layer.history for layer in self.layers if layer.history is not None], self.reduce_history)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """As inside :meth:`step`, for passes of which nothing may be remembered."""
+        histories = [layer.history for layer in self.layers if layer.history is not None]
+        kept = [(history.current, history.current.clone()) for history in histories if history.current is not None]
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+            for layer in self.layers:
+                layer.forget()
+            for current, before in kept:
+                current.copy_(before)
+
     def generator(self, device: torch.device) -> torch.Generator:
-        """Draws for stochastic rounding in this step."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self.seed * 1_000_003 + self._number)
-        return self._generators[device]
+        """Draws for stochastic rounding in this step. The same object in every step: a recorded graph may know it."""
+        if device not in self.generators:
+            self.generators[device] = self._seed(torch.Generator(device))
+        return self.generators[device]
+
+    def _seed(self, generator: torch.Generator) -> torch.Generator:
+        return generator.manual_seed(self.seed * 1_000_003 + self._number)
 
 
 class LowPrecision:
@@ -114,6 +139,7 @@ class LowPrecision:
         self.primary = primary
         self.scale: Tensor | None = None
         self._weight: tuple[Quantized, Quantized] | None = None
+        self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
 
     @property
@@ -212,6 +238,15 @@ class LowPrecision:
         """The weight may change: cast it again when it is needed."""
         self._weight = None
 
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the weight, once a step, to one place in memory, where recorded graphs read it."""
+        made = self._cast_weight(weight)
+        self._kept = self._kept or made
+
+    def release(self) -> None:
+        """Nobody reads that place any more."""
+        self._kept = None
+
     def _cast_input(self, x: Tensor, columns: Scheme | None, rows: bool = True) -> Cast:
         scheme = self.recipe.x
         flat = rows_of(x)
@@ -234,6 +269,8 @@ class LowPrecision:
             rows, columns = held, transpose(held)
         else:
             rows, columns = self._cast_both(weight.detach())
+        if self._kept is not None:
+            rows, columns = self._kept[0].copy_(rows), self._kept[1].copy_(columns)
         if self.session.inside:
             self._weight = rows, columns
         return rows, columns

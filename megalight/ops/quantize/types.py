@@ -77,6 +77,12 @@ class Quantized:
         data, scale, *rest = tensors
         return Quantized(data, scale, scheme, *rest)
 
+    def copy_(self, other: Quantized) -> Quantized:
+        """Take over the codes and scales of another matrix that was cast likewise; returns this one."""
+        for own, new in zip(self.tensors, other.tensors, strict=True):
+            own.copy_(new)
+        return self
+
     def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """``[R, K]``: exact in float64."""
         codes = unpack_e2m1(self.data) if self.scheme.format == "e2m1" else self.data

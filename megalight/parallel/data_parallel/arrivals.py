@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -44,6 +45,7 @@ class Arrivals:
         self._sending = False
         self._next = 0
         self._micro_batches = 0
+        self._noted: list[tuple[int, int]] | None = None
         self._counts = [[0] * len(bucket.infos) for bucket in buckets]
         self._usual = [[0] * len(bucket.infos) for bucket in buckets]
         """Arrivals per micro-batch, at most."""
@@ -66,6 +68,15 @@ class Arrivals:
     def stop(self) -> None:
         """They ended, well or not."""
         self._sending = False
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[int, int]]]:
+        """Inside, what arrives is noted as ``(bucket, place)`` instead of being counted."""
+        self._noted = []
+        try:
+            yield self._noted
+        finally:
+            self._noted = None
 
     def learn(self) -> None:
         """They ended well."""
@@ -96,12 +107,17 @@ class Arrivals:
         here = weakref.ref(self)  # parameters hold this function where the garbage collector cannot see it
 
         def arrived() -> None:
-            if (alive := here()) is not None:
-                alive._count(index, place)
+            if (alive := here()) is None:
+                return
+            if alive._noted is not None:
+                alive._noted.append((index, place))
+            else:
+                alive.count(index, place)
 
         return arrived
 
-    def _count(self, index: int, place: int) -> None:
+    def count(self, index: int, place: int) -> None:
+        """A gradient has arrived."""
         bucket = self.buckets[index]
         if bucket.sent:
             raise MegalightError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -140,6 +140,7 @@ class DataParallelEngine:
         self._written = False
         self._any_dtype = False
         self._gather_hooks = False
+        self._may_write = True
         self._arrivals = Arrivals(self.buckets, self._send, overlap_grad_reduce, self._stream)
         self.recast()
 
@@ -154,7 +155,7 @@ class DataParallelEngine:
             bucket.shard.master.grad = None
         if self.buckets:
             torch._foreach_zero_([bucket.grads for bucket in self.buckets])
-        for info in self.infos:
+        for info in self.infos if self._may_write else ():
             if precision_of(info.parameter) is not None:
                 setattr(info.parameter, IS_ZERO, True)
 
@@ -195,6 +196,73 @@ class DataParallelEngine:
             for shard, gradient in zip(self.shards, gradients, strict=True):
                 shard.master.grad = gradient if self._any_dtype else gradient.to(shard.master.dtype)
 
+    @property
+    def reduced(self) -> bool:
+        """Whether :meth:`finish_grad_sync` has run since the last :meth:`zero_grad`."""
+        return self._reduced
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients of the shards, as :meth:`finish_grad_sync` left them.
+
+        Raises:
+            MegalightError: they are not reduced yet.
+        """
+        gradients = [shard.master.grad for shard in self.shards]
+        if any(gradient is None for gradient in gradients):
+            raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def adopt(self, gradients: Sequence[Tensor]) -> None:
+        """Be as :meth:`finish_grad_sync` leaves it: somebody else (a replayed graph) reduced into these tensors."""
+        self._reduced = True
+        for bucket, gradient in zip(self.buckets, gradients, strict=True):
+            bucket.sent = True
+            bucket.shard.master.grad = gradient
+
+    def only_add(self) -> None:
+        """Have every gradient added to what there is, zeros too: a graph that is replayed cannot tell the first one."""
+        self._may_write = False
+        for info in self.infos:
+            info.parameter.__dict__.pop(IS_ZERO, None)
+
+    def give_up(self) -> None:
+        """Be as before the passes of this step, of which nothing reached the device; sums of earlier ones stay."""
+        self._arrivals.stop()
+        self._pending = []
+        self._reduced = False
+        for bucket in self.buckets:
+            bucket.sent = False
+            bucket.shard.master.grad = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[int, int]]]:
+        """Inside, gradients that arrive are noted down in the list and not counted: :meth:`arrive` counts them later.
+
+        For passes that are recorded now and replayed then.
+        """
+        with self._arrivals.noting() as seen:
+            yield seen
+
+    def places_of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
+        """By which ``(bucket, place)`` :meth:`noting` and :meth:`arrive` know these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [
+            (index, place)
+            for index, bucket in enumerate(self.buckets)
+            for place, info in enumerate(bucket.infos)
+            if id(info.parameter) in wanted
+        ]
+
+    def arrive(self, seen: Sequence[tuple[int, int]]) -> None:
+        """Count gradients whose arrival nobody else tells of: complete buckets are sent off."""
+        for index, place in seen:
+            self._arrivals.count(index, place)
+
+    def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Which buckets hold these parameters, for :meth:`sync_parameters`."""
+        return self._gatherer.buckets_of(parameters)
+
     def _wait(self) -> list[Tensor]:
         gradients = [finish() for finish in self._pending]
         self._pending = []
@@ -206,7 +274,7 @@ class DataParallelEngine:
         """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
         views = [
             gradient[start:stop]
-            for gradient, runs in zip(self._gradients(), self._counted, strict=True)
+            for gradient, runs in zip(self.gradients, self._counted, strict=True)
             for start, stop in runs
         ]
         return global_norm(views, self._norm_groups, self.device)
@@ -217,13 +285,7 @@ class DataParallelEngine:
         if self._scaler is not None:
             self._scaler(factor)
         elif self.shards:
-            torch._foreach_mul_(self._gradients(), factor)
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [shard.master.grad for shard in self.shards]
-        if any(gradient is None for gradient in gradients):
-            raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
-        return [gradient for gradient in gradients if gradient is not None]
+            torch._foreach_mul_(self.gradients, factor)
 
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
@@ -273,9 +335,13 @@ class DataParallelEngine:
         if not self.overlap_param_gather:
             self.sync_parameters()
 
-    def sync_parameters(self) -> None:
-        """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are."""
-        self._gatherer.wait()
+    def sync_parameters(self, homes: Sequence[int] | None = None) -> None:
+        """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are.
+
+        Args:
+            homes: wait for the parameters of these buckets only (:meth:`homes_of`).
+        """
+        self._gatherer.wait(homes)
 
     def recast(self) -> None:
         """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""

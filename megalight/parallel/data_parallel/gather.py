@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ class Gatherer:
         self.buckets = buckets
         self.group = group
         self._waits: dict[int, Callable[[], object]] = {}
+        self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
 
     def start(self) -> None:
         """Start gathering every bucket."""
@@ -54,15 +55,18 @@ class Gatherer:
                 if index in self._waits:
                     self._waits.pop(index)()
 
+    def buckets_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """The buckets that hold these parameters, in order; those that no bucket holds are passed over."""
+        return sorted({self._home[id(p)] for p in parameters if id(p) in self._home})
+
     def attach(self, module: nn.Module) -> None:
         """Make every submodule wait, before it runs, for its own parameters and for those of its childless children.
 
         The latter because a parent may read a child's weight without calling the child, as a fused loss does.
         """
-        home = {id(info.parameter): index for index, bucket in enumerate(self.buckets) for info in bucket.infos}
         for part in module.modules():
             near = [part, *(child for child in part.children() if next(child.children(), None) is None)]
-            needed = sorted({home[id(p)] for each in near for p in each.parameters(recurse=False) if id(p) in home})
+            needed = self.buckets_of(p for each in near for p in each.parameters(recurse=False))
             if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
                 before.remove()  # of an engine that had this module before
             if needed:

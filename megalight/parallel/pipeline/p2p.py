@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalight.parallel.graphs.state import capturing
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 
@@ -38,8 +39,8 @@ class Message:
         return self.tensors
 
     def done(self) -> bool:
-        """Whether they have arrived, without waiting."""
-        return all(work.is_completed() for work in self.works)
+        """Whether they have arrived, without waiting; never said of messages that a graph records."""
+        return not capturing() and all(work.is_completed() for work in self.works)
 
 
 class Channel:

@@ -69,6 +69,17 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
             kind(f"layers.{layer[0]}" + (f".{name}" if name else ""), module)
 
 
+def redrawing(chunk: nn.Module) -> list[str]:
+    """Names of what is recomputed and draws random numbers, for which generators are put back on the host."""
+    found = []
+    for module in chunk.modules():
+        override = module.__dict__.get("forward")
+        draws = getattr(override, "draws", None) or getattr(getattr(override, "group", None), "draws", None)
+        if isinstance(override, Override) and draws is not None and draws():
+            found.append(override.name)
+    return found
+
+
 def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
     assert recompute.num_layers is not None
     _check_number(layers, recompute)

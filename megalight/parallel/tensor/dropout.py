@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.shared import Shared
 
 
@@ -56,6 +57,13 @@ class OwnStream(nn.Module):
         """What the module answers."""
         with self.shared.streams.fork("tensor", x.device) if self.training else nullcontext():
             return self.module(x, *args, **kwargs)
+
+
+def streams_of(model: nn.Module) -> list[RandomStreams]:
+    """The random streams that modules of a model draw from, each once."""
+    found = (part for part in model.modules() if isinstance(part, ParallelDropout | OwnStream))
+    droppers = [part for part in found if has_dropout(part.module if isinstance(part, OwnStream) else part)]
+    return list({id(part.shared.streams): part.shared.streams for part in droppers}.values())
 
 
 def has_dropout(module: nn.Module) -> bool:

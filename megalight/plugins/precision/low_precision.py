@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError, nearest
@@ -62,9 +63,26 @@ class MegatronLowPrecision(MegatronPrecision):
             )
         self.session = apply_low_precision(model, self.options, mesh, num_layers, self.kind)
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around all micro-batches of one step: each weight is cast once inside."""
+    def begin(self, number: int) -> None:
+        """Stochastic rounding draws by the number of the step."""
         assert self.session is not None, "the strategy calls prepare in setup"
-        with self.session.step(number):
+        self.session.begin(number)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all micro-batches of one step: each weight is cast once inside."""
+        assert self.session is not None
+        with self.session.step():
             yield
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """As inside :meth:`step`; histories are put back, and the step that follows casts weights anew."""
+        assert self.session is not None
+        with self.session.rehearsal():
+            yield
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those of stochastic rounding that were drawn from so far."""
+        return [] if self.session is None else list(self.session.generators.values())

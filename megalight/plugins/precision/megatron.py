@@ -115,10 +115,23 @@ class MegatronPrecision(Precision):
         """
         remove_low_precision(model)
 
+    def begin(self, number: int) -> None:
+        """Training step ``number`` begins: what the host does for it, which no graph may record."""
+
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around all micro-batches of training step ``number``: weights stay as they are inside."""
+    def step(self) -> Iterator[None]:
+        """Around all micro-batches of a training step: weights stay as they are inside."""
         yield
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around passes that are run as in a step, to be recorded, and of which nothing may be remembered."""
+        yield
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Random generators that a training step draws from besides torch's default ones."""
+        return []
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:

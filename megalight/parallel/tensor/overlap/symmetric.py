@@ -165,6 +165,7 @@ class GatheringCopies:
         rank, size, shape = carrier.group.rank(), carrier.group.size(), tuple(share.shape)
         current, aside, laid_open = torch.cuda.current_stream(), carrier.stream, carrier.shares
         laid_open.reserve(share.nbytes)
+        aside.wait_stream(current)  # so that a CUDA graph that is being recorded knows both
         current.wait_stream(aside)  # what this rank still pulls
         laid_open.barrier()  # and with that everybody: the shares of the call before may be overwritten
         laid_open.view(rank, shape, share.dtype).copy_(share)

@@ -1,0 +1,289 @@
+"""Training steps as CUDA graphs: recorded once, launched by one call from then on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+
+from megalight.callbacks import graph_reasons
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.graphs.fingerprint import Fingerprint
+from megalight.parallel.graphs.iteration import IterationGraphs
+from megalight.parallel.graphs.modules import ModuleGraphs, Named
+from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
+from megalight.parallel.random import RandomStreams
+from megalight.parallel.tensor.dropout import streams_of
+from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
+from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.step import Outcome, Passes, StepRunner, run_passes
+
+log = logging.getLogger(__name__)
+
+CHOICES = {
+    "scope": ("iteration", "layer", "attention"),
+    "backend": ("own", "transformer_engine"),
+    "on_refusal": ("eager", "error"),
+}
+
+
+class CUDAGraph(pl.Callback):
+    """Records training steps, or their layers, as CUDA graphs and replays them: for steps that wait for launches.
+
+    ``scope="iteration"`` records all from the batch on the device to reduced gradients: every micro-batch, pipeline
+    messages, and the reduction over data-parallel ranks. A step is replayed only where everything that a graph takes
+    for granted is as it was recorded: shapes, types, host values in the batch, the number of micro-batches, modes of
+    modules and places of tensors; any other step runs eagerly.
+
+    ``scope="layer"`` and ``"attention"`` record the forward and the backward of each layer, or of its attention, once
+    per micro-batch in flight; all else runs eagerly: embedding, head and loss, gradients' reduction and parameters'
+    gathering, bucket by bucket.
+
+    Clipping and the optimizer stay outside, evaluation runs as ever.
+
+    Args:
+        scope: ``iteration``, ``layer`` or ``attention``.
+        warmup_steps: eager steps before anything is recorded, at least 2; for ``iteration`` of each form. The last is
+            looked through for what cannot be recorded.
+        max_graphs: for ``iteration``: forms of steps (shapes, numbers of micro-batches) that are recorded at most.
+        backend: for ``layer`` and ``attention``: ``own``, or ``transformer_engine``: its ``make_graphed_callables``,
+            with static memory for every micro-batch.
+        on_refusal: what to do where a run or a step cannot be recorded: ``eager``: say why, and run it eagerly;
+            ``error``: raise.
+
+    Attributes:
+        recorder: what records; None: CUDA graphs.
+        reasons: why something runs eagerly, in the order in which it was found.
+
+    Raises:
+        ConfigurationError: an argument that does not exist; in ``fit``, another strategy than ``MegatronStrategy``;
+            with ``on_refusal="error"``, whatever cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        scope: Literal["iteration", "layer", "attention"] = "iteration",
+        warmup_steps: int = 3,
+        max_graphs: int = 4,
+        backend: Literal["own", "transformer_engine"] = "own",
+        on_refusal: Literal["eager", "error"] = "eager",
+    ) -> None:
+        for name, value in {"scope": scope, "backend": backend, "on_refusal": on_refusal}.items():
+            if value not in CHOICES[name]:
+                raise ConfigurationError(f"{name} is {value!r}; choose one of {', '.join(CHOICES[name])}.")
+        if warmup_steps < 2 or max_graphs < 1:
+            raise ConfigurationError(
+                f"warmup_steps={warmup_steps}, max_graphs={max_graphs}: the first must be at least 2 (one step "
+                "prepares what is prepared once, one is looked through), the second at least 1."
+            )
+        if backend == "transformer_engine" and scope == "iteration":
+            raise ConfigurationError(
+                "backend='transformer_engine' records modules, and scope='iteration' is no module; choose "
+                "scope='layer' or 'attention', or backend='own'."
+            )
+        self.scope = scope
+        self.backend = backend
+        self.warmup_steps = warmup_steps
+        self.max_graphs = max_graphs
+        self.on_refusal = on_refusal
+        self.recorder: Recorder | None = None
+        self.reasons: list[str] = []
+        self._recorder: Recorder | None = None
+        self._graphs: IterationGraphs | ModuleGraphs | TransformerEngineGraphs | None = None
+        self._streams: list[RandomStreams] = []
+        self._level = logging.WARNING
+
+    @property
+    def replays(self) -> int:
+        """Steps, or forwards of layers, that were replayed in the current or last run."""
+        return 0 if self._graphs is None else self._graphs.replays
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Choose the stream for everything, before parameters are prepared."""
+        if stage != "fit":
+            return
+        strategy = _strategy(trainer)
+        self._end(trainer)
+        self.reasons, self._graphs = [], None
+        self._level = logging.WARNING if trainer.is_global_zero else logging.INFO
+        if self.recorder is None and strategy.root_device.type != "cuda":
+            self._refuse(f"there are no CUDA graphs on {strategy.root_device.type}")
+            return
+        self._recorder = self.recorder or CUDARecorder(strategy.root_device)
+        self._recorder.enter()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what cannot be, or take the steps over."""
+        if self._recorder is None:
+            return
+        strategy = _strategy(trainer)
+        reasons, lanes = self._look_ahead(trainer, pl_module, strategy)
+        if strategy.any_rank(bool(reasons)):  # all ranks alike: they take part in each other's steps
+            self._refuse("; ".join(dict.fromkeys(reasons)) or "another rank cannot record its steps")
+            return
+        found = [streams for chunk in strategy.chunks for streams in streams_of(chunk)]
+        self._streams = list({id(streams): streams for streams in found}.values())
+        for streams in self._streams:
+            streams.persist(strategy.root_device)
+        assert strategy.engine is not None
+        strategy.engine.only_add()
+        whole = self.scope == "iteration"
+        strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
+
+    def _look_ahead(
+        self, trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy
+    ) -> tuple[list[str], list[list[Named]]]:
+        """Why this rank cannot record; and, of each chunk, what is to be."""
+        on_gpu = strategy.root_device.type == "cuda"
+        reasons = [
+            *graph_reasons.of_environment(on_gpu),
+            *graph_reasons.of_module(module),
+            *graph_reasons.of_recompute(strategy.chunks),
+        ]
+        if self.backend == "transformer_engine" and (missing := graphs_why_not(strategy.root_device.type)):
+            reasons.append(missing)
+        if self.scope == "iteration":
+            return [*reasons, *graph_reasons.of_whole_steps(trainer, module, strategy)], []
+        try:
+            lanes = [graph_reasons.parts_of(chunk, self.scope) for chunk in strategy.chunks]
+        except ConfigurationError as error:
+            return [*reasons, str(error)], []
+        return [*reasons, *graph_reasons.of_parts(strategy, self.scope, lanes)], lanes
+
+    def _whole_steps(self, strategy: MegatronStrategy, module: pl.LightningModule) -> StepRunner:
+        assert self._recorder is not None and strategy.engine is not None
+        graphs = self._graphs = IterationGraphs(
+            self._recorder,
+            strategy.engine,
+            strategy.root_device,
+            strategy.largest,
+            Fingerprint(strategy.chunks),
+            lambda: self._generators(strategy),
+            warmup_steps=self.warmup_steps,
+            max_graphs=self.max_graphs,
+            refuse=self._refuse,
+            looking=lambda reasons: _logging_noticed(module, reasons),
+        )
+
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            for streams in self._streams:
+                streams.begin()
+            for chunk in strategy.chunks:
+                chunk.training = module.training  # as the step will set it: a stage is not among the children
+            done: Outcome = graphs(key, micro_batches, passes)
+            return done
+
+        return run
+
+    def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
+        assert self._recorder is not None and strategy.engine is not None
+        if self.backend == "transformer_engine":
+            return self._package_parts(strategy, strategy.engine, lanes)
+        graphs = self._graphs = ModuleGraphs(
+            self._recorder,
+            strategy.engine,
+            lanes,
+            strategy.root_device,
+            lambda: self._generators(strategy),
+            chained=self.scope == "layer",
+            warmup_steps=self.warmup_steps,
+            refuse=self._refuse,
+        )
+
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            for streams in self._streams:
+                streams.begin()
+            graphs.begin_step()
+            return passes(micro_batches)
+
+        return run
+
+    def _package_parts(
+        self, strategy: MegatronStrategy, engine: DataParallelEngine, lanes: list[list[Named]]
+    ) -> StepRunner:
+        graphs = self._graphs = TransformerEngineGraphs(
+            engine,
+            lanes,
+            strategy.train_schedule,
+            strategy.precision.rehearsal,
+            lambda: self._generators(strategy),
+            warmup_steps=self.warmup_steps,
+            refuse=self._refuse,
+        )
+
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            for streams in self._streams:
+                streams.begin()
+            graphs.begin_step(len(micro_batches))
+            return passes(micro_batches)
+
+        return run
+
+    def _generators(self, strategy: MegatronStrategy) -> list[torch.Generator]:
+        """All that a step draws from, besides torch's default ones."""
+        own = [generator for streams in self._streams for generator in streams.persistent.values()]
+        return own + strategy.precision.generators
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the graphs up while the communicators they know are there."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The same."""
+        try:
+            self._end(trainer)
+        except RuntimeError as error:  # the device may be gone: what it died of is being told
+            log.warning("CUDA graphs could not be given up: %s", error)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Where training never began."""
+        self._end(trainer)
+
+    def _refuse(self, reason: str) -> None:
+        self.reasons.append(reason)
+        if self.on_refusal == "error":
+            raise ConfigurationError(
+                f"CUDAGraph cannot record: {reason}. Or let such steps run eagerly: CUDAGraph(on_refusal='eager')."
+            )
+        log.log(self._level, "CUDAGraph: steps run eagerly: %s.", reason)
+
+    def _end(self, trainer: pl.Trainer) -> None:
+        recorder, self._recorder = self._recorder, None
+        streams, self._streams = self._streams, []
+        for each in streams:
+            each.forget()
+        if recorder is None:
+            return
+        if self._graphs is not None:
+            _strategy(trainer).run_steps_by(run_passes)
+            self._graphs.close()
+        recorder.leave()
+
+
+@contextmanager
+def _logging_noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
+    """Note whether the module's steps log, which replays would not do."""
+
+    def noted(name: Any, *args: Any, **kwargs: Any) -> None:
+        reasons.append(f"the step logs {name!r} by self.log; return it as one of loss_step's metrics")
+
+    module.log = module.log_dict = noted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict
+
+
+def _strategy(trainer: pl.Trainer) -> MegatronStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, MegatronStrategy):
+        raise ConfigurationError(
+            f"CUDAGraph records the steps of MegatronStrategy, not of {type(strategy).__name__}; use "
+            "Trainer(strategy=MegatronStrategy(...))."
+        )
+    return strategy

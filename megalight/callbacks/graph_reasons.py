@@ -1,0 +1,118 @@
+"""What of a run is recorded as CUDA graphs, and why it cannot be: what can be told before it begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalight.errors import ConfigurationError
+from megalight.models.module import MegalightModule
+from megalight.ops.linear import precision_of
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.parallel.pipeline import schedules
+from megalight.parallel.recompute.apply import redrawing
+from megalight.parallel.recompute.selection import layers_of
+from megalight.strategies.contract import own_steps
+from megalight.strategies.megatron import MegatronStrategy
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OURS = ("lightning", "megalight")
+
+
+def of_environment(on_gpu: bool) -> Iterator[str]:
+    """Of the process."""
+    for name in ALLOCATOR:
+        if "expandable_segments:true" in os.environ.get(name, "").lower():
+            yield f"{name} switches expandable_segments on, whose memory may move; take it out"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
+    if torch.is_anomaly_enabled():
+        yield "detect_anomaly reads every gradient on the host; switch it off"
+    if on_gpu and dist.is_initialized() and "nccl" not in dist.get_backend():
+        yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
+
+
+def of_module(module: pl.LightningModule) -> Iterator[str]:
+    """Of the module's contract."""
+    if not isinstance(module, MegalightModule) or own_steps(module, "training_step"):
+        yield (
+            f"{type(module).__name__} has a training_step of its own, which may read values, log and count batches; "
+            "write a MegalightModule with forward_step and loss_step"
+        )
+
+
+def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
+    """Of random numbers that are drawn twice."""
+    for chunk in chunks:
+        for place in redrawing(chunk):
+            yield (
+                f"recompute of {place} draws dropout masks a second time, for which generators are put back on the "
+                "host; leave it out of recompute, or set its dropout to 0"
+            )
+
+
+def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
+    """Of code that runs between the beginning and the end of a step."""
+    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
+        if type(owner).on_before_backward.__module__.partition(".")[0] not in OURS:
+            yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
+    if getattr(module, "varying_carry", False) and strategy.mesh.pp > 1:
+        yield f"{type(module).__name__}.varying_carry lets stages tell each other shapes in the step, on the host"
+    for chunk in strategy.chunks:
+        yield from of_hooks(chunk.named_modules())
+
+
+def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tuple[str, nn.Module]]]) -> Iterator[str]:
+    """Of layers, or blocks in them, that are recorded each on its own."""
+    if schedules.chosen(strategy.pipeline.schedule, strategy.virtual_pipeline) == "zero_bubble":
+        yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
+    if strategy.mesh.cp > 1:
+        yield f"context parallelism plans its exchange inside layers, on the host; use scope='iteration', not {scope!r}"
+    if strategy.recompute.granularity == "full":
+        yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
+    for name, module in (named for lane in lanes for named in lane):
+        kinds = {type(precision) for weight in module.parameters() if (precision := precision_of(weight)) is not None}
+        for kind in kinds - {LowPrecision}:
+            yield f"{kind.__name__} keeps the casts of {name}'s weights to itself; use scope='iteration', not {scope!r}"
+        if "forward" in module.__dict__:
+            yield f"{name} is recomputed as a whole; recompute modules inside it, or leave it out"
+        inside = ((f"{name}.{part}", child) for part, child in module.named_modules() if part)
+        yield from of_hooks(inside)
+
+
+def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
+    """The layers of a part of the model, or their attention, by name and in order.
+
+    Raises:
+        ConfigurationError: it has no layers, or they have no attention.
+    """
+    layers = [(f"layers.{index}", layer) for index, layer in layers_of(chunk)]
+    if scope == "layer":
+        return layers
+    for name, layer in layers:
+        if not isinstance(getattr(layer, "attention", None), nn.Module):
+            raise ConfigurationError(
+                f"{name} ({type(layer).__name__}) has no module `attention`; give it that name, or use scope='layer'"
+            )
+    return [(f"{name}.attention", layer.attention) for name, layer in layers]  # type: ignore[misc]
+
+
+def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Of hooks that somebody else has put on modules: a replay calls none."""
+    for name, module in modules:
+        found = [
+            *module._forward_pre_hooks.values(),
+            *module._forward_hooks.values(),
+            *module._backward_hooks.values(),
+            *module._backward_pre_hooks.values(),
+        ]
+        for hook in found:
+            inner = getattr(hook, "func", hook)
+            if str(getattr(inner, "__module__", "")).partition(".")[0] not in OURS:
+                yield f"{name or 'the model'} ({type(module).__name__}) has a hook, which a replay does not call"
+                break

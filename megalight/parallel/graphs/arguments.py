@@ -1,0 +1,101 @@
+"""What a recorded module is called with: a place in static memory for each argument."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megalight.parallel.graphs.static import StaticInputs, tensors_of
+from megalight.parallel.pipeline.carry import signature
+
+
+@dataclass
+class Leaf:
+    """An argument that wants a gradient.
+
+    Attributes:
+        tensor: static memory, perhaps that of the previous module's output; a leaf of the recorded operations.
+    """
+
+    tensor: Tensor
+
+    def fits(self, value: Any) -> bool:
+        """Whether the recorded work can take ``value``."""
+        own = self.tensor
+        return isinstance(value, Tensor) and (value.shape, value.dtype, value.requires_grad) == (
+            own.shape,
+            own.dtype,
+            own.requires_grad,
+        )
+
+    def fill(self, value: Tensor) -> None:
+        """Copy, unless it lies there already."""
+        if value.data_ptr() != self.tensor.data_ptr():
+            self.tensor.detach().copy_(value.detach(), non_blocking=True)
+
+
+class Held:
+    """An argument without gradients: a tensor, or an object that holds some. Modules of one pass share it."""
+
+    def __init__(self, value: Any) -> None:
+        self.form: Hashable = signature(value)
+        self.static = StaticInputs(value)
+        self._note(value)
+
+    @property
+    def value(self) -> Any:
+        """As recorded work reads it."""
+        return self.static.value
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` was the last one copied, and has not been written to since."""
+        return (
+            self._source is value
+            and not isinstance(value, dict | list)
+            and all(tensor._version == version for tensor, version in self._versions)
+        )
+
+    def fits(self, value: Any) -> bool:
+        """Whether the recorded work can take ``value``."""
+        return self.holds(value) or self.form == signature(value)
+
+    def fill(self, value: Any) -> None:
+        """Copy what is new."""
+        if not self.holds(value):
+            self.static.fill(value)
+            self._note(value)
+
+    def _note(self, value: Any) -> None:
+        self._source = value
+        self._versions = [(tensor, tensor._version) for tensor in tensors_of(value)]
+
+
+@dataclass
+class Constant:
+    """An argument without tensors."""
+
+    value: Any
+
+    def fits(self, value: Any) -> bool:
+        """Whether the recorded work can take ``value``."""
+        return type(value) is type(self.value) and bool(value == self.value)
+
+    def fill(self, value: Any) -> None:
+        """Nothing to do."""
+
+
+Argument = Leaf | Held | Constant
+
+
+def recordable(value: Any) -> str | None:
+    """Why an argument cannot be put into static memory; None: it can."""
+    if isinstance(value, Tensor):
+        return None
+    if signature((value,)) is None:
+        return f"an argument of type {type(value).__name__}, whose parts cannot be seen"
+    if any(tensor.requires_grad for tensor in tensors_of(value)):
+        return f"an argument of type {type(value).__name__} that holds a tensor with a gradient"
+    return None

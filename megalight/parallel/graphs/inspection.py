@@ -1,0 +1,132 @@
+"""Looking a step through before it is recorded: what would be frozen, or would break the recording."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HOST_READS = {
+    "_local_scalar_dense": "reads a value of a tensor (.item(), int(), float(), if)",
+    "is_nonzero": "reads a value of a tensor (if)",
+    "equal": "compares tensors on the host (torch.equal)",
+    "nonzero": "makes a tensor whose size follows from values (nonzero)",
+    "masked_select": "makes a tensor whose size follows from values (masked_select)",
+    "_unique2": "makes a tensor whose size follows from values (unique)",
+    "unique_dim": "makes a tensor whose size follows from values (unique)",
+    "unique_consecutive": "makes a tensor whose size follows from values (unique_consecutive)",
+}
+"""Ops that make the host wait for the device -> what they do, in words."""
+SKIPPED = (str(Path(torch.__file__).parent), __file__)
+
+
+class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations as ever, and notes what a recording could not repeat.
+
+    Attributes:
+        reasons: why the step cannot be recorded, each once.
+        external: tensors that were read and not made inside: a recording must keep them alive.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.reasons: list[str] = []
+        self.external: dict[int, Tensor] = {}
+        self._made: set[int] = set()
+        self._before = self._host_draws()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(_tensors((args, kwargs)))
+        for tensor in inputs:
+            if tensor.device.type == self.device.type and _key(tensor) not in self._made:
+                self.external.setdefault(_key(tensor), tensor)
+        self._look(func, args, kwargs, inputs)
+        result = func(*args, **kwargs)
+        outputs = list(_tensors(result))
+        for tensor in outputs:
+            if _key(tensor) not in self.external:
+                self._made.add(_key(tensor))
+        self._look_at_copy(func, inputs, outputs)
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._host_draws() != self._before:
+            self.note("draws random numbers on the host, which replays would repeat", None)
+
+    def note(self, what: str, where: str | None) -> None:
+        """Add a reason."""
+        reason = f"the step {what}" + (f" at {where}" if where else "")
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def _look(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+        name = func._schema.name.partition("::")[2]
+        here = [tensor for tensor in inputs if tensor.device.type == self.device.type]
+        if not here:
+            return
+        if name in HOST_READS:
+            self.note(HOST_READS[name], place())
+        elif name == "repeat_interleave" and kwargs.get("output_size") is None and not isinstance(args[-1], int):
+            self.note("makes a tensor whose size follows from values (repeat_interleave)", place())
+        elif name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            self.note("indexes with a mask, which makes the host wait; use torch.where or masked_fill", place())
+        elif self.device.type != "cpu" and name not in COPIES:
+            for tensor in inputs:
+                if tensor.device.type == "cpu" and _key(tensor) not in self._made:
+                    self.note("computes with a tensor in host memory, whose value would be frozen", place())
+
+    def _look_at_copy(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if self.device.type == "cpu" or func._schema.name.partition("::")[2] not in COPIES:
+            return
+        ends = [*inputs, *outputs]
+        if len({tensor.device.type for tensor in ends}) > 1:
+            self.note("copies between the host and the device", place())
+
+    def _host_draws(self) -> Any:
+        draws: list[Any] = [random.getstate()]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            draws.append([str(part) for part in numpy.random.get_state()])
+        if self.device.type != "cpu":
+            draws.append(torch.get_rng_state().tolist())
+        return draws
+
+
+COPIES = ("_to_copy", "copy_", "copy", "_foreach_copy_")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def place() -> str | None:
+    """The innermost line of the program that is neither torch's nor this file's: ``file.py:12 (function)``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(SKIPPED):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,232 @@
+"""A whole training step as one graph: forward, backward and reductions of all micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.graphs.inspection import Inspection
+from megalight.parallel.graphs.recorder import Recorder, Recording
+from megalight.parallel.graphs.static import StaticInputs, clone
+from megalight.parallel.pipeline.carry import signature
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 16
+"""Forms of steps that are counted at a time, of those that are not recorded yet."""
+
+
+class Way(IntEnum):
+    """How a step is run."""
+
+    EAGER = 0
+    REPLAY = 1
+    RECORD = 2
+
+
+@dataclass
+class Form:
+    """Steps that differ in the values of their tensors only.
+
+    Attributes:
+        inputs: static memory for the micro-batches.
+        seen: how many there were.
+        external: tensors that a recording reads, to be kept alive.
+        gradients: where a recording leaves the reduced gradients; None: it reduces none.
+    """
+
+    inputs: StaticInputs
+    seen: int = 0
+    recording: Recording[Any] | None = None
+    external: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] | None = None
+
+
+class IterationGraphs:
+    """Runs the passes of training steps: eagerly at first, then from a graph per form of step.
+
+    A form is recorded once ``warmup_steps`` steps of it have run; the last of these is looked through. Ranks agree
+    before each step, on their hosts, whether all of them replay: a collective must not be in a graph on one rank and
+    outside on another.
+
+    Attributes:
+        replays: how many steps were replayed.
+
+    Args:
+        recorder: records and replays.
+        engine: reduces gradients.
+        device: where the passes run.
+        agree: host values of all ranks -> the largest of each.
+        fingerprint: of the model; recordings are for the one under which they were made.
+        generators: that the passes draw from, besides the default ones.
+        warmup_steps: at least 2.
+        max_graphs: forms that are recorded at most.
+        refuse: told why steps run eagerly; may raise.
+        looking: a context around the step that is looked through, which is handed the list of reasons.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        engine: DataParallelEngine,
+        device: torch.device,
+        agree: Callable[[list[int]], list[int]],
+        fingerprint: Callable[[], Hashable],
+        generators: Callable[[], Sequence[torch.Generator]],
+        *,
+        warmup_steps: int,
+        max_graphs: int,
+        refuse: Callable[[str], None],
+        looking: Callable[[list[str]], AbstractContextManager[None]] = lambda reasons: nullcontext(),
+    ) -> None:
+        self.recorder = recorder
+        self.engine = engine
+        self.device = device
+        self.agree = agree
+        self.fingerprint = fingerprint
+        self.generators = generators
+        self.warmup_steps = warmup_steps
+        self.max_graphs = max_graphs
+        self.refuse = refuse
+        self.looking = looking
+        self.replays = 0
+        self._refused = False  # here
+        self._off = False  # everywhere
+        self._varied = False
+        self._forms: OrderedDict[Hashable, Form] = OrderedDict()
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return sum(form.recording is not None for form in self._forms.values())
+
+    def __call__(self, key: Hashable, micro_batches: Sequence[Any], passes: Callable[[Sequence[Any]], Any]) -> Any:
+        """What ``passes`` gives, in memory of its own."""
+        if self._off:
+            return passes(micro_batches)
+        form = None if self._refused else self._form(key, micro_batches)
+        way = self._agreed(form)
+        if form is None or (way is Way.EAGER and form.recording is not None):
+            return passes(micro_batches)
+        form.seen += 1
+        form.inputs.fill(list(micro_batches))
+        self.engine.sync_parameters()  # nothing inside may wait for what was begun outside
+        if way is Way.EAGER:
+            return self._look_through(form, passes) if form.seen == self.warmup_steps else passes(form.inputs.value)
+        if not self._record_all(form, passes, way):
+            return passes(form.inputs.value)
+        assert form.recording is not None
+        form.recording.replay()
+        self.replays += 1
+        if form.gradients is not None:
+            self.engine.adopt(form.gradients)
+        return clone(form.recording.result)
+
+    def drop(self) -> None:
+        """Give all graphs up."""
+        for form in self._forms.values():
+            if form.recording is not None:
+                form.gradients = None
+                form.recording.drop()
+        self._forms.clear()
+
+    def close(self) -> None:
+        """The same, for good."""
+        self._off = True
+        self.drop()
+
+    # ------------------------------------------------------------------ which way
+
+    def _form(self, key: Hashable, micro_batches: Sequence[Any]) -> Form | None:
+        seen = signature(list(micro_batches))
+        if seen is None:
+            self._refuse(
+                f"a batch of type {type(micro_batches[0]).__name__} holds objects whose parts cannot be seen; make it "
+                "of tensors, numbers, texts, dicts, tuples, lists and dataclasses"
+            )
+            return None
+        full = key, seen, self.fingerprint()
+        form = self._forms.get(full)
+        if form is None:
+            if self.graphs >= self.max_graphs:
+                if not self._varied:
+                    self._varied = True
+                    self.refuse(
+                        f"batches have more than max_graphs={self.max_graphs} forms; only the first ones are recorded"
+                    )
+                return None
+            if len(self._forms) - self.graphs >= REMEMBERED:
+                self._forget_oldest()
+            form = self._forms[full] = Form(StaticInputs(list(micro_batches)))
+        return form
+
+    def _forget_oldest(self) -> None:
+        oldest = next(key for key, form in self._forms.items() if form.recording is None)
+        if not self.graphs and not self._varied:
+            self._varied = True
+            self.refuse(
+                f"the last {REMEMBERED} batches had different forms; give batches one shape (drop_last=True, rows of "
+                "one length, no document_lengths)"
+            )
+        del self._forms[oldest]
+
+    def _agreed(self, form: Form | None) -> Way:
+        wish = Way.EAGER
+        if form is not None and form.seen >= self.warmup_steps:
+            wish = Way.RECORD if form.recording is None else Way.REPLAY
+        largest, least, refused = self.agree([wish, -wish, int(self._refused)])
+        if refused:
+            self._off = True
+            self.drop()
+            if not self._refused:
+                self.refuse("another rank cannot record its steps")
+        return Way.EAGER if refused or least == 0 else Way(largest)
+
+    # ------------------------------------------------------------------ the ways
+
+    def _look_through(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
+        """Run a step eagerly and see whether it can be recorded."""
+        with Inspection(self.device) as inspection, self.looking(inspection.reasons):
+            result = passes(form.inputs.value)
+        form.external = list(inspection.external.values())
+        if inspection.reasons:
+            self._refuse("; ".join(inspection.reasons))
+        return result
+
+    def _record_all(self, form: Form, passes: Callable[[Sequence[Any]], Any], way: Way) -> bool:
+        """Record where this rank, or another one, has to; False: it went wrong somewhere, and nothing has run."""
+        if way is Way.REPLAY:
+            return True
+        problem = None
+        if form.recording is None:
+            log.info("recording a CUDA graph of the training step (form %d)", self.graphs + 1)
+            try:
+                form.recording = self.recorder.record(lambda: passes(form.inputs.value), self.generators())
+                form.gradients = self.engine.gradients if self.engine.reduced else None
+            except Exception as error:
+                self.engine.give_up()
+                problem = error
+        if self.agree([int(problem is not None)]) == [0]:
+            return True
+        self.engine.give_up()
+        self.drop()
+        self._off = True
+        told = "recording failed on another rank"
+        if problem is not None:
+            told = f"recording failed: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        self.refuse(told)
+        return False
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = True
+        self.drop()
+        self.refuse(reason)

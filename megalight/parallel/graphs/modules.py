@@ -1,0 +1,253 @@
+"""Chosen modules from graphs, all around them as ever: a pair of graphs per module and micro-batch in flight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.ops.linear import precision_of
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.graphs.arguments import Held, recordable
+from megalight.parallel.graphs.fingerprint import Fingerprint
+from megalight.parallel.graphs.inspection import Inspection
+from megalight.parallel.graphs.recorder import Recorder
+from megalight.parallel.graphs.static import tensors_of
+from megalight.parallel.graphs.unit import Unit, argument_for, follows
+
+log = logging.getLogger(__name__)
+
+Named = tuple[str, nn.Module]
+
+
+@dataclass
+class Slot:
+    """The memory of one micro-batch in flight through one chunk. Units in it run in one order, so they share a pool."""
+
+    pool: tuple[int, int]
+    busy: bool = False
+    units: dict[int, Unit] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+
+    def free(self) -> None:
+        """Its micro-batch is through."""
+        self.busy = False
+
+
+@dataclass
+class Lane:
+    """One chunk's modules, and its slots.
+
+    Attributes:
+        slot: of the pass that runs; None: it runs eagerly.
+        last: the unit of that pass that ran last.
+    """
+
+    number: int
+    modules: list[Named]
+    slots: list[Slot] = field(default_factory=list)
+    slot: Slot | None = None
+    last: Unit | None = None
+
+    def enter(self) -> Slot:
+        """The first module is called: another micro-batch is in flight."""
+        for slot in self.slots:
+            if not slot.busy:
+                break
+        else:
+            slot = Slot((self.number, len(self.slots)))
+            self.slots.append(slot)
+        slot.busy, self.last = True, None
+        return slot
+
+
+class ModuleGraphs:
+    """Stands in for the forwards of modules: eagerly at first, then from graphs.
+
+    A unit is recorded when its module is first called for its slot, after ``warmup_steps`` steps: in the order of the
+    schedule therefore, with the pipeline's own arguments. Evaluation, calls of another form, and second calls of a
+    module in one pass run eagerly.
+
+    Args:
+        recorder: records and replays.
+        engine: gathers parameters and reduces gradients; both go on outside the graphs.
+        lanes: the modules of each chunk of this rank, in the order in which they run.
+        device: where they run.
+        generators: that they draw from, besides the default ones.
+        chained: each module's output is the next one's input, and the last one's leaves the chunk.
+        warmup_steps: at least 2.
+        refuse: told why modules run eagerly; may raise.
+
+    Raises:
+        ConfigurationError: the forward of a module was set on the instance.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        engine: DataParallelEngine,
+        lanes: Sequence[Sequence[Named]],
+        device: torch.device,
+        generators: Callable[[], Sequence[torch.Generator]],
+        *,
+        chained: bool,
+        warmup_steps: int,
+        refuse: Callable[[str], None],
+    ) -> None:
+        self.recorder = recorder
+        self.engine = engine
+        self.device = device
+        self.generators = generators
+        self.chained = chained
+        self.warmup_steps = warmup_steps
+        self.refuse = refuse
+        self.replays = 0
+        self._lanes = [Lane(number, list(modules)) for number, modules in enumerate(lanes)]
+        self._steps = 0
+        self._off = False
+        self._other = False
+        everything = [module for lane in self._lanes for _, module in lane.modules]
+        self._fingerprint = Fingerprint(everything)
+        self._recorded_under: Any = None
+        self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}
+        self._casts = {id(m): [p for p in m.parameters() if precision_of(p) is not None] for m in everything}
+        self._external: dict[int, Tensor] = {}  # what recorded work reads besides its arguments
+        for lane in self._lanes:
+            for place, (name, module) in enumerate(lane.modules):
+                if "forward" in module.__dict__:
+                    raise ConfigurationError(
+                        f"{name} ({type(module).__name__}) has a forward that was set on the instance, which a graph "
+                        "would hide."
+                    )
+                module.forward = partial(self._forward, lane, place)
+
+    @property
+    def graphs(self) -> int:
+        """How many there are, forward and backward."""
+        return 2 * sum(len(slot.units) for lane in self._lanes for slot in lane.slots)
+
+    def begin_step(self) -> None:
+        """A step begins: nothing is in flight."""
+        self._steps += 1
+        for lane in self._lanes:
+            for slot in lane.slots:
+                slot.busy = False
+                for unit in slot.units.values():
+                    unit.forwarded = False
+        now = self._fingerprint()
+        if self.graphs and (self._off or now != self._recorded_under):
+            if not self._off:
+                log.info("modules changed their mode or the place of their tensors: CUDA graphs are recorded anew")
+            self.drop()
+        self._recorded_under = now
+
+    def drop(self) -> None:
+        """Give all graphs up."""
+        for lane in self._lanes:
+            lane.slot = lane.last = None
+            for slot in lane.slots:
+                for unit in reversed(slot.units.values()):
+                    unit.drop()
+            lane.slots.clear()
+        for parameters in self._casts.values():
+            for parameter in parameters:
+                if (precision := precision_of(parameter)) is not None:
+                    precision.release()
+
+    def close(self) -> None:
+        """Give the modules their own forwards back."""
+        self.drop()
+        self._external.clear()
+        for lane in self._lanes:
+            for _, module in lane.modules:
+                module.__dict__.pop("forward", None)
+
+    # ------------------------------------------------------------------ a call
+
+    def _forward(self, lane: Lane, place: int, *args: Any, **kwargs: Any) -> Any:
+        name, module = lane.modules[place]
+        plain = partial(type(module).forward, module)
+        if not torch.is_grad_enabled() or not module.training or self._off:
+            return plain(*args, **kwargs)
+        if self._steps <= self.warmup_steps:
+            return self._warm_up(plain, args, kwargs)
+        if place == 0:
+            lane.slot = lane.enter()
+        slot = lane.slot
+        if slot is None:
+            return plain(*args, **kwargs)
+        self.engine.sync_parameters(self._homes[id(module)])
+        for parameter in self._casts[id(module)]:
+            precision = precision_of(parameter)
+            assert precision is not None
+            precision.refresh(parameter)
+        unit = slot.units.get(place) or self._record(lane, slot, place, plain, args, kwargs)
+        if unit is None or unit.forwarded or not unit.fits(args, kwargs):
+            if unit is not None and not unit.forwarded:
+                self._tell_other(name)
+            if place == 0:
+                lane.slot = None
+                slot.free()
+            return plain(*args, **kwargs)
+        lane.last = unit
+        self.replays += 1
+        return unit.run(args, kwargs)
+
+    def _warm_up(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._steps < self.warmup_steps:
+            return plain(*args, **kwargs)
+        with Inspection(self.device) as inspection:
+            result = plain(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
+        self._external |= {key: tensor for key, tensor in inspection.external.items() if key not in given}
+        if inspection.reasons:
+            self._refuse("; ".join(inspection.reasons))
+        return result
+
+    def _record(
+        self, lane: Lane, slot: Slot, place: int, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Unit | None:
+        name = lane.modules[place][0]
+        values = [(None, value) for value in args] + list(kwargs.items())
+        for _, value in values:
+            if (why := recordable(value)) is not None:
+                self._refuse(f"{name} is called with {why}")
+                return None
+        previous = lane.last if self.chained and follows(lane.last, [value for _, value in values]) else None
+        arguments = [(key, argument_for(value, previous is not None, slot.held)) for key, value in values]
+        unit = Unit(
+            name,
+            plain,
+            arguments,
+            self.engine,
+            previous,
+            copies=self.chained and place == len(lane.modules) - 1,
+            done=slot.free if place == 0 else _nothing,
+        )
+        try:
+            unit.record(self.recorder, self.generators(), slot.pool)
+        except Exception as error:
+            unit.drop()
+            self._refuse(f"recording {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return None
+        slot.units[place] = unit
+        return unit
+
+    def _tell_other(self, name: str) -> None:
+        if not self._other:
+            self._other = True
+            self.refuse(f"{name} is called with arguments of another form than it was recorded with")
+
+    def _refuse(self, reason: str) -> None:
+        self._off = True
+        self.refuse(reason)
+
+
+def _nothing() -> None:
+    """After the backward of a module that is not the first."""

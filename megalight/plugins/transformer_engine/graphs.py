@@ -1,0 +1,249 @@
+"""Layers as CUDA graphs by TransformerEngine's ``make_graphed_callables``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megalight.ops.linear import precision_of
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.graphs.arguments import recordable
+from megalight.parallel.graphs.static import tensors_of, with_tensors
+from megalight.parallel.pipeline.actions import Actions, Kind
+from megalight.parallel.pipeline.carry import signature
+from megalight.plugins.transformer_engine.package import PACKAGE, TORCH, why_not
+
+CALL = f"{TORCH}:make_graphed_callables"
+MINIMUM = "2.12"
+WARM_UPS = 11
+"""Runs of each module inside ``make_graphed_callables`` before it records."""
+
+Named = tuple[str, nn.Module]
+
+
+def graphs_why_not(device: str) -> str | None:
+    """Why the package cannot record graphs; None: it can."""
+    return why_not(device, "make_graphed_callables", MINIMUM, TORCH, CALL)
+
+
+class Flat(nn.Module):
+    """A module that is called with tensors alone, as ``make_graphed_callables`` wants it.
+
+    Attributes:
+        calls: how often it ran.
+    """
+
+    def __init__(self, module: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        super().__init__()
+        self.module = module
+        self.example = example
+        self.calls = 0
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """What the module gives for the example's call with other tensors."""
+        self.calls += 1
+        args, kwargs = with_tensors(self.example, iter(tensors))
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+@dataclass
+class Lane:
+    """One chunk's modules.
+
+    Attributes:
+        samples: of each micro-batch and module, the arguments of the last eager step.
+        graphed: of each micro-batch and module, what replays it.
+        at: the micro-batch that goes through.
+    """
+
+    modules: list[Named]
+    samples: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=list)
+    graphed: list[list[Callable[..., Any]]] = field(default_factory=list)
+    forms: list[Any] = field(default_factory=list)
+    arrivals: list[list[tuple[int, int]]] = field(default_factory=list)
+    at: int = -1
+
+
+class TransformerEngineGraphs:
+    """Stands in for the forwards of modules, as :class:`~megalight.parallel.graphs.modules.ModuleGraphs` does.
+
+    All are recorded at once after ``warmup_steps`` steps, in the order of the schedule.
+
+    Args:
+        engine: gathers parameters and reduces gradients.
+        lanes: the modules of each chunk of this rank, in the order in which they run.
+        schedule: this rank's work in a step of so many micro-batches.
+        rehearsal: a context around the runs that are recorded.
+        generators: that modules draw from, besides the default ones.
+        warmup_steps: eager steps.
+        refuse: told why modules run eagerly; may raise.
+
+    Attributes:
+        replays: forwards that were replayed.
+
+    Raises:
+        MissingPackageError: at the recording: the package cannot be imported.
+    """
+
+    def __init__(
+        self,
+        engine: DataParallelEngine,
+        lanes: Sequence[Sequence[Named]],
+        schedule: Callable[[int], Actions],
+        rehearsal: Callable[[], AbstractContextManager[None]],
+        generators: Callable[[], Sequence[torch.Generator]],
+        *,
+        warmup_steps: int,
+        refuse: Callable[[str], None],
+    ) -> None:
+        self.engine = engine
+        self.schedule = schedule
+        self.rehearsal = rehearsal
+        self.generators = generators
+        self.warmup_steps = warmup_steps
+        self.refuse = refuse
+        self.replays = 0
+        self._lanes = [Lane(list(modules)) for modules in lanes]
+        self._steps = 0
+        self._count = 0
+        self._recorded = 0
+        self._off = False
+        for lane in self._lanes:
+            for place, (_, module) in enumerate(lane.modules):
+                module.forward = partial(self._forward, lane, place)
+
+    def begin_step(self, micro_batches: int) -> None:
+        """A step of so many micro-batches begins."""
+        self._steps += 1
+        self._count = micro_batches
+        for lane in self._lanes:
+            lane.at = -1
+            if self._steps == self.warmup_steps:
+                lane.samples = [[] for _ in range(micro_batches)]
+        if self._steps > self.warmup_steps and not self._recorded and not self._off:
+            if self.generators():
+                self._give_up("TransformerEngine registers its own random generators alone; use backend='own'")
+            elif len(self._lanes[0].samples) != micro_batches:
+                self._give_up("the number of micro-batches changes")
+            else:
+                self._record()  # it waits for the device: messages of other ranks must not be awaited yet
+
+    def close(self) -> None:
+        """Give the modules their own forwards back, and the graphs up."""
+        for lane in self._lanes:
+            lane.samples, lane.graphed = [], []
+            for _, module in lane.modules:
+                module.__dict__.pop("forward", None)
+                for parameter in module.parameters():
+                    if (precision := precision_of(parameter)) is not None:
+                        precision.release()
+
+    def _forward(self, lane: Lane, place: int, *args: Any, **kwargs: Any) -> Any:
+        name, module = lane.modules[place]
+        plain = partial(type(module).forward, module)
+        if not torch.is_grad_enabled() or not module.training or self._off:
+            return plain(*args, **kwargs)
+        lane.at += place == 0
+        if self._steps <= self.warmup_steps:
+            if self._steps == self.warmup_steps:
+                self._note(lane, name, args, kwargs)
+            return plain(*args, **kwargs)
+        form = signature((args, kwargs))
+        if self._off or self._count != self._recorded or form != lane.forms[place]:
+            if not self._off:
+                self._give_up(f"{name} is called with another form of arguments, or number of micro-batches")
+            return plain(*args, **kwargs)
+        self.replays += 1
+        self._prepare([module])
+        arrivals = lane.arrivals[place]
+        marked = [self._mark(tensor, arrivals) for tensor in tensors_of((args, kwargs))]
+        return lane.graphed[lane.at][place](*marked)
+
+    def _prepare(self, modules: Sequence[nn.Module]) -> None:
+        """Parameters are here, and weights cast: graphs read both where they lie."""
+        for module in modules:
+            parameters = list(module.parameters())
+            self.engine.sync_parameters(self.engine.homes_of(parameters))
+            for parameter in parameters:
+                if (precision := precision_of(parameter)) is not None:
+                    precision.refresh(parameter)
+
+    def _note(self, lane: Lane, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if (why := recordable(value)) is not None:
+                self._give_up(f"{name} is called with {why}")
+                return
+        copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_of((args, kwargs))]
+        lane.samples[lane.at].append(with_tensors((args, kwargs), iter(copies)))
+
+    def _record(self) -> None:
+        """All modules for all micro-batches. What the runs leave behind, in gradients and generators, is put back."""
+        make = PACKAGE.load(CALL)
+        actions = self.schedule(self._count)
+        order = [a.chunk + 1 if a.kind is Kind.FORWARD else -a.chunk - 1 for a in actions]
+        flat = [[Flat(m, lane.samples[0][i]) for i, (_, m) in enumerate(lane.modules)] for lane in self._lanes]
+        samples = [tuple(tensors_of(sample)) for lane in self._lanes for batch in lane.samples for sample in batch]
+        kept = [bucket.grads.clone() for bucket in self.engine.buckets]
+        devices = [self.engine.device] if self.engine.device.type == "cuda" else []
+        with self.rehearsal(), self.engine.noting() as seen, torch.random.fork_rng(devices):
+            self._prepare([module for lane in self._lanes for _, module in lane.modules])
+            made = make(
+                tuple(module for lane in flat for module in lane),
+                tuple(samples),
+                num_warmup_iters=WARM_UPS,
+                allow_unused_input=True,
+                _order=order,
+                _num_layers_per_chunk=[len(lane.modules) for lane in self._lanes],
+            )
+        for bucket, gradients in zip(self.engine.buckets, kept, strict=True):
+            bucket.grads.copy_(gradients)
+        found, first = Counter(seen), 0
+        for lane, modules in zip(self._lanes, flat, strict=True):
+            size = len(modules)
+            lane.graphed = [list(made[first + i * size : first + (i + 1) * size]) for i in range(self._count)]
+            first += self._count * size
+            lane.forms = [signature(module.example) for module in modules]
+            lane.arrivals = [
+                [place for place in self.engine.places_of(m.parameters()) for _ in range(round(found[place] / m.calls))]
+                for m in modules
+            ]
+            lane.samples = []
+        self._recorded = self._count
+
+    def _mark(self, tensor: Tensor, arrivals: list[tuple[int, int]]) -> Tensor:
+        """The input of a module, whose backward tells the engine what has arrived in the module's own."""
+        if not tensor.requires_grad:
+            return tensor
+        marked: Tensor = _Arrived.apply(tensor, self, arrivals)  # type: ignore[no-untyped-call]
+        return marked
+
+    def arrived(self, arrivals: Sequence[tuple[int, int]]) -> None:
+        """A module's backward was replayed."""
+        self.engine.arrive(arrivals)
+
+    def _give_up(self, reason: str) -> None:
+        self._off = True
+        self.refuse(reason)
+
+
+class _Arrived(torch.autograd.Function):
+    """Nothing, on an input of a module: its backward comes after the module's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, graphs: TransformerEngineGraphs, arrivals: Sequence[tuple[int, int]]) -> Tensor:
+        ctx.graphs, ctx.arrivals = graphs, arrivals
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.graphs.arrived(ctx.arrivals)
+        return gradient, None, None

@@ -1,0 +1,376 @@
+"""Whole steps recorded and replayed, on a tape that keeps to the rules of CUDA graphs: the same run as without."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from megalight.callbacks import CUDAGraph
+from megalight.errors import ConfigurationError
+from megalight.models.gpt import DropoutConfig
+from megalight.models.module import Carry
+from megalight.ops.linear.low_precision import LowPrecision
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.strategies import MegatronStrategy
+from megalight.strategies.options import Pipeline
+from megalight.types import Loss, TokenBatch
+from tests.environment import trainer
+from tests.parallel.graphs.tape import Tape
+from tests.strategies.test_low_precision import CONFIG as WIDE
+from tests.strategies.toy import ToyModule
+from tests.strategies.training import ADAM, BASE, SEED, WithData, assert_same_run, fit, gathered
+from tests.workers import run
+
+STEPS = 5
+NEVER = 1000
+"""Warm-up steps of a run that stays eager."""
+EVALUATING = {"limit_val_batches": 1, "val_check_interval": 1}
+LATER = Pipeline(schedule="zero_bubble")
+DROPPING = replace(BASE, dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
+FOUR = replace(DROPPING, num_layers=4)
+
+
+def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
+    """A run in every rank, whose steps are recorded after ``warmup`` of them; and what was recorded."""
+    callback = CUDAGraph(warmup_steps=warmup)
+    callback.recorder = tape = Tape()
+    found = fit(config, options.pop("steps", STEPS), extra_callbacks=[callback], **options)
+    assert tape.entered == 0
+    assert not tape.tapes, "all is given back"
+    return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
+
+
+def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, is_zero: bool) -> None:
+    """As a GPU's product may do it: where the main gradient holds zeros, it is written."""
+    gradient = self.weight_gradient(grad_y, x, main_grad.dtype)
+    main_grad.copy_(gradient if is_zero else main_grad + gradient)
+
+
+def train_parts(config: Any, scope: Any, warmup: int, options: dict[str, Any]) -> Any:
+    """The same with a graph for every layer, or its attention."""
+    callback = CUDAGraph(scope, warmup_steps=warmup)
+    callback.recorder = tape = Tape()
+    with mock.patch.object(LowPrecision, "accumulate", accumulate):
+        found = fit(config, STEPS, extra_callbacks=[callback], **options)
+    assert not tape.tapes
+    return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
+
+
+def low_precision(recipe: str, **more: Any) -> dict[str, Any]:
+    """Emulated: one cast of each weight per step, histories, and generators for stochastic rounding."""
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe, **more), "64-true")
+    return {"micro_batch_size": 2, "trainer_options": {"precision": None}, "precision_plugin": plugin}
+
+
+RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
+    "one device": (1, DROPPING, {"micro_batch_size": 2}, STEPS - 2, 1),
+    "dp": (2, DROPPING, {"micro_batch_size": 1}, STEPS - 2, 1),
+    "dp, all masters": (2, BASE, {"micro_batch_size": 1, "options": {"level": "no_shard"}}, STEPS - 2, 1),
+    "tp": (
+        2,
+        DROPPING,
+        {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        STEPS - 2,
+        1,
+    ),
+    "pp": (2, DROPPING, {"micro_batch_size": 1, "pipeline_parallel": 2}, STEPS - 2, 1),
+    "vpp": (
+        2,
+        replace(DROPPING, num_layers=4),
+        {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2},
+        STEPS - 2,
+        1,
+    ),
+    "zero bubble": (2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": LATER}, STEPS - 2, 1),
+    "cp": (2, BASE, {"micro_batch_size": 1, "context_parallel": 2, "context": ContextOptions("ring")}, STEPS - 2, 1),
+    "validation": (
+        1,
+        DROPPING,
+        {"trainer_options": EVALUATING},
+        STEPS - 2,
+        1,
+    ),
+    "recompute": (
+        1,
+        BASE,
+        {"recompute": Recompute(granularity="selective", modules=("attention", "mlp_norm"))},
+        STEPS - 2,
+        1,
+    ),
+    "delayed scales": (1, WIDE, low_precision("delayed"), STEPS - 2, 1),
+    "stochastic rounding": (1, WIDE, low_precision("nvfp4"), STEPS - 2, 1),
+    "weights as codes": (2, WIDE, low_precision("tensorwise", primary_weights=True), STEPS - 2, 1),
+}
+
+
+WHOLE_RUNS = ("dp, all masters", "zero bubble", "recompute", "stochastic rounding")
+"""Runs, of steps and of parts, that whole test sessions make."""
+
+
+def named(runs: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.full] * name.endswith(WHOLE_RUNS)) for name in runs]
+
+
+@pytest.mark.parametrize("name", named(RUNS))
+def test_replays_train_as_eager_steps_do(name: str) -> None:
+    ranks, config, options, replays, graphs = RUNS[name]
+    expected = run(train, ranks, config, NEVER, options)
+    found = run(train, ranks, config, 2, options)
+    for here, there in zip(found, expected, strict=True):
+        assert (here["reasons"], here["replays"], here["made"]) == ([], replays, graphs)
+        assert (there["replays"], there["made"]) == (0, 0)
+        assert_same_run(here, there, 1e-13)
+        assert here["metrics"] == pytest.approx(there["metrics"], rel=1e-12)
+
+
+SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
+PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
+    "layer": ("layer", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
+    "attention": ("attention", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
+    "layer, dp": ("layer", 2, DROPPING, {"micro_batch_size": 1, "options": {"bucket_size": 4000}}, 2 * 2, 2 * 2),
+    "layer, tp": (
+        "layer",
+        2,
+        DROPPING,
+        {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        2 * 2,
+        2 * 2,
+    ),
+    "layer, vpp": (
+        "layer",
+        2,
+        FOUR,
+        {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2},
+        2 * 4,
+        0,
+    ),
+    "attention, pp": ("attention", 2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2}, 2 * 4, 0),
+    "layer, validation": ("layer", 1, DROPPING, {"micro_batch_size": 2, "trainer_options": EVALUATING}, 2 * 2, 2 * 2),
+    "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
+    "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),
+    "layer, weights as codes": (
+        "layer",
+        2,
+        WIDE,
+        low_precision("tensorwise", primary_weights=True),
+        2 * 1,
+        2 * 2,
+    ),
+    "layer, stochastic rounding": ("layer", 1, WIDE, low_precision("nvfp4"), 2 * 2, 2 * 2),
+}
+"""Scope, ranks, model, options; forwards of parts per step and rank; recordings, where they are the same everywhere."""
+
+
+@pytest.mark.parametrize("name", named(PARTS))
+def test_replays_of_parts_train_as_eager_ones_do(name: str) -> None:
+    scope, ranks, config, options, forwards, made = PARTS[name]
+    expected = run(train_parts, ranks, config, scope, NEVER, options)
+    found = run(train_parts, ranks, config, scope, 2, options)
+    for here, there in zip(found, expected, strict=True):
+        assert (here["reasons"], here["replays"]) == ([], (STEPS - 2) * forwards)
+        assert here["made"] == made or not made
+        assert there["made"] == 0
+        assert_same_run(here, there, 1e-13)
+
+
+def accumulated(warmup: int, recipe: str | None) -> Any:
+    """Two batches, of two micro-batches each, to every step of the optimizer."""
+    callback = CUDAGraph(warmup_steps=warmup)
+    callback.recorder = tape = Tape()
+    module = WithData(DROPPING if recipe is None else WIDE, optimizer=ADAM, seed=SEED)
+    module.steps = 8
+    plugin = None if recipe is None else low_precision(recipe)["precision_plugin"]
+    strategy = MegatronStrategy(micro_batch_size=2, precision_plugin=plugin)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 4, "limit_val_batches": 0}
+    options |= {"use_distributed_sampler": False} | ({} if recipe is None else {"precision": None})
+    trainer(strategy, callbacks=[callback], gradient_clip_val=0.5, **options).fit(module)
+    return gathered(strategy, module), callback.replays, tape.made
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_batches_accumulate(recipe: str | None) -> None:
+    expected, _, _ = run(accumulated, 1, NEVER, recipe)[0]
+    found, replays, made = run(accumulated, 1, 2, recipe)[0]
+    assert (replays, made) == (4, 2), "one graph that reduces and one that does not"
+    for name, value in expected.items():
+        assert abs(found[name] - value).max() < 1e-13, name
+
+
+def interrupted(folder: str, warmup: int) -> Any:
+    """A run that is saved after three steps and taken up again by another trainer."""
+    for steps in (3, 7):
+        callback = CUDAGraph(warmup_steps=warmup)
+        callback.recorder = Tape()
+        module = WithData(DROPPING, optimizer=ADAM, seed=SEED)
+        module.steps = 7
+        strategy = MegatronStrategy(micro_batch_size=2)
+        quiet = {"limit_val_batches": 0, "use_distributed_sampler": False}
+        runner = trainer(strategy, callbacks=[callback], max_steps=steps, **quiet)
+        runner.fit(module, ckpt_path=f"{folder}/{warmup}" if steps == 7 else None)
+        if steps == 3:
+            runner.save_checkpoint(f"{folder}/{warmup}")
+    return gathered(strategy, module), callback.replays
+
+
+def test_a_resumed_run_goes_on_as_an_eager_one(tmp_path: Path) -> None:
+    expected, _ = run(interrupted, 1, str(tmp_path), NEVER)[0]
+    found, replays = run(interrupted, 1, str(tmp_path), 2)[0]
+    assert replays == 2
+    for name, value in expected.items():
+        assert abs(found[name] - value).max() < 1e-13, name
+
+
+class Reading(ToyModule):
+    """Its loss_step reads values on the host."""
+
+
+class Quiet(ToyModule):
+    """Nothing stands against recording it."""
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        error = carry["hidden"] - batch["y"]
+        return Loss(error.square().sum(), {"penalty": carry["penalty"]})
+
+    def loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.full((), float(batch["y"].numel()))
+
+
+class Logging(Quiet):
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss_step(carry, batch)
+        self.log("seen", loss.sum.detach())
+        return loss
+
+
+class Masking(Quiet):
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        error = carry["hidden"] - batch["y"]
+        return Loss(error[error > 0].square().sum())
+
+
+class Own(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+class Watching(pl.Callback):
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        pass
+
+
+class Hooking(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.model.head.register_forward_hook(lambda *given: None)
+
+
+def refused(module: Any, also: list[pl.Callback], on_refusal: Any, tape: bool, options: dict[str, Any]) -> Any:
+    callback = CUDAGraph(warmup_steps=2, on_refusal=on_refusal)
+    callback.recorder = Tape() if tape else None
+    torch.manual_seed(0)
+    try:
+        trainer(
+            MegatronStrategy(micro_batch_size=2, **options),
+            callbacks=[callback, *also],
+            limit_val_batches=0,
+            max_epochs=2,
+            max_steps=4,
+            use_distributed_sampler=False,
+        ).fit(module)
+    except ConfigurationError as error:
+        return str(error), callback.replays
+    return "; ".join(callback.reasons), callback.replays
+
+
+REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
+    (Reading, [], r"reads a value of a tensor .* at toy.py:\d+ \(loss_step\)"),
+    (Masking, [], r"indexes with a mask.* at test_cuda_graph.py:\d+ \(loss_step\)"),
+    (Logging, [], "logs 'seen' by self.log"),
+    (Own, [], "Own has a training_step of its own"),
+    (Quiet, [Watching()], "Watching defines on_before_backward"),
+    (Quiet, [Hooking()], r"head \(Linear\) has a hook"),
+]
+
+
+@pytest.mark.parametrize(("module", "also", "match"), REFUSALS, ids=lambda value: getattr(value, "__name__", None))
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why(module: Any, also: Any, match: str) -> None:
+    found, replays = run(refused, 1, module(), also, "eager", True, {})[0]
+    assert replays == 0
+    assert re.search(match, found), found
+    found, _ = run(refused, 1, module(), also, "error", True, {})[0]
+    assert found.startswith("CUDAGraph cannot record")
+
+
+def test_a_module_that_can_be_recorded_is() -> None:
+    assert run(refused, 1, Quiet(), [], "error", True, {})[0] == ("", 2)
+
+
+def test_there_is_no_cuda_here() -> None:
+    assert run(refused, 1, Quiet(), [], "eager", False, {})[0] == ("there are no CUDA graphs on cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("scope", "ranks", "options", "match"),
+    [
+        ("layer", 2, {"pipeline_parallel": 2, "pipeline": LATER}, "zero-bubble schedules keep weight gradients back"),
+        ("attention", 2, {"context_parallel": 2}, "plans its exchange inside layers"),
+        ("layer", 1, {"recompute": Recompute(granularity="full")}, "recompute of whole layers"),
+        (
+            "attention",
+            1,
+            {"recompute": Recompute(granularity="selective", modules=("attention",))},
+            "layers.0.attention is recomputed as a whole",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_recorded(scope: str, ranks: int, options: dict[str, Any], match: str) -> None:
+    for found in run(train_parts, ranks, BASE, scope, 2, {"micro_batch_size": 2, **options}):
+        assert found["replays"] == 0
+        assert match in found["reasons"][0]
+
+
+def test_dropout_is_not_recomputed_in_a_graph() -> None:
+    options = {"recompute": Recompute(granularity="selective", modules=("attention",))}
+    found = run(train, 1, DROPPING, 2, options)[0]
+    assert found["replays"] == 0
+    assert "recompute of layers.0.attention draws dropout masks" in found["reasons"][0]
+
+
+def test_memory_that_may_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalight.callbacks.graph_reasons import of_environment
+
+    assert list(of_environment(False)) == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert [reason.split()[0] for reason in of_environment(False)] == ["PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"scope": "model"}, "scope is 'model'; choose one of iteration"),
+        ({"on_refusal": "warn"}, "choose one of eager, error"),
+        ({"warmup_steps": 1}, "at least 2"),
+        ({"max_graphs": 0}, "at least 1"),
+    ],
+)
+def test_arguments(options: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        CUDAGraph(**options)
+
+
+def test_other_strategies_have_no_such_steps() -> None:
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    runner = pl.Trainer(accelerator="cpu", devices=1, callbacks=[CUDAGraph()], **options)
+    with pytest.raises(ConfigurationError, match="not of SingleDeviceStrategy"):
+        runner.fit(Quiet(), [TokenBatch])

@@ -1,0 +1,269 @@
+"""Real CUDA graphs: losses of eager steps, dropout and low precision too; no waits, no growing memory; over NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
+
+from megalight.callbacks import CUDAGraph, Timers
+from megalight.models.gpt import DropoutConfig
+from megalight.models.gpt.module import GPTModule
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision import MegatronLowPrecision
+from megalight.strategies import MegatronStrategy
+from megalight.strategies.options import Pipeline
+from tests.strategies.test_gpu import Batches, Watch
+from tests.strategies.test_low_precision import CONFIG as WIDE
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, fit
+from tests.workers import free_port
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+NEVER = 1000
+STEPS = 12
+DROPPING = replace(CONFIGS["gqa"], dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
+
+
+class Memory(pl.Callback):
+    """Bytes in use after every step."""
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        self.used.append(torch.cuda.memory_reserved())
+
+
+def train(
+    scope: Any,
+    warmup: int,
+    config: Any,
+    strict: bool = False,
+    also: Any = (),
+    backend: Any = "own",
+    pin_memory: bool = True,
+    **options: Any,
+) -> tuple[list[float], CUDAGraph, list[int]]:
+    """Losses, the callback, and memory after each step."""
+    callback = CUDAGraph(scope, warmup_steps=warmup, backend=backend, on_refusal="error")
+    watch, memory = Watch(strict), Memory()
+    precision = {"precision": "bf16-mixed"} if "plugins" not in options else {"plugins": options.pop("plugins")}
+    trainer = pl.Trainer(
+        accelerator="cuda",
+        devices=1,
+        strategy=MegatronStrategy(micro_batch_size=2, **options),
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        log_every_n_steps=1000,
+        callbacks=[callback, watch, memory, *also],
+        **precision,
+    )
+    torch.manual_seed(0)
+    try:
+        module = GPTModule(config, optimizer=ADAM, seed=SEED)
+        trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=pin_memory))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [float(loss) for loss in watch.losses], callback, memory.used
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (CONFIGS["tied"], {}),
+    "layer norm": (CONFIGS["gpt2"], {}),
+    "dropout": (DROPPING, {}),
+    "recompute": (
+        CONFIGS["gqa"],
+        {"recompute": Recompute(granularity="selective", modules=("attention.inner", "mlp_norm", "mlp.act"))},
+    ),
+}
+
+
+@pytest.mark.parametrize("scope", ["iteration", "layer", "attention"])
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_have_the_losses_of_eager_ones(name: str, scope: str) -> None:
+    config, options = CASES[name]
+    expected, _, _ = train(scope, NEVER, config, **options)
+    found, callback, used = train(scope, 2, config, **options)
+    assert not callback.reasons
+    assert callback.replays >= STEPS - 2
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert used[-1] == used[5], "memory grows over replays"
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the stream is given back"
+
+
+@pytest.mark.parametrize("scope", ["layer", "attention"])
+def test_layers_by_transformer_engine(scope: str) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    expected, _, _ = train(scope, NEVER, CONFIGS["gqa"])
+    found, callback, _ = train(scope, 2, CONFIGS["gqa"], backend="transformer_engine", pin_memory=False)
+    assert callback.replays == (STEPS - 2) * 2 * CONFIGS["gqa"].num_layers
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("scope", ["iteration", "layer"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_low_precision(recipe: str, scope: str) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs products in 8 bits")
+
+    def losses(warmup: int) -> list[float]:
+        plugin = MegatronLowPrecision(LowPrecisionOptions(recipe=recipe))
+        return train(scope, warmup, WIDE, plugins=[plugin])[0]
+
+    np.testing.assert_allclose(losses(2), losses(NEVER), rtol=1e-3)
+
+
+@pytest.mark.parametrize("scope", ["iteration", "layer"])
+def test_no_replayed_step_waits_for_the_device(scope: str) -> None:
+    losses, callback, _ = train(scope, 2, CONFIGS["tied"], strict=True, also=[Timers(level=2, every_n_steps=2)])
+    assert len(losses) == STEPS
+    assert not callback.reasons
+
+
+def run_module(kind: type[GPTModule], config: Any, warmup: int) -> tuple[list[float], CUDAGraph]:
+    """Six steps of a module that may be refused."""
+    callback, watch = CUDAGraph(warmup_steps=warmup), Watch(False)
+    trainer = pl.Trainer(
+        accelerator="cuda",
+        devices=1,
+        strategy=MegatronStrategy(micro_batch_size=2),
+        precision="bf16-mixed",
+        max_steps=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        callbacks=[callback, watch],
+    )
+    torch.manual_seed(0)
+    module = kind(config, optimizer=ADAM, seed=SEED)
+    trainer.fit(module, DataLoader(Batches(6), batch_size=None, pin_memory=True))
+    return [float(loss) for loss in watch.losses], callback
+
+
+class Reading(GPTModule):
+    def loss_step(self, carry: Any, batch: Any) -> Any:
+        loss = super().loss_step(carry, batch)
+        assert float(loss.sum.detach()) > 0
+        return loss
+
+
+def test_a_step_that_reads_values_goes_on_eagerly() -> None:
+    losses, callback = run_module(Reading, CONFIGS["gqa"], 2)
+    assert callback.replays == 0
+    assert "reads a value of a tensor" in callback.reasons[0]
+    assert len(losses) == 6
+
+
+class Broken(GPTModule):
+    def loss_step(self, carry: Any, batch: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+        return super().loss_step(carry, batch)
+
+
+def test_a_recording_that_breaks_leaves_the_device_and_dropout_as_they_were() -> None:
+    expected, _ = run_module(GPTModule, DROPPING, NEVER)
+    found, callback = run_module(Broken, DROPPING, 2)
+    assert "recording failed" in callback.reasons[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("iteration", {"micro_batch_size": 1}),
+    ("iteration", {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+    ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2}),
+    ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    ("iteration", {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    ("layer", {"micro_batch_size": 1}),
+    ("layer", {"micro_batch_size": 2, "tensor_parallel": 2, "sequence_parallel": True}),
+    ("layer", {"micro_batch_size": 1, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    ("attention", {"micro_batch_size": 1, "pipeline_parallel": 2}),
+]
+PATIENCE = 120.0
+
+
+def _rank(rank: int, port: int, results: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=PATIENCE))
+    config = replace(DROPPING, num_layers=4)
+    for number, (scope, layout) in enumerate(LAYOUTS):
+        try:
+            losses = []
+            for warmup in (NEVER, 2):
+                callback = CUDAGraph(scope, warmup_steps=warmup, on_refusal="error")
+                torch.manual_seed(0)
+                options = {"accelerator": "cuda", "precision": "32-true"}
+                found = fit(config, 6, trainer_options=options, extra_callbacks=[callback], **layout)
+                losses.append(found["losses"])
+            results.put((rank, number, (*losses, callback.replays)))
+        except Exception:
+            results.put((rank, number, traceback.format_exc()))
+            raise
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def over_nccl() -> dict[int, Any]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    context = mp.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    workers = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    found: dict[int, Any] = {}
+    last = time.monotonic()
+    while len(found) < len(LAYOUTS) and time.monotonic() < last + PATIENCE and any(w.is_alive() for w in workers):
+        try:
+            rank, number, outcome = results.get(timeout=1)
+        except queue.Empty:
+            continue
+        last = time.monotonic()
+        if rank == 0 or isinstance(outcome, str):
+            found.setdefault(number, outcome)
+        if isinstance(outcome, str):
+            break
+    for worker in workers:
+        worker.kill()
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: f"{LAYOUTS[number]}")
+def test_replays_over_nccl(over_nccl: dict[int, Any], number: int) -> None:
+    outcome = over_nccl.get(number, "it did not end, or one before it failed")
+    assert not isinstance(outcome, str), outcome
+    expected, found, replays = outcome
+    assert replays > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_losses_can_be_kept() -> None:
+    """What a callback keeps of a step is not overwritten by the next replay."""
+    kept = Losses()
+    losses, _, _ = train("iteration", 2, CONFIGS["gqa"], also=[kept])
+    assert losses == kept.losses
+    assert len(set(losses)) == STEPS
