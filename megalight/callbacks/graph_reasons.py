@@ -16,7 +16,6 @@ from megalight.ops.linear import precision_of
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
-from megalight.parallel.recompute.selection import layers_of
 from megalight.strategies.contract import own_steps
 from megalight.strategies.megatron import MegatronStrategy
 
@@ -91,7 +90,13 @@ def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
     Raises:
         ConfigurationError: it has no layers, or they have no attention.
     """
-    layers = [(f"layers.{index}", layer) for index, layer in layers_of(chunk)]
+    found = getattr(chunk, "layers", None)
+    if not isinstance(found, nn.ModuleDict | nn.ModuleList):
+        raise ConfigurationError(
+            f"{type(chunk).__name__} has no `layers`, a ModuleDict by global index; give it that attribute, or use "
+            "scope='iteration'"
+        )
+    layers = [(f"layers.{index}", layer) for index, layer in found.named_children()]
     if scope == "layer":
         return layers
     for name, layer in layers:

@@ -11,9 +11,10 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
+from megalight.callbacks.graph_reasons import of_environment, parts_of
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig
 from megalight.models.module import Carry
@@ -339,6 +340,16 @@ def test_layers_that_cannot_be_recorded(scope: str, ranks: int, options: dict[st
         assert match in found["reasons"][0]
 
 
+def test_layers_and_attention_are_found_by_name() -> None:
+    model = nn.Module()
+    with pytest.raises(ConfigurationError, match="Module has no `layers`"):
+        parts_of(model, "layer")
+    model.layers = nn.ModuleDict({"3": nn.Linear(2, 2)})
+    assert [name for name, _ in parts_of(model, "layer")] == ["layers.3"]
+    with pytest.raises(ConfigurationError, match=r"layers.3 \(Linear\) has no module `attention`"):
+        parts_of(model, "attention")
+
+
 def test_dropout_is_not_recomputed_in_a_graph() -> None:
     options = {"recompute": Recompute(granularity="selective", modules=("attention",))}
     found = run(train, 1, DROPPING, 2, options)[0]
@@ -347,8 +358,6 @@ def test_dropout_is_not_recomputed_in_a_graph() -> None:
 
 
 def test_memory_that_may_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalight.callbacks.graph_reasons import of_environment
-
     assert list(of_environment(False)) == []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")

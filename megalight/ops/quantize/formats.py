@@ -14,6 +14,7 @@ Values beyond the largest saturate: torch's own casts do so in some releases and
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -41,6 +42,12 @@ def e2m1_codes(x: Tensor) -> Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
+@lru_cache(maxsize=8)
+def _e2m1_values(device: torch.device) -> Tensor:
+    """Magnitudes by code. Copied to the device once: a recorded step may not copy from the host."""
+    return torch.tensor(E2M1, dtype=torch.float32, device=device)
+
+
 def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
     """Codes of one of the two neighbours, the upper one with a probability that makes the mean ``x``.
 
@@ -48,7 +55,7 @@ def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
         x: any shape.
         uniform: draws from [0, 1) of the same shape.
     """
-    values = torch.tensor(E2M1, dtype=torch.float32, device=x.device)
+    values = _e2m1_values(x.device)
     size = x.abs().clamp(max=E2M1[-1])
     below = (torch.bucketize(size, values, right=True) - 1).clamp(0, 6)
     low, high = values[below], values[below + 1]
@@ -65,7 +72,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     """The float32 values ``[..., n]`` of ``float4_e2m1fn_x2 [..., n / 2]``."""
     pairs = packed.view(torch.uint8)
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
-    values = torch.tensor(E2M1, dtype=torch.float32, device=packed.device)[(codes & 7).long()]
+    values = _e2m1_values(packed.device)[(codes & 7).long()]
     return torch.where(codes > 7, -values, values)
 
 

@@ -36,8 +36,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
         raise ConfigurationError(
-            f"recompute, and graphs of layers, need a model with `layers`, a ModuleDict by global index, and "
-            f"{type(model).__name__} has none; give it that attribute, or leave them out."
+            f"recompute needs a model with `layers`, a ModuleDict by global index, and {type(model).__name__} has "
+            "none; give it that attribute, or leave recompute out."
         )
     return list(layers.named_children())
 
