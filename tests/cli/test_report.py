@@ -34,12 +34,12 @@ def test_errors_that_all_ranks_share_are_told_by_rank_zero(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("parent", "told"), [(None, True), (1, False)])
-def test_one_ranks_own_error_is_told_unless_rank_zero_fails_too(parent, told, capsys, monkeypatch):
+@pytest.mark.parametrize(("orphaned", "told"), [(False, True), (True, False)])
+def test_one_ranks_own_error_is_told_unless_rank_zero_fails_too(orphaned, told, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(report, "PATIENCE_SECONDS", 0.2)
-    if parent is not None:  # the process that launched this one, rank 0, has gone
-        monkeypatch.setattr(os, "getppid", lambda: parent)
+    if orphaned:  # the process that launched this one, rank 0, has gone
+        monkeypatch.setattr(os, "getppid", lambda: report._PARENT + 1)
     with pytest.raises(SystemExit, match="2"), reported("megalight fit"):
         raise DataError("torn file on this node")
     assert ("megalight fit [rank 1]: error: torn file on this node" in capsys.readouterr().err) == told
