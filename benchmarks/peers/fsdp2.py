@@ -13,6 +13,7 @@ from benchmarks.peers import world_size
 from benchmarks.peers.huggingface import finish, llama, loss_of
 from benchmarks.step import Step, only_of
 from megalight.imports import has
+from megalight.parallel.ending import end_at_exit
 
 
 class Runner:
@@ -64,6 +65,7 @@ class process_group:
             dist.init_process_group(self.backend)
         else:
             dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1)
+        end_at_exit()
         return dist.get_rank()
 
     def __exit__(self, *problem: object) -> None:
