@@ -23,6 +23,7 @@ THREADS = Path("/proc/self/task")
 
 def end_at_exit() -> None:
     """Close the process groups before the interpreter goes: their threads must not outlive it, or the exit aborts."""
+    atexit.unregister(_end)  # once, however many groups a process has had
     atexit.register(_end)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from megalight.errors import ConfigurationError, DataError
 log = logging.getLogger(__name__)
 
 
-class TokenDataModule(pl.LightningDataModule):
+class TokenDataModule(pl.LightningDataModule, ABC):
     """Token files to batches of samples. A kind of samples says how files divide (:meth:`divide`), what a split's
     data set is (:meth:`build`), and how samples become a batch (``collate``).
 
@@ -94,10 +95,11 @@ class TokenDataModule(pl.LightningDataModule):
         self._check()
         self._datasets: dict[str, Samples[Any] | None] = {}
 
+    @abstractmethod
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
         """The sequences of a corpus for train, validation and test."""
-        raise NotImplementedError(f"{type(self).__name__} must define divide(corpus, split).")
 
+    @abstractmethod
     def build(self, name: str, num_samples: int | None) -> Samples[Any] | None:
         """The data set of a split (``train``, ``validation``, ``test``), None where it holds no text.
 
@@ -105,7 +107,6 @@ class TokenDataModule(pl.LightningDataModule):
             name: of the split; its corpora are ``parts[name]``.
             num_samples: samples needed; None: one pass.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define build(name, num_samples).")
 
     def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[Part]]:
         separate = any(value is not None for value in own.values())
