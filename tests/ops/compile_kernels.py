@@ -96,11 +96,14 @@ def main() -> None:
         through(norms.layer_norm(x, weight, weight, 1e-5))
         through(norms.add_rms_norm(x, leaf(16, size, dtype=dtype), weight, 1e-5))
         through(norms.add_layer_norm(x, leaf(16, size, dtype=dtype), weight, weight, 1e-5))
+        through(norms.rms_norm(x, weight, 1e-5, measure=True))
+        through(norms.add_layer_norm(x, leaf(16, size, dtype=dtype), weight, weight, 1e-5, measure=True))
     for heads, kv_heads, head_dim, dim in ((32, 8, 128, 128), (5, 1, 80, 32)):
         for interleaved in (False, True):
             cos, sin = torch.randn(2, 8, dim // 2)
             packed = leaf(8, (heads + 2 * kv_heads) * head_dim)
             through(rotary.rotate_qkv(packed, heads, kv_heads, head_dim, cos, sin, interleaved))
+            through(rotary.rotate_qkv(packed, heads, kv_heads, head_dim, cos, sin, interleaved, measure=True))
             through(rotary.apply_rotary(leaf(8, heads, head_dim), cos, sin, interleaved))
     for kind in KINDS:
         through(activations.gated(leaf(8, 2 * 14336), kind))
