@@ -3,9 +3,9 @@
     python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--sweep] [--small]
 
 For the four matrices of a layer of an 8-billion-parameter model: looking for the largest magnitude, casting a matrix
-and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU:
-finding magnitudes on the way. What differs from its reference is reported and not timed. Times are medians of CUDA
-graph replays.
+and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU,
+norm and rotation: finding magnitudes on the way. What differs from its reference is reported and not timed. Times are
+medians of CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from megalight.errors import BackendError, MegalightError
 from megalight.imports import version
 from megalight.ops.activation import gated
 from megalight.ops.linear import wgrad
+from megalight.ops.norm import add_rms_norm
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
 from megalight.ops.quantize.known import known_amax
+from megalight.ops.rotary import rotary_table, rotate_qkv
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import Spec, scaled_mm
 
@@ -203,29 +205,62 @@ def _spec(device: str) -> Spec:
     return Spec(device, GRADIENT, X, torch.float32)
 
 
-def swiglu(tokens: int, ffn: int, device: str) -> Iterator[Way]:
-    x = torch.randn(tokens, 2 * ffn, device=device).bfloat16().requires_grad_()
-    grad_y = torch.randn(tokens, ffn, device=device).bfloat16()
+def on_the_way(
+    part: str, shape: str, make: Callable[[bool], tuple[Tensor, ...]], moved: float, passed: float
+) -> Iterator[Way]:
+    """The largest magnitudes of what ``make(measure)`` makes, in ``moved`` bytes, or ``passed`` more with passes."""
     for measure in (False, True):
 
-        def run(measure: bool = measure) -> tuple[Tensor, Tensor]:
-            y = gated(x, "silu", measure=measure)
-            (grad_x,) = torch.autograd.grad(y, x, grad_y)
+        def run(measure: bool = measure) -> list[Tensor]:
+            made = make(measure)
             with torch.no_grad():
-                return known_amax(y), known_amax(grad_x)
+                return [known_amax(tensor) for tensor in made]
 
-        def wrong(run: Callable[[], tuple[Tensor, Tensor]] = run) -> float:
-            y = gated(x.detach(), "silu")
-            return error(run()[0], y.abs().amax())
+        def wrong(run: Callable[[], list[Tensor]] = run) -> float:
+            return sum(error(found, amax_of(tensor.detach())) for found, tensor in zip(run(), make(False), strict=True))
 
         name = "magnitudes on the way" if measure else "magnitudes in passes"
-        moved = (16.0 if measure else 22.0) * tokens * ffn
-        yield Way("SwiGLU both ways", f"{tokens} x {ffn}", name, run, wrong, moved=moved)
+        yield Way(part, shape, name, run, wrong, moved=moved if measure else moved + passed)
+
+
+def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], device: str) -> Iterator[Way]:
+    """What writes tensors that are cast: SwiGLU, norms and rotation."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    wide, grad_narrow = random(tokens, 2 * ffn).requires_grad_(), random(tokens, ffn)
+
+    def swiglu(measure: bool) -> tuple[Tensor, ...]:
+        y = gated(wide, "silu", measure=measure)
+        return y, *torch.autograd.grad(y, wide, grad_narrow)
+
+    yield from on_the_way("SwiGLU both ways", f"{tokens} x {ffn}", swiglu, 16.0 * tokens * ffn, 6.0 * tokens * ffn)
+    x, residual, weight = random(tokens, hidden).requires_grad_(), random(tokens, hidden), random(hidden)
+    grads = random(tokens, hidden), random(tokens, hidden)
+
+    def norm(measure: bool) -> tuple[Tensor, ...]:
+        outputs = add_rms_norm(x, residual, weight, 1e-5, measure=measure)
+        return outputs[0], *torch.autograd.grad(outputs, x, grads)
+
+    shape, numel = f"{tokens} x {hidden}", float(tokens * hidden)
+    yield from on_the_way("add + norm both ways", shape, norm, 16 * numel, 4 * numel)
+    queries, keys, dim = heads
+    packed = random(tokens, (queries + 2 * keys) * dim).requires_grad_()
+    table = rotary_table(torch.arange(tokens, device=device), dim, 5e5)
+    turned = [random(tokens, count, dim) for count in (queries, keys, keys)]
+
+    def rotary(measure: bool) -> tuple[Tensor, ...]:
+        outputs = rotate_qkv(packed, *heads, *table, measure=measure)
+        return torch.autograd.grad(outputs, packed, turned)
+
+    numel = float(packed.numel())
+    yield from on_the_way("rotation both ways", f"{tokens} x {packed.shape[1]}", rotary, 8 * numel, 2 * numel)
 
 
 def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator[Way]:
     hidden, ffn, qkv = (64, 96, 80) if small else (HIDDEN, FFN, QKV)
-    yield from swiglu(tokens, ffn, device)
+    yield from makers(tokens, hidden, ffn, (4, 2, 16) if small else (32, 8, 128), device)
     for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
         x, grad_y = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, out))
         weight = (torch.randn(out, width, device=device) * 0.02).bfloat16()
@@ -252,7 +287,7 @@ def measured(all_ways: Iterator[Way], device: str) -> tuple[list[Row], list[str]
         seconds = median_seconds(way.run, device)
         rate = f"{way.operations / seconds / 1e12:.0f} TFLOP/s" if way.operations else ""
         rows.append(Row(way.part, way.shape, way.name, seconds * 1e6, rate or f"{way.moved / seconds / 1e12:.2f} TB/s"))
-        print(f"{way.part:18}{way.shape:24}{way.name:26}{seconds * 1e6:9.1f} us  {rows[-1].rate}", flush=True)
+        print(f"{way.part:20}{way.shape:24}{way.name:26}{seconds * 1e6:9.1f} us  {rows[-1].rate}", flush=True)
     return rows, refused
 
 
