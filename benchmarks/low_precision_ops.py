@@ -81,17 +81,14 @@ def codes_error(found: Quantized | None, expected: Quantized | None) -> float:
 
 def cast_tiles() -> Iterator[tuple[str, dict[str, Any]]]:
     """Other shapes, and the other order, for the Triton kernel that casts a matrix and its transpose."""
-    for tokens, features, warps in (
-        (128, 128, 8),
-        (128, 128, 4),
-        (128, 64, 4),
-        (64, 128, 4),
-        (64, 256, 8),
-        (256, 64, 8),
-    ):
+    for tokens, features, warps, registers in (
+        (128, 64, 4, None), (128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None), (64, 128, 8, None),
+        (128, 64, 8, None), (64, 64, 4, None),
+    ):  # fmt: skip
         for across in (False, True):
-            name = f"triton {tokens}x{features} {warps}w{' across' * across}"
-            yield name, {"TOKENS": tokens, "FEATURES": features, "ACROSS_FIRST": across, "num_warps": warps}
+            name = f"triton {tokens}x{features} {warps}w{f' {registers}r' if registers else ''}{' across' * across}"
+            tile = {"TOKENS": tokens, "FEATURES": features, "ACROSS_FIRST": across, "num_warps": warps}
+            yield name, {**tile, "maxnreg": registers} if registers else tile
 
 
 def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor, sweep: bool) -> Iterator[Way]:
