@@ -20,6 +20,7 @@ from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import why_not
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
+from tests.ops.checks import error
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, by_hand
 
@@ -96,6 +97,7 @@ def test_passes_for_magnitudes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
             output = network(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
             output.losses.float().mean().backward()
         assert len(passes) == (5 * layers + 1 if measure else 12 * layers)
-        found.append([p.grad for p in network.layers.parameters()])
+        found.append([output.losses, *(p.grad for p in network.layers.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
     for measured, plain in zip(*found, strict=True):
-        assert torch.equal(measured, plain)
+        assert error(measured, plain) < 2e-2  # attention adds gradients up in any order
