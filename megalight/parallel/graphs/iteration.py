@@ -128,7 +128,7 @@ class IterationGraphs:
         form.recording.replay()
         self.replays += 1
         if form.gradients is not None:
-            self.engine.adopt(form.gradients)
+            self.engine.main_gradients.adopt(form.gradients)
         return clone(form.recording.result)
 
     def drop(self) -> None:
@@ -211,13 +211,14 @@ class IterationGraphs:
             log.info("recording a CUDA graph of the training step (form %d)", self.graphs + 1)
             try:
                 form.recording = self.recorder.record(lambda: passes(form.inputs.value), self.generators())
-                form.gradients = self.engine.gradients if self.engine.reduced else None
+                gradients = self.engine.main_gradients
+                form.gradients = gradients.values if gradients.reduced else None
             except Exception as error:
-                self.engine.give_up()
+                self.engine.main_gradients.give_up()
                 problem = error
         if self.agree([int(problem is not None)]) == [0]:
             return True
-        self.engine.give_up()
+        self.engine.main_gradients.give_up()
         self.drop()
         self._off = True
         told = "recording failed on another rank"
