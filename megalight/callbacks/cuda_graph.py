@@ -21,7 +21,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.step import Outcome, Passes, StepRunner, run_passes
+from megalight.strategies.passes import Outcome, Passes, StepRunner, run_passes
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,8 @@ from megalight.strategies.contract import own_steps
 from megalight.strategies.hyperparameters import keep_plain
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.options import DataParallel, Pipeline
-from megalight.strategies.step import Stepper, StepReport, StepRunner
+from megalight.strategies.passes import StepReport, StepRunner
+from megalight.strategies.step import Stepper
 from megalight.strategies.tree import Split, root_of
 
 log = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class MegatronStrategy(MeshStrategy):
     def run_steps_by(self, runner: StepRunner) -> None:
         """Hand the passes of every following training step of a ``MegalightModule`` to ``runner``; until next set up.
 
-        Before training; :func:`megalight.strategies.step.run_passes` is the usual way.
+        Before training; :func:`megalight.strategies.passes.run_passes` is the usual way.
         """
         assert self._stepper is not None
         self._stepper.runner = runner
