@@ -139,7 +139,7 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
     main = torch.zeros(out, width, device=x.device)
     for row, _ in SCALED_ACCUMULATE.table(_spec(x.device.type)):
         for zero in (False, True):
-            run = partial(scaled_accumulate, main, g_t, x_t, out_is_zero=zero, backend=row.name)
+            run = partial(scaled_accumulate, main, g_t, x_t, write=zero, backend=row.name)
 
             def wrong(run: Callable[[], None] = run, zero: bool = zero) -> float:
                 main.zero_() if zero else main.normal_()

@@ -131,7 +131,6 @@ class CUDAGraph(pl.Callback):
         for streams in self._streams:
             streams.persist(strategy.root_device)
         assert strategy.engine is not None
-        strategy.engine.main_gradients.only_add()
         whole = self.scope == "iteration"
         strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
 

@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
-from megalight.ops.linear import precision_of
-from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.ops.main_grad import begin, touch
 from megalight.parallel.data_parallel.arrivals import Arrivals
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
@@ -64,21 +63,25 @@ class MainGradients:
         self._scaler: Callable[[Tensor], None] | None = None
         self._reduced = False
         self._any_dtype = False
-        self._may_write = True
+        self._first = False
+        self._zeroed = [gap for bucket in buckets for gap in bucket.gaps()]
+        self._added: set[int] = set()
         self._arrivals = Arrivals(buckets, self._send, overlap, self._stream)
 
     # ---------------------------------------------------------------- one step
 
     def zero(self) -> None:
-        """Set all to zero, and be ready for the micro-batches of another step."""
+        """Be ready for the micro-batches of another step: what comes first is written over what there is.
+
+        Set to zero are gaps between parameters and what :meth:`only_add` names, and, once the first passes have ended,
+        what they did not reach.
+        """
         self._reduced = False
         self._wait()  # only where a step was given up halfway
         self._unsend()
-        if self.buckets:
-            torch._foreach_zero_([bucket.grads for bucket in self.buckets])
-        for parameter in self._parameters() if self._may_write else ():
-            if precision_of(parameter) is not None:
-                setattr(parameter, IS_ZERO, True)
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+        self._begin()
 
     @contextmanager
     def passes(self, micro_batches: int, reduce: bool) -> Iterator[None]:
@@ -89,12 +92,14 @@ class MainGradients:
         finally:
             self._arrivals.stop()
         self._arrivals.learn()
+        self._end_first()
 
     def finish(self) -> None:
         """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad``; once a step."""
         if self._reduced:
             return
         self._reduced = True
+        self._end_first()
         for bucket in self.buckets:
             if not bucket.sent:
                 self._send(bucket)
@@ -104,6 +109,11 @@ class MainGradients:
             for bucket, gradient in zip(self.buckets, gradients, strict=True):
                 master = bucket.shard.master
                 master.grad = gradient if self._any_dtype else gradient.to(master.dtype)
+
+    @property
+    def first(self) -> bool:
+        """Whether no passes have ended since :meth:`zero`: gradients are written first, and added later only."""
+        return self._first
 
     @property
     def reduced(self) -> bool:
@@ -173,31 +183,81 @@ class MainGradients:
         for index, place in seen:
             self._arrivals.count(index, place)
 
-    def only_add(self) -> None:
-        """Have every gradient added to what there is, zeros too: a graph that is replayed cannot tell the first one."""
-        self._may_write = False
-        for parameter in self._parameters():
-            parameter.__dict__.pop(IS_ZERO, None)
+    def only_add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have all gradients of these added, to zeros first: what is recorded once for all passes cannot do both."""
+        self._end_first()
+        for index, place in self.places_of(parameters):
+            parameter = self.buckets[index].infos[place].parameter
+            if id(parameter) not in self._added:
+                self._added.add(id(parameter))
+                self._zeroed.append(parameter.main_grad)  # type: ignore[attr-defined]
 
-    def adopt(self, gradients: Sequence[Tensor]) -> None:
-        """Be as :meth:`finish` leaves it: somebody else (a replayed graph) reduced into these tensors."""
+    def adopt(self, gradients: Sequence[Tensor] | None) -> None:
+        """Be as passes leave it that somebody else (a replayed graph) ran.
+
+        Args:
+            gradients: what they were reduced into; None: they were not.
+        """
+        self._first = False
+        self._touch(self.buckets)
+        if gradients is None:
+            return
         self._reduced = True
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.sent = True
             bucket.shard.master.grad = gradient
 
-    def give_up(self) -> None:
-        """Be as before the passes of this step, of which nothing reached the device; sums of earlier ones stay."""
+    def give_up(self, first: bool) -> None:
+        """Be as before passes of which nothing reached the device; sums of earlier ones stay.
+
+        Args:
+            first: what :attr:`first` was before them.
+        """
         self._arrivals.stop()
         self._pending = []
         self._reduced = False
         self._unsend()
+        if first:
+            self._begin()
+
+    # ---------------------------------------------------------------- writing first
+
+    def _begin(self) -> None:
+        self._first = True
+        for bucket in self.buckets:
+            for info in bucket.infos:
+                if id(info.parameter) not in self._added:
+                    begin(info.parameter)
+                    info.parameter.grad = None  # autograd must not add to what is there
+
+    def _end_first(self) -> None:
+        if self._first:
+            self._first = False
+            self._settle(self.buckets)
+
+    def _settle(self, buckets: Sequence[Bucket]) -> None:
+        """Set to zero what nothing has reached."""
+        if left := self._touch(buckets):
+            torch._foreach_zero_(left)
+
+    def _touch(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Have all further gradients added; returns the buffers that none has reached."""
+        left = []
+        for bucket in buckets:
+            for info in bucket.infos:
+                buffer: Tensor = info.parameter.main_grad  # type: ignore[attr-defined]
+                if touch(info.parameter):
+                    left.append(buffer)
+                if bucket.autograd_adds:
+                    info.parameter.grad = buffer
+        return left
 
     # ---------------------------------------------------------------- sending
 
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
         with torch.no_grad():
+            self._settle([bucket])
             if self._stream is None:
                 with span("reduce_gradients", elements=bucket.layout.numel):
                     self._pending.append(self._reducer.start(bucket))
@@ -218,6 +278,3 @@ class MainGradients:
         for bucket in self.buckets:
             bucket.sent = False
             bucket.shard.master.grad = None
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (info.parameter for bucket in self.buckets for info in bucket.infos)

@@ -116,6 +116,8 @@ class TransformerEngineGraphs:
         self._count = 0
         self._recorded = 0
         self._off = False
+        parts = [module for lane in self._lanes for _, module in lane.modules]
+        engine.main_gradients.only_add(p for part in parts for p in part.parameters())
         for lane in self._lanes:
             for place, (_, module) in enumerate(lane.modules):
                 module.forward = partial(self._forward, lane, place)
