@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
-from megalight.ops.main_grad import begin, touch
 from megalight.parallel.data_parallel.arrivals import Arrivals
 from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.first_writes import FirstWrites
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.mesh import ParallelMesh
@@ -63,25 +63,17 @@ class MainGradients:
         self._scaler: Callable[[Tensor], None] | None = None
         self._reduced = False
         self._any_dtype = False
-        self._first = False
-        self._zeroed = [gap for bucket in buckets for gap in bucket.gaps()]
-        self._added: set[int] = set()
+        self._first = FirstWrites(buckets)
         self._arrivals = Arrivals(buckets, self._send, overlap, self._stream)
 
     # ---------------------------------------------------------------- one step
 
     def zero(self) -> None:
-        """Be ready for the micro-batches of another step: what comes first is written over what there is.
-
-        Set to zero are gaps between parameters and what :meth:`only_add` names, and, once the first passes have ended,
-        what they did not reach.
-        """
+        """Forget what there is, and be ready for the micro-batches of another step."""
         self._reduced = False
         self._wait()  # only where a step was given up halfway
         self._unsend()
-        if self._zeroed:
-            torch._foreach_zero_(self._zeroed)
-        self._begin()
+        self._first.begin()
 
     @contextmanager
     def passes(self, micro_batches: int, reduce: bool) -> Iterator[None]:
@@ -92,14 +84,14 @@ class MainGradients:
         finally:
             self._arrivals.stop()
         self._arrivals.learn()
-        self._end_first()
+        self._first.end()
 
     def finish(self) -> None:
         """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad``; once a step."""
         if self._reduced:
             return
         self._reduced = True
-        self._end_first()
+        self._first.end()
         for bucket in self.buckets:
             if not bucket.sent:
                 self._send(bucket)
@@ -113,7 +105,7 @@ class MainGradients:
     @property
     def first(self) -> bool:
         """Whether no passes have ended since :meth:`zero`: gradients are written first, and added later only."""
-        return self._first
+        return self._first.wanted
 
     @property
     def reduced(self) -> bool:
@@ -184,13 +176,8 @@ class MainGradients:
             self._arrivals.count(index, place)
 
     def only_add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have all gradients of these added, to zeros first: what is recorded once for all passes cannot do both."""
-        self._end_first()
-        for index, place in self.places_of(parameters):
-            parameter = self.buckets[index].infos[place].parameter
-            if id(parameter) not in self._added:
-                self._added.add(id(parameter))
-                self._zeroed.append(parameter.main_grad)  # type: ignore[attr-defined]
+        """Have all gradients of these added, to zeros at first: what is recorded once for all passes cannot do both."""
+        self._first.leave_out(parameters)
 
     def adopt(self, gradients: Sequence[Tensor] | None) -> None:
         """Be as passes leave it that somebody else (a replayed graph) ran.
@@ -198,8 +185,7 @@ class MainGradients:
         Args:
             gradients: what they were reduced into; None: they were not.
         """
-        self._first = False
-        self._touch(self.buckets)
+        self._first.skip()
         if gradients is None:
             return
         self._reduced = True
@@ -218,46 +204,14 @@ class MainGradients:
         self._reduced = False
         self._unsend()
         if first:
-            self._begin()
-
-    # ---------------------------------------------------------------- writing first
-
-    def _begin(self) -> None:
-        self._first = True
-        for bucket in self.buckets:
-            for info in bucket.infos:
-                if id(info.parameter) not in self._added:
-                    begin(info.parameter)
-                    info.parameter.grad = None  # autograd must not add to what is there
-
-    def _end_first(self) -> None:
-        if self._first:
-            self._first = False
-            self._settle(self.buckets)
-
-    def _settle(self, buckets: Sequence[Bucket]) -> None:
-        """Set to zero what nothing has reached."""
-        if left := self._touch(buckets):
-            torch._foreach_zero_(left)
-
-    def _touch(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Have all further gradients added; returns the buffers that none has reached."""
-        left = []
-        for bucket in buckets:
-            for info in bucket.infos:
-                buffer: Tensor = info.parameter.main_grad  # type: ignore[attr-defined]
-                if touch(info.parameter):
-                    left.append(buffer)
-                if bucket.autograd_adds:
-                    info.parameter.grad = buffer
-        return left
+            self._first.begin()
 
     # ---------------------------------------------------------------- sending
 
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
         with torch.no_grad():
-            self._settle([bucket])
+            self._first.settle([bucket])
             if self._stream is None:
                 with span("reduce_gradients", elements=bucket.layout.numel):
                     self._pending.append(self._reducer.start(bucket))
