@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
@@ -85,18 +84,23 @@ PATTERNS = (("fp", "fp"), ("f", "fp"), ("", ""), ("fp", ""), ("p", "f"))
 """Branches of the micro-batches of five steps."""
 
 
-def _branches(level: str, dtype: torch.dtype, late: bool) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    model, reference = models(dtype)
-    engine = DataParallelEngine(infos(model), mesh(), level=level, bucket_size=40, overlap_grad_reduce=not late)
+def branches(level: str, dtype: torch.dtype, late: bool) -> None:
+    run_branches(mesh(), level, dtype, late)
+
+
+def run_branches(grid: ParallelMesh, level: str, dtype: torch.dtype, late: bool, device: str = "cpu") -> None:
+    """Five steps, each against torch alone; ``late``: weight gradients come after all passes."""
+    world, rank = grid.world_size, grid.global_rank
+    model, reference = (each.to(device) for each in models(dtype))
+    engine = DataParallelEngine(infos(model), grid, level=level, bucket_size=40, overlap_grad_reduce=not late)
     for step, pattern in enumerate(PATTERNS):
-        tokens, queue = draw(step, world, len(pattern)), WeightGradients()
+        tokens, queue = draw(step, world, len(pattern)).to(device), WeightGradients()
         with stale_gradients():
             engine.zero_grad()
         with engine.micro_batches(len(pattern)):
-            for batch, branches in zip(tokens[rank], pattern, strict=True):
+            for batch, which in zip(tokens[rank], pattern, strict=True):
                 with deferring(queue):
-                    model(batch, branches).backward()
+                    model(batch, which).backward()
                 if not late:
                     queue.run()
             queue.run()
@@ -104,8 +108,8 @@ def _branches(level: str, dtype: torch.dtype, late: bool) -> None:
         engine.finish_grad_sync()
         reference.zero_grad()
         for replica in tokens:
-            for batch, branches in zip(replica, pattern, strict=True):
-                reference.double()(batch, branches).backward()
+            for batch, which in zip(replica, pattern, strict=True):
+                reference.double()(batch, which).backward()
         check(engine, reference, 1e-12 if dtype == torch.float64 else 3e-2)
 
 
@@ -114,11 +118,11 @@ def _branches(level: str, dtype: torch.dtype, late: bool) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_kind_of_gradient(world: int, level: str, late: bool) -> None:
     """With weight gradients at once, and all of them after the passes."""
-    run(_branches, world, level, torch.float64, late)
+    run(branches, world, level, torch.float64, late)
 
 
 def test_half_parameters_with_wide_sums() -> None:
-    run(_branches, 1, "optim", torch.bfloat16, False)
+    run_branches(ParallelMesh(), "optim", torch.bfloat16, False)
 
 
 def test_later_windows_add() -> None:
