@@ -140,7 +140,10 @@ class DataParallelEngine:
     # ---------------------------------------------------------------- gradients
 
     def zero_grad(self) -> None:
-        """Set every gradient to zero, and be ready for the micro-batches of another step."""
+        """Forget all gradients, and be ready for the micro-batches of another step.
+
+        ``parameter.grad`` is None until a gradient comes, and zero after the passes where none came.
+        """
         self.main_gradients.zero()
 
     @contextmanager

@@ -24,7 +24,7 @@ MODEL_AXES = ("pp", "tp")
 
 
 class MainGradients:
-    """Gradients in the buckets' buffers, from zero to the reduced ones that the optimizer reads.
+    """Gradients in the buckets' buffers, from the first one of a step to the reduced ones that the optimizer reads.
 
     Besides the engine, whoever replays recorded passes comes here: :meth:`noting` and :meth:`arrive` for some modules,
     :meth:`adopt` and :meth:`give_up` for all the passes of a step.
