@@ -22,56 +22,59 @@ class FirstWrites:
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = buckets
         self.wanted = False
+        self._buffers: dict[Bucket, list[tuple[nn.Parameter, Tensor]]] = {
+            bucket: [(info.parameter, info.parameter.main_grad) for info in bucket.infos]  # type: ignore[attr-defined]
+            for bucket in buckets
+        }
+        self._open: set[Bucket] = set()
         self._zeroed = [gap for bucket in buckets for gap in bucket.gaps()]
         self._added: set[int] = set()
 
     def begin(self) -> None:
         """A step begins: buffers hold rubbish."""
         self.wanted = True
+        self._open = set(self._buffers)
         if self._zeroed:
             torch._foreach_zero_(self._zeroed)
-        for bucket in self.buckets:
-            for info in bucket.infos:
-                if id(info.parameter) not in self._added:
-                    begin(info.parameter)
-                    info.parameter.grad = None  # autograd must not add to what is there
+        for pairs in self._buffers.values():
+            for parameter, _ in pairs:
+                if id(parameter) not in self._added:
+                    begin(parameter)
+                    parameter.grad = None  # autograd must not add to what is there
 
     def end(self) -> None:
         """Passes have ended."""
-        if self.wanted:
-            self.wanted = False
-            self.settle(self.buckets)
+        self.wanted = False
+        if left := [buffer for bucket in tuple(self._open) for buffer in self._close(bucket)]:
+            torch._foreach_zero_(left)
 
-    def settle(self, buckets: Sequence[Bucket]) -> None:
-        """Set to zero what no gradient has reached, and have all further ones added."""
-        if left := self._touch(buckets):
+    def complete(self, bucket: Bucket) -> None:
+        """A bucket's gradients have all come: what none has reached is zero."""
+        if bucket in self._open and (left := self._close(bucket)):
             torch._foreach_zero_(left)
 
     def skip(self) -> None:
         """Passes have ended, of which somebody else has done the work."""
         self.wanted = False
-        self._touch(self.buckets)
+        for bucket in tuple(self._open):
+            self._close(bucket)
 
     def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set the main gradients of these to zero when a step begins, from the next one on; all is added there."""
         self.end()
         wanted = {id(parameter) for parameter in parameters} - self._added
-        for info in (info for bucket in self.buckets for info in bucket.infos):
-            if id(info.parameter) in wanted:
-                self._added.add(id(info.parameter))
-                self._zeroed.append(info.parameter.main_grad)  # type: ignore[attr-defined]
+        found = [pair for pairs in self._buffers.values() for pair in pairs if id(pair[0]) in wanted]
+        self._added.update(id(parameter) for parameter, _ in found)
+        self._zeroed += [buffer for _, buffer in found]
 
-    @staticmethod
-    def _touch(buckets: Sequence[Bucket]) -> list[Tensor]:
-        """What no gradient has reached."""
-        left = []
-        for bucket in buckets:
-            for info in bucket.infos:
-                buffer: Tensor = info.parameter.main_grad  # type: ignore[attr-defined]
-                if touch(info.parameter):
-                    left.append(buffer)
-                if bucket.autograd_adds:
-                    info.parameter.grad = buffer
+    def _close(self, bucket: Bucket) -> list[Tensor]:
+        """Have all further gradients added, by autograd too; returns the buffers that none has reached."""
+        self._open.discard(bucket)
+        adds, left = bucket.autograd_adds, []
+        for parameter, buffer in self._buffers[bucket]:
+            if touch(parameter):
+                left.append(buffer)
+            if adds:
+                parameter.grad = buffer
         return left

@@ -211,7 +211,7 @@ class MainGradients:
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
         with torch.no_grad():
-            self._first.settle([bucket])
+            self._first.complete(bucket)
             if self._stream is None:
                 with span("reduce_gradients", elements=bucket.layout.numel):
                     self._pending.append(self._reducer.start(bucket))
