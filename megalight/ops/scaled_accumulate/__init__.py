@@ -84,7 +84,7 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = lazy("megalight.ops.scaled_accumulate.triton", "accumulate")
-SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 30, _product_add_why_not))
-SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 20, _cublaslt_why_not))
+SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 20, _product_add_why_not))
+SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 30, _cublaslt_why_not))
 SCALED_ACCUMULATE.register(Backend("triton", _TRITON, 10, _triton_why_not))
 SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, serve_all))
