@@ -53,10 +53,10 @@ def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
     return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
 
 
-def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, is_zero: bool) -> None:
+def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
     """As a GPU's product may do it: where the main gradient holds zeros, it is written."""
     gradient = self.weight_gradient(grad_y, x, main_grad.dtype)
-    main_grad.copy_(gradient if is_zero else main_grad + gradient)
+    main_grad.copy_(gradient if write else main_grad + gradient)
 
 
 def train_parts(config: Any, scope: Any, warmup: int, options: dict[str, Any]) -> Any:
