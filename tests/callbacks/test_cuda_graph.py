@@ -54,7 +54,7 @@ def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
 
 
 def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
-    """As a GPU's product may do it: where the main gradient holds zeros, it is written."""
+    """As a GPU's product does it: the first gradient of a step is written."""
     gradient = self.weight_gradient(grad_y, x, main_grad.dtype)
     main_grad.copy_(gradient if write else main_grad + gradient)
 
