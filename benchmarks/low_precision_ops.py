@@ -164,17 +164,20 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
     yield Way("forward", label, "bf16", lambda: x @ weight.T, lambda: 0.0, operations=work)
     main = torch.zeros(out, width, device=x.device)
     for row, _ in SCALED_ACCUMULATE.table(_spec(x.device.type)):
-        for zero in (False, True):
-            run = partial(scaled_accumulate, main, g_t, x_t, out_is_zero=zero, backend=row.name)
+        for write in (False, True):
+            run = partial(scaled_accumulate, main, g_t, x_t, write=write, backend=row.name)
 
-            def wrong(run: Callable[[], None] = run, zero: bool = zero) -> float:
-                main.zero_() if zero else main.normal_()
-                expected = main + of(g_t, x_t)()
+            def wrong(run: Callable[[], None] = run, write: bool = write) -> float:
+                expected = of(g_t, x_t)()
+                if write:
+                    main.fill_(torch.nan)
+                else:
+                    expected += main.normal_()
                 run()
                 return error(main, expected)
 
             if row.name != "reference" or x.device.type == "cpu":
-                name = f"{row.name}{', into zeros' * zero}"
+                name = f"{row.name}{', written' * write}"
                 yield Way("weight gradient", label, name, run, wrong, operations=work)
     for name, tile in tiles() if sweep else ():
 
@@ -194,7 +197,12 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
         yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
     spec = wgrad.Spec(x.device.type, x.dtype, main.dtype)
     yield Way(
-        "weight gradient", label, "bf16", lambda: wgrad.choose(spec)(main, grad_y, x), lambda: 0.0, operations=work
+        "weight gradient",
+        label,
+        "bf16",
+        lambda: wgrad.choose(spec)(main, grad_y, x, False),
+        lambda: 0.0,
+        operations=work,
     )
 
 

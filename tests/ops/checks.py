@@ -214,7 +214,7 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
 
 
 def check_weight_gradient(
-    fn: Callable[[Tensor, Tensor, Tensor], None],
+    fn: Callable[[Tensor, Tensor, Tensor, bool], None],
     device: str,
     dtype: torch.dtype,
     main_dtype: torch.dtype,
@@ -222,13 +222,18 @@ def check_weight_gradient(
     out: int,
     width: int,
 ) -> None:
+    """Added to what there is; and written over it, be it not a number."""
     grad_y = torch.randn(tokens, out, device=device).to(dtype)
     x = torch.randn(tokens, width, device=device).to(dtype)
     main_grad = torch.randn(out, width, device=device).to(main_dtype) * tokens**0.5
-    expected = main_grad.double() + grad_y.double().T @ x.double()
-    fn(main_grad, grad_y, x)
+    product = grad_y.double().T @ x.double()
+    expected = main_grad.double() + product
+    fn(main_grad, grad_y, x, False)
+    written = torch.full_like(main_grad, torch.nan)
+    fn(written, grad_y, x, True)
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
-    assert error(main_grad, expected) <= tolerance, error(main_grad, expected)
+    for found, right in ((main_grad, expected), (written, product)):
+        assert error(found, right) <= tolerance, error(found, right)
 
 
 def check_merge(
@@ -276,7 +281,7 @@ def check_cast(
 
 
 def check_scaled_accumulate(
-    fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, out_is_zero: bool
+    fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, write: bool
 ) -> None:
     """A sum with codes in float32, which matrix units of every kind multiply."""
     a, b = (
@@ -284,8 +289,10 @@ def check_scaled_accumulate(
         for size in (rows, columns)
     )
     out = torch.randn(rows, columns, device=device)
-    expected = a.dequantize() @ b.dequantize().T + (0 if out_is_zero else out)
-    fn(out, a, b, out_is_zero)
+    expected = a.dequantize() @ b.dequantize().T + (0 if write else out)
+    if write:
+        out.fill_(torch.nan)
+    fn(out, a, b, write)
     assert error(out, expected) <= 1e-5
 
 

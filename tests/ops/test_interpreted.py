@@ -147,12 +147,12 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_weight_gradient(module.accumulate, "cpu", torch.float32, torch.float32, 37, 70, 50)
 
 
-@pytest.mark.parametrize("out_is_zero", [True, False])
-def test_scaled_accumulate(out_is_zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("write", [True, False])
+def test_scaled_accumulate(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("scaled_accumulate")
     small = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(module, "TILE", small)
-    checks.check_scaled_accumulate(module.accumulate, "cpu", 37, 70, 48, out_is_zero)
+    checks.check_scaled_accumulate(module.accumulate, "cpu", 37, 70, 48, write)
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 3, 8), (1, 50, 2, 12)])

@@ -90,7 +90,8 @@ def _cast(
     t = down * BLOCK + tl.arange(0, BLOCK)
     f = across * BLOCK + tl.arange(0, BLOCK)
     inside = (t < tokens)[:, None] & (f < features)[None, :]
-    tile = tl.load(x + t.to(tl.int64)[:, None] * x_stride + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    source = x + t.to(tl.int64)[:, None] * x_stride + f[None, :]
+    tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if TELL:
         tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
     if ROWS != 0:
@@ -101,6 +102,9 @@ def _cast(
         where = row_codes + t.to(tl.int64)[:, None] * features + f[None, :]
         tl.store(where, codes.to(row_codes.dtype.element_ty), mask=inside)
     if COLUMNS != 0:
+        if ROWS == COLUMNS and COLUMNS == 4 and x.dtype.element_ty == tl.float32:
+            # Triton 3.6 for sm_90 garbles bytes of codes that are stored both ways; read again, they are computed twice
+            tile = tl.load(source, mask=inside, other=0.0)
         codes = _codes(
             tile, column_amax, column_scale, f, features, down, across, tl.cdiv(padded, BLOCK),
             0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
