@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalight.ops.jit import Value, constexpr, jit, next_power, num_multiprocessors, tl, triton
+from megalight.ops.common import Function, once_differentiable
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
 
 TILE = 2048
 """Elements that a program handles at once where rows are shorter than this."""
@@ -112,11 +113,22 @@ def _backward(
         tl.store(grad_bias + program * size + column, tl.sum(sum_bias, 0), mask=column < size)
 
 
+@lru_cache
 def _tile(size: int) -> dict[str, int]:
     """Rows per program, block width and warps for rows of ``size``."""
     block = next_power(size)
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+def _rows(x: Tensor, size: int) -> Tensor:
+    """``x`` as a contiguous matrix ``[n, size]``."""
+    return (x if x.dim() == 2 else x.reshape(-1, size)).contiguous()
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """``rows`` in the shape of ``x``."""
+    return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _run_forward(
@@ -130,7 +142,7 @@ def _run_forward(
     mean = torch.empty_like(rstd) if center else None
     tile = _tile(size)
     if rows:
-        _forward[(triton.cdiv(rows, tile["ROWS"]),)](
+        _forward[(cdiv(rows, tile["ROWS"]),)](
             x,
             residual,
             weight,
@@ -164,7 +176,7 @@ def _run_backward(
     rows, size = x.shape
     tile = _tile(size)
     at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
-    programs = max(1, min(triton.cdiv(rows, tile["ROWS"]), at_once))
+    programs = max(1, min(cdiv(rows, tile["ROWS"]), at_once))
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     grad_bias = torch.empty_like(grad_weight) if has_bias else None
@@ -189,40 +201,40 @@ def _run_backward(
     return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> Tensor:
-        flat = x.reshape(-1, weight.shape[0]).contiguous()
+        flat = _rows(x, weight.shape[0])
         y, _, mean, rstd = _run_forward(flat, None, weight, bias, eps, center)
         ctx.save_for_backward(flat, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
-        return y.view(x.shape)
+        return _like(y, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, mean, rstd = ctx.saved_tensors
-        grad = grad_y.reshape(flat.shape).contiguous()
+        grad = _rows(grad_y, flat.shape[1])
         has_bias = ctx.bias_dtype is not None
         grad_x, grad_weight, grad_bias = _run_backward(grad, None, flat, weight, mean, rstd, ctx.center, has_bias)
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        return grad_x.view(grad_y.shape), grad_weight.to(weight.dtype), grad_bias, None, None
+        return _like(grad_x, grad_y), grad_weight.to(weight.dtype), grad_bias, None, None
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        flat, other = (None if t is None else t.reshape(-1, weight.shape[0]).contiguous() for t in (x, residual))
-        assert flat is not None
+        size = weight.shape[0]
+        flat, other = _rows(x, size), None if residual is None else _rows(residual, size)
         y, total, mean, rstd = _run_forward(flat, other, weight, bias, eps, center)
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
         ctx.added = residual is not None
-        return y.view(x.shape), x if residual is None else total.view(x.shape)
+        return _like(y, x), x if residual is None else _like(total, x)
 
     @staticmethod
     @once_differentiable
@@ -230,31 +242,31 @@ class _AddNorm(torch.autograd.Function):
         total, weight, mean, rstd = ctx.saved_tensors
         if grad_y is None:
             return grad_total, grad_total if ctx.added else None, None, None, None, None
-        grad = grad_y.reshape(total.shape).contiguous()
-        other = None if grad_total is None else grad_total.reshape(total.shape).contiguous()
+        grad = _rows(grad_y, total.shape[1])
+        other = None if grad_total is None else _rows(grad_total, total.shape[1])
         has_bias = ctx.bias_dtype is not None
         grad_x, grad_weight, grad_bias = _run_backward(grad, other, total, weight, mean, rstd, ctx.center, has_bias)
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        grad_x = grad_x.view(grad_y.shape)
+        grad_x = _like(grad_x, grad_y)
         return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dim."""
-    out: Tensor = _Norm.apply(x, weight, None, eps, False)  # type: ignore[no-untyped-call]
+    out: Tensor = _Norm.apply(x, weight, None, eps, False)
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dim."""
-    out: Tensor = _Norm.apply(x, weight, bias, eps, True)  # type: ignore[no-untyped-call]
+    out: Tensor = _Norm.apply(x, weight, bias, eps, True)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, None, eps, False)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, None, eps, False)
     return out
 
 
@@ -262,5 +274,5 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, bias, eps, True)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, bias, eps, True)
     return out

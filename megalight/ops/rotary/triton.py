@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megalight.ops.common import Function, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 
 
@@ -154,6 +155,7 @@ def _qkv(
     # fmt: on
 
 
+@lru_cache
 def _shape(head_dim: int, half: int) -> dict[str, int]:
     rest = head_dim - 2 * half
     return {"HALF": half, "HALF_BLOCK": next_power(half), "REST": rest, "REST_BLOCK": next_power(rest)}
@@ -220,7 +222,7 @@ def _run_qkv(
         )
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -234,7 +236,7 @@ class _Apply(torch.autograd.Function):
         return _run_apply(grad, cos, sin, ctx.interleaved, True), None, None, None
 
 
-class _RotateQKV(torch.autograd.Function):
+class _RotateQKV(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -264,7 +266,7 @@ class _RotateQKV(torch.autograd.Function):
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first features of ``x [T, H, D]``."""
-    out: Tensor = _Apply.apply(x, cos.contiguous(), sin.contiguous(), interleaved)  # type: ignore[no-untyped-call]
+    out: Tensor = _Apply.apply(x, cos.contiguous(), sin.contiguous(), interleaved)
     return out
 
 
@@ -272,7 +274,7 @@ def rotate_qkv(
     qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection into contiguous q, k, v, and rotate the first two, in one pass."""
-    out: tuple[Tensor, Tensor, Tensor] = _RotateQKV.apply(  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor, Tensor] = _RotateQKV.apply(
         qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved
     )
     return out
