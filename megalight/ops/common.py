@@ -35,18 +35,14 @@ def once_differentiable(backward: BackwardT) -> BackwardT:
     return called  # type: ignore[return-value]
 
 
-class Function(torch.autograd.Function):
-    """``torch.autograd.Function`` with a shorter way to its forward, for what every layer calls several times.
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` by a shorter way, for what every layer calls several times.
 
     torch looks through all arguments for leftovers of ``torch.func``'s transforms, even where none runs.
     """
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Run the forward, to be differentiated by the backward."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def serve_all(spec: object) -> None:

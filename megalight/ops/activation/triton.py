@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import Function, once_differentiable
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.quantize.known import tell_amax
 
@@ -134,7 +134,7 @@ def _parts(y: Tensor, measure: bool) -> Tensor:
     return y.new_empty(rows * blocks, dtype=torch.float32) if measure else y
 
 
-class _Activation(Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
         x = x.contiguous()
@@ -171,7 +171,7 @@ class _Activation(Function):
 
 
 def _apply(x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
-    out: Tensor = _Activation.apply(x, kind, gated, measure)
+    out: Tensor = apply(_Activation, x, kind, gated, measure)
     return out
 
 

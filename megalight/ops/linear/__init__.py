@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import Function, once_differentiable
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return precision.product(x, weight, bias)
     if precision is None and recipe_of(x) is None and main_grad_of(weight) is None and main_grad_of(bias) is None:
         return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(x, weight, bias)
+    out: Tensor = apply(_Linear, x, weight, bias)
     return out
 
 
@@ -118,7 +118,7 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     return None
 
 
-class _Linear(Function):
+class _Linear(torch.autograd.Function):
     """The linear layer of parameters with a main gradient or a precision, or of an input with a recipe."""
 
     @staticmethod

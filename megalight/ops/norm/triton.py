@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import Function, once_differentiable
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
 
 TILE = 2048
@@ -201,7 +201,7 @@ def _run_backward(
     return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0)
 
 
-class _Norm(Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> Tensor:
         flat = _rows(x, weight.shape[0])
@@ -222,7 +222,7 @@ class _Norm(Function):
         return _like(grad_x, grad_y), grad_weight.to(weight.dtype), grad_bias, None, None
 
 
-class _AddNorm(Function):
+class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
@@ -254,19 +254,19 @@ class _AddNorm(Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dim."""
-    out: Tensor = _Norm.apply(x, weight, None, eps, False)
+    out: Tensor = apply(_Norm, x, weight, None, eps, False)
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dim."""
-    out: Tensor = _Norm.apply(x, weight, bias, eps, True)
+    out: Tensor = apply(_Norm, x, weight, bias, eps, True)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, None, eps, False)
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, None, eps, False)
     return out
 
 
@@ -274,5 +274,5 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, bias, eps, True)
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, bias, eps, True)
     return out

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import Function, once_differentiable
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 
 
@@ -222,7 +222,7 @@ def _run_qkv(
         )
 
 
-class _Apply(Function):
+class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -236,7 +236,7 @@ class _Apply(Function):
         return _run_apply(grad, cos, sin, ctx.interleaved, True), None, None, None
 
 
-class _RotateQKV(Function):
+class _RotateQKV(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -266,7 +266,7 @@ class _RotateQKV(Function):
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first features of ``x [T, H, D]``."""
-    out: Tensor = _Apply.apply(x, cos.contiguous(), sin.contiguous(), interleaved)
+    out: Tensor = apply(_Apply, x, cos.contiguous(), sin.contiguous(), interleaved)
     return out
 
 
@@ -274,7 +274,7 @@ def rotate_qkv(
     qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection into contiguous q, k, v, and rotate the first two, in one pass."""
-    out: tuple[Tensor, Tensor, Tensor] = _RotateQKV.apply(
-        qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved
+    out: tuple[Tensor, Tensor, Tensor] = apply(
+        _RotateQKV, qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved
     )
     return out
