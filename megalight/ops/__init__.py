@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 
 OPS = (
     "attention",
@@ -32,6 +31,6 @@ def tables(device: str) -> dict[str, list[tuple[str, str | None]]]:
     for name in OPS:
         op = importlib.import_module(f"megalight.ops.{name}")
         for registry in op.REGISTRIES:
-            rows = registry.table(replace(op.EXAMPLE, device=device))
+            rows = registry.table(op.EXAMPLE._replace(device=device))
             found[registry.op] = [(backend.name, reason) for backend, reason in rows]
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError, nearest
@@ -22,7 +21,7 @@ def backends_of(device: str) -> dict[str, list[tuple[Backend[Any, Any], str | No
 
     Plugins' backends are asked too, and import their packages to answer.
     """
-    return {op: registry.table(replace(spec, device=device)) for op, (registry, spec) in registries().items()}
+    return {op: registry.table(spec._replace(device=device)) for op, (registry, spec) in registries().items()}
 
 
 def use_backends(**names: str) -> None:

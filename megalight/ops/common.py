@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd import function
 
 from megalight.imports import has
 
+BackwardT = TypeVar("BackwardT", bound=Callable[..., Any])
 HALF = (torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type that sums over values of ``dtype`` are formed in: float32 for half types, else the type itself."""
     return torch.float32 if dtype in HALF else dtype
+
+
+def once_differentiable(backward: BackwardT) -> BackwardT:
+    """``torch.autograd.function.once_differentiable``, which only acts where gradients of gradients are wanted.
+
+    Elsewhere autograd calls ``backward`` without gradients anyway, and the wrapper's own context costs microseconds.
+    """
+    checked = function.once_differentiable(backward)
+
+    @wraps(backward)
+    def called(ctx: Any, *grads: Any) -> Any:
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return called  # type: ignore[return-value]
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` by a shorter way, for what every layer calls several times.
+
+    torch looks through all arguments for leftovers of ``torch.func``'s transforms, even where none runs.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def serve_all(spec: object) -> None:

@@ -29,6 +29,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
+def cdiv(n: int, size: int) -> int:
+    """How many blocks of ``size`` hold ``n``. (``triton.cdiv`` is for kernels: on the host it costs a microsecond.)"""
+    return -(-n // size)
+
+
 def next_power(n: int) -> int:
     """The smallest power of two that is at least ``n``: block shapes must be powers of two."""
     return 1 << max(0, n - 1).bit_length()

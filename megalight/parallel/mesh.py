@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from math import prod
 
 import numpy as np
@@ -58,6 +58,7 @@ class ParallelMesh:
     etp: int = 1
     offset: int | None = None
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+    _ranks: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axis in ("tp", "cp", "pp", "ep", "etp"):
@@ -120,6 +121,11 @@ class ParallelMesh:
         Raises:
             LayoutError: it is not in the grid.
         """
+        if axes not in self._ranks:
+            self._ranks[axes] = self._along(axes)
+        return self._ranks[axes]
+
+    def _along(self, axes: Sequence[str]) -> tuple[int, ...]:
         order = EXPERT_AXES if any(_view(_whole(axis)) is EXPERT_AXES for axis in axes) else DENSE_AXES
         coordinates = {axis: {self.rank(axis)} for axis in order}
         for axis in axes:
@@ -191,6 +197,7 @@ class ParallelMesh:
         return range(place - place % run, place - place % run + run) if sign == "%" else range(place % run, size, run)
 
 
+@lru_cache
 def _parsed(axis: str) -> tuple[str, str, str]:
     """The whole axis, ``/ % :`` or nothing, and the numbers behind."""
     match = re.fullmatch(r"(\w+?)(?:([/%])(\d+)|(:)(\d+(?:\+\d+)*))?", axis)

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as 
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 __all__ = [
     "IS_INTERACTIVE",
@@ -23,6 +24,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "WorkerOutput",
     "fire",
+    "log",
     "skip_backward",
     "sync_layers",
     "zero_grad",
@@ -44,6 +46,10 @@ USED = {
     "strategy._configure_launcher": "called by the Trainer to make the launcher",
     "call._call_callback_hooks": "fires the hooks around the backward that Lightning skips",
     "call._call_lightning_module_hook": "the same for the module's own hooks",
+    "trainer._results": "where LightningModule.log puts values",
+    "trainer._logger_connector.should_reset_tensors": "whether they are those of an earlier epoch",
+    "trainer._logger_connector._current_fx": "the hook that logged last, noted by LightningModule.log",
+    "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
 
 
@@ -51,6 +57,21 @@ def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook on callbacks, then on the LightningModule, as Lightning's loops do."""
     call._call_callback_hooks(trainer, hook, *args)
     call._call_lightning_module_hook(trainer, hook, *args)
+
+
+def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
+    """Do ``module.log(name, value, batch_size=1)``, of a 0-dim tensor without a graph, at most once per step.
+
+    After its first call in a hook, what that checks is known, and the copies it makes of its own records, which take a
+    millisecond, are spared: the value goes where ``module.log`` would bring it.
+    """
+    results, fx, connector = module.trainer._results, module._current_fx_name, module.trainer._logger_connector
+    key, own = f"{fx}.{name}", type(module).log is not pl.LightningModule.log
+    if own or fx is None or results is None or key not in results or connector.should_reset_tensors(fx):
+        module.log(name, value, batch_size=1)
+    else:
+        results.update_metrics(key, value, 1)
+        connector._current_fx = fx
 
 
 def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.trace import spanned
+from megalight.strategies._lightning import log
 
 
 @spanned("clip")
@@ -13,7 +14,7 @@ def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_nor
     """Scale gradients down to a global norm of ``max_norm`` at most; logs the norm before as ``grad_norm``."""
     norm = engine.grad_norm()
     engine.scale_gradients(clip_coefficient(norm, max_norm))
-    module.log("grad_norm", norm, batch_size=1)
+    log(module, "grad_norm", norm)
 
 
 @spanned("clip")

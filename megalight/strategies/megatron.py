@@ -273,7 +273,7 @@ class MegatronStrategy(FolderCheckpoints):
         _lightning.fire(trainer, "on_after_backward")
         if not own_steps(self._stepper.module, "training_step"):
             for name, value in {"loss": self.report.loss, **self.report.metrics}.items():
-                self._stepper.module.log(f"train_{name}", value, batch_size=1)
+                _lightning.log(self._stepper.module, f"train_{name}", value)
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

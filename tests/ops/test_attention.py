@@ -132,5 +132,5 @@ def test_refusals() -> None:
     ],
 )
 def test_cudnn_says_what_it_lacks(change: dict[str, object], reason: str) -> None:
-    table = ATTENTION.table(replace(EXAMPLE, device="cuda", **change))
+    table = ATTENTION.table(EXAMPLE._replace(device="cuda", **change))
     assert reason in next(why or "" for backend, why in table if backend.name == "cudnn")

@@ -107,5 +107,5 @@ def test_refusals() -> None:
     ],
 )
 def test_cudnn_says_what_it_lacks(change: dict[str, object], reason: str) -> None:
-    table = ATTENTION_BLOCK.table(replace(EXAMPLE, device="cuda", **change))
+    table = ATTENTION_BLOCK.table(EXAMPLE._replace(device="cuda", **change))
     assert reason in next(why or "" for backend, why in table if backend.name == "cudnn")

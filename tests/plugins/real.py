@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def serve(why_not: Callable[[Any], str | None], spec: Any, absent: str = "is not
     assert reason is None, reason
 
 
-GOOD = replace(EXAMPLE, device="cuda")
+GOOD = EXAMPLE._replace(device="cuda")
 
 
 def uniform(batch: int, length: int) -> PackedSequences:

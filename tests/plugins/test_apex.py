@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ WHY_NOT: dict[str, tuple[Callable[[Any], str | None], Any, str]] = {
     "rms": (norm.rms_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
     "layer": (norm.layer_why_not, norm_op.EXAMPLE, "fused_layer_norm_cuda"),
     "weight gradient": (weight_gradient.why_not, wgrad.EXAMPLE, "fused_weight_gradient_mlp_cuda"),
-    "adam": (adam.why_not, replace(adam_op.EXAMPLE, out_dtype=torch.bfloat16), "amp_C"),
+    "adam": (adam.why_not, adam_op.EXAMPLE._replace(out_dtype=torch.bfloat16), "amp_C"),
 }
 
 
@@ -100,10 +99,10 @@ def test_the_other_apex_is_a_reason(packages: Fakes) -> None:
 
 
 def test_what_it_does_not_serve(apex: Fakes) -> None:
-    assert "weight of the input's type" in norm.rms_why_not(replace(norm_op.EXAMPLE, weight_dtype=torch.float32))
-    assert "half operands" in weight_gradient.why_not(replace(wgrad.EXAMPLE, dtype=torch.float32))
-    assert "in float32" in adam.why_not(replace(adam_op.EXAMPLE, grad_dtype=torch.bfloat16))
-    assert "contiguous" in adam.why_not(replace(adam_op.EXAMPLE, contiguous=False))
+    assert "weight of the input's type" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
+    assert "half operands" in weight_gradient.why_not(wgrad.EXAMPLE._replace(dtype=torch.float32))
+    assert "in float32" in adam.why_not(adam_op.EXAMPLE._replace(grad_dtype=torch.bfloat16))
+    assert "contiguous" in adam.why_not(adam_op.EXAMPLE._replace(contiguous=False))
     main_grad = torch.zeros(4, 6).T
     with pytest.raises(BackendError, match="contiguous main gradients"):
         weight_gradient.accumulate(main_grad, torch.ones(2, 6).bfloat16(), torch.ones(2, 4).bfloat16(), False)

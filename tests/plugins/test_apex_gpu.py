@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -43,5 +41,5 @@ def test_weight_gradient(main_dtype: torch.dtype, tokens: int, out: int, width: 
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    serve(adam.why_not, replace(adam_op.EXAMPLE, device="cuda", out_dtype=out_dtype), NOT_BUILT)
+    serve(adam.why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype), NOT_BUILT)
     check_adam(adam.adam_step, "cuda", 100_003, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)

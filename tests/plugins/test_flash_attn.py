@@ -15,7 +15,7 @@ from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
 
 MODULES = {version_2: "flash_attn", version_3: "flash_attn_interface", version_4: "flash_attn.cute"}
-GOOD = replace(EXAMPLE, device="cuda")
+GOOD = EXAMPLE._replace(device="cuda")
 
 
 def functions(version: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_deterministic_algorithms_are_handed_on(version: Any, packages: Fakes) -
 
 
 def test_only_release_2_drops_weights(version: Any, packages: Fakes) -> None:
-    spec = replace(GOOD, dropout=True)
+    spec = GOOD._replace(dropout=True)
     if version is not version_2:
         assert version.why_not(spec) == "has no dropout"
         return
@@ -128,7 +128,7 @@ def test_only_release_2_drops_weights(version: Any, packages: Fakes) -> None:
 )
 def test_what_none_serves(version: Any, change: dict[str, Any], reason: str) -> None:
     assert version.why_not(GOOD) is None
-    assert reason in version.why_not(replace(GOOD, **change))
+    assert reason in version.why_not(GOOD._replace(**change))
 
 
 def test_versions_and_symbols(packages: Fakes) -> None:
@@ -167,4 +167,4 @@ def test_what_blackwell_changes(packages: Fakes, monkeypatch: pytest.MonkeyPatch
     assert version_3.why_not(GOOD) == "serves sm_80 to sm_90, not sm_10x"
     packages.add("flash_attn.cute", **functions(version_4))
     assert version_4.why_not(GOOD) is None
-    assert version_4.why_not(replace(GOOD, head_dim=256, value_dim=256)).startswith("serves heads up to 128")
+    assert version_4.why_not(GOOD._replace(head_dim=256, value_dim=256)).startswith("serves heads up to 128")

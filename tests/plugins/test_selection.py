@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,7 @@ def test_a_name_brings_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     packages.add("flash_attn", "2.8.3", **functions(version_2))
     q = torch.randn(12, 2, 8).bfloat16()
     sequences = PackedSequences.of_uniform(2, 6)
-    assert ATTENTION.select(replace(EXAMPLE, head_dim=8, value_dim=8)).plugin is None
+    assert ATTENTION.select(EXAMPLE._replace(head_dim=8, value_dim=8)).plugin is None
     expected = attention(q, q, q, sequences)
     assert not packages.calls, "installed, and not used"
     out = attention(q, q, q, sequences, scale=0.354, backend="flash_attn")
@@ -74,7 +73,7 @@ def test_a_name_brings_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_activation_that_it_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _, spec = registries()["gated"]
     with pytest.raises(BackendError, match="transformer_engine: has no gelu; it has silu, gelu_tanh, quick_gelu"):
-        GATED.select(replace(spec, kind="gelu"), "transformer_engine")
+        GATED.select(spec._replace(kind="gelu"), "transformer_engine")
 
 
 def test_adam_takes_a_name() -> None:

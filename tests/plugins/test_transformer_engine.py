@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -149,16 +148,16 @@ def test_a_missing_symbol_is_a_reason(te: Fakes, monkeypatch: pytest.MonkeyPatch
 
 def test_what_it_does_not_serve(te: Fakes) -> None:
     spec = attention_op.EXAMPLE
-    assert attention.why_not(replace(spec, softcap=True)) == "has no soft cap on scores"
-    assert "causal attention only" in attention.why_not(replace(spec, causal=False, window=True))
-    assert "bfloat16 and float16" in attention.why_not(replace(spec, dtype=torch.float32))
-    assert "up to 256" in attention.why_not(replace(spec, head_dim=320))
-    assert "weight of the input's type" in norm.rms_why_not(replace(norm_op.EXAMPLE, weight_dtype=torch.float32))
-    assert "not torch.float64" in norm.rms_why_not(replace(norm_op.EXAMPLE, dtype=torch.float64))
-    assert activation.gated_why_not(replace(activation_op.EXAMPLE, kind="gelu")).startswith("has no gelu; it has silu")
-    assert "main gradient in float32" in weight_gradient.why_not(replace(wgrad.EXAMPLE, main_dtype=torch.float16))
-    assert "moments in float32" in adam.why_not(replace(adam_op.EXAMPLE, dtype=torch.bfloat16))
-    assert "contiguous" in adam.why_not(replace(adam_op.EXAMPLE, contiguous=False))
+    assert attention.why_not(spec._replace(softcap=True)) == "has no soft cap on scores"
+    assert "causal attention only" in attention.why_not(spec._replace(causal=False, window=True))
+    assert "bfloat16 and float16" in attention.why_not(spec._replace(dtype=torch.float32))
+    assert "up to 256" in attention.why_not(spec._replace(head_dim=320))
+    assert "weight of the input's type" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
+    assert "not torch.float64" in norm.rms_why_not(norm_op.EXAMPLE._replace(dtype=torch.float64))
+    assert activation.gated_why_not(activation_op.EXAMPLE._replace(kind="gelu")).startswith("has no gelu; it has silu")
+    assert "main gradient in float32" in weight_gradient.why_not(wgrad.EXAMPLE._replace(main_dtype=torch.float16))
+    assert "moments in float32" in adam.why_not(adam_op.EXAMPLE._replace(dtype=torch.bfloat16))
+    assert "contiguous" in adam.why_not(adam_op.EXAMPLE._replace(contiguous=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -32,7 +32,7 @@ def _te() -> None:
 @pytest.mark.parametrize(("heads", "dim"), [((8, 8), 64), ((8, 2), 128)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_uniform_attention(batch: int, length: int, heads: tuple[int, int], dim: int, causal: bool) -> None:
-    serve(attention.why_not, replace(GOOD, causal=causal))
+    serve(attention.why_not, GOOD._replace(causal=causal))
     check_attention(NAME, uniform(batch, length), heads, dim, causal=causal)
 
 
@@ -115,7 +115,7 @@ def test_the_product_makes_no_temporary() -> None:
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
 def test_adam(n: int, decoupled: bool, tensors: bool, out_dtype: torch.dtype | None) -> None:
-    serve(adam.why_not, replace(adam_op.EXAMPLE, device="cuda", out_dtype=out_dtype))
+    serve(adam.why_not, adam_op.EXAMPLE._replace(device="cuda", out_dtype=out_dtype))
     check_adam(adam.adam_step, "cuda", n, decoupled=decoupled, tensors=tensors, out_dtype=out_dtype)
 
 

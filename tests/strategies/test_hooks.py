@@ -190,6 +190,7 @@ def _resolve(name: str, runner: pl.Trainer) -> Any:
     roots: dict[str, Any] = {
         "trainer": runner,
         "strategy": runner.strategy,
+        "module": pl.LightningModule(),
         "call": importlib.import_module("lightning.pytorch.trainer.call"),
         "strategies": importlib.import_module("lightning.pytorch.strategies"),
         "lightning": importlib.import_module("lightning"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ KINDS: tuple[str, ...] = tuple(reference.KINDS)
 """Names of the known activations."""
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What an activation must serve: device type, type of the input, and its name."""
 
     device: str

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalight.ops.jit import Value, constexpr, jit, next_power, tl, triton
+from megalight.ops.common import apply, once_differentiable
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.quantize.known import tell_amax
 
 BLOCK = 2048
@@ -125,7 +125,7 @@ def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
     """Grid, columns of a row and block size for an output ``[..., size]``."""
     size = y.shape[-1]
     block = min(BLOCK, next_power(size))
-    return (y.numel() // max(1, size), triton.cdiv(size, block)), size, block
+    return (y.numel() // max(1, size), cdiv(size, block)), size, block
 
 
 def _parts(y: Tensor, measure: bool) -> Tensor:
@@ -171,7 +171,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _apply(x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:
-    out: Tensor = _Activation.apply(x, kind, gated, measure)  # type: ignore[no-untyped-call]
+    out: Tensor = apply(_Activation, x, kind, gated, measure)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 
 BLOCK = 1024
 
@@ -90,7 +90,7 @@ def adam_step(
         step_size, root_correction = rate / (1 - beta1 ** float(step)), (1 - beta2 ** float(step)) ** -0.5
     if not param.numel():
         return
-    _step[(triton.cdiv(param.numel(), BLOCK),)](
+    _step[(cdiv(param.numel(), BLOCK),)](
         param,
         grad,
         exp_avg,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What attention must serve.
 
     Attributes:

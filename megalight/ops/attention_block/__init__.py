@@ -8,8 +8,7 @@ gradients of the blocks add up to the gradient of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a block must serve.
 
     Attributes:

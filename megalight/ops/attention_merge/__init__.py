@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a merge must serve: device type, and types of the two outputs and of the merged one."""
 
     device: str

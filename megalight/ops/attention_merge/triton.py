@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, next_power, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
 BLOCK = 4096
 """Elements of the output that a program handles."""
@@ -73,7 +73,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tenso
     if not out.numel():
         return
     # Neighbouring programs take neighbouring heads: what runs at a time is one stretch of memory.
-    _merge[(heads, triton.cdiv(queries, query_block), rows)](
+    _merge[(heads, cdiv(queries, query_block), rows)](
         out_a,
         lse_a,
         out_b,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from megalight.ops.cross_entropy.chunked import Combine, Rows
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a loss must serve: device type, and type of the hidden states."""
 
     device: str

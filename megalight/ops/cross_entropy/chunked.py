@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalight.ops.common import wide
+from megalight.ops.common import once_differentiable, wide
 from megalight.ops.linear import wgrad
 from megalight.ops.main_grad import put, touch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, next_power, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
 STATISTICS_BLOCK = 8192
 GRADIENT_BLOCK = 4096
@@ -115,7 +115,7 @@ def gradient_(
     """
     tokens, size = logits.shape
     block = min(GRADIENT_BLOCK, next_power(size))
-    _gradient[(tokens, triton.cdiv(size, block))](
+    _gradient[(tokens, cdiv(size, block))](
         logits,
         labels,
         logsumexp,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
@@ -32,11 +32,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     precision = precision_of(weight)
     if precision is not None and not torch.is_grad_enabled():
         return precision.product(x, weight, bias)
-    own = recipe_of(x) is not None or precision is not None
-    if own or any(getattr(p, "main_grad", None) is not None for p in (weight, bias)):
-        out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return out
-    return F.linear(x, weight, bias)
+    if precision is None and recipe_of(x) is None and main_grad_of(weight) is None and main_grad_of(bias) is None:
+        return F.linear(x, weight, bias)
+    out: Tensor = apply(_Linear, x, weight, bias)
+    return out
+
+
+def main_grad_of(parameter: Tensor | None) -> Tensor | None:
+    """Where the gradient of a parameter is to be added; None: autograd gets it."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return main_grad
 
 
 def precision_of(weight: Tensor) -> LowPrecision | None:
@@ -56,9 +61,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """In the forward of an autograd function of ``(x, weight, ...)``: the product, and ``x`` saved as it is needed."""
     precision, needed = precision_of(weight), ctx.needs_input_grad[1]
-    if precision is None or recipe_of(x) is not None or not needed:
+    if precision is None:
         save_input(ctx, x, needed)
-        return product(x, weight, bias)
+        return F.linear(x, weight, bias)
+    if not needed or recipe_of(x) is not None:
+        save_input(ctx, x, needed)
+        return precision.product(x, weight, bias)
     y, x_t = precision.product_and_cast(x, weight, bias)
     save_cast(ctx, x_t)
     return y
@@ -89,7 +97,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
         held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor brings its place in the graph along
         queue.put(weight, grad_y, lambda: lambda: held)
         return None
-    if getattr(weight, "main_grad", None) is not None:
+    if main_grad_of(weight) is not None:
         wgrad.add(weight, grad_y, x)
         return None
     if (precision := precision_of(weight)) is not None:
@@ -102,7 +110,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
 
 def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     """The gradient of ``bias [out]``: ``grad_y [..., out]`` summed over all leading dims; as for the weight."""
-    main_grad: Tensor | None = getattr(bias, "main_grad", None)
+    main_grad = main_grad_of(bias)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)

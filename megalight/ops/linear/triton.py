@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 
 TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """Shape of an output tile, tokens per step, and rows of tiles that share operands in the L2 cache."""
@@ -62,7 +62,7 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
     size_out, size_in = main_grad.shape
     grad_y = grad_y if grad_y.stride(-1) == 1 else grad_y.contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
-    tiles = triton.cdiv(size_out, TILE["BLOCK_OUT"]) * triton.cdiv(size_in, TILE["BLOCK_IN"])
+    tiles = cdiv(size_out, TILE["BLOCK_OUT"]) * cdiv(size_in, TILE["BLOCK_IN"])
     _accumulate[(tiles,)](
         main_grad,
         grad_y,

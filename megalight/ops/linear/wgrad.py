@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What an accumulation must serve: device type, operands' type, and the main gradient's type."""
 
     device: str
@@ -137,7 +136,9 @@ def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
         weight.mark_grad_ready()  # type: ignore[attr-defined]
         return
     assert isinstance(x, Tensor)
-    grad_y = grad_y.reshape(-1, grad_y.shape[-1])
-    x = x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
+    if grad_y.dim() != 2:
+        grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+    if x.dtype != grad_y.dtype:
+        x = x.to(grad_y.dtype)
     choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x, write)
     weight.mark_grad_ready()  # type: ignore[attr-defined]

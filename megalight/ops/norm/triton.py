@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalight.ops.jit import Value, constexpr, jit, next_power, num_multiprocessors, tl, triton
+from megalight.ops.common import apply, once_differentiable
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
 from megalight.ops.quantize.known import tell_amax
 
 TILE = 2048
@@ -129,11 +130,22 @@ def _backward(
         tl.store(parts + program, tl.max(tl.max(largest, 1), 0))
 
 
+@lru_cache
 def _tile(size: int) -> dict[str, int]:
     """Rows per program, block width and warps for rows of ``size``."""
     block = max(8, next_power(size))
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+def _rows(x: Tensor, size: int) -> Tensor:
+    """``x`` as a contiguous matrix ``[n, size]``."""
+    return (x if x.dim() == 2 else x.reshape(-1, size)).contiguous()
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """``rows`` in the shape of ``x``."""
+    return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _run_forward(
@@ -149,7 +161,7 @@ def _run_forward(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
     tile = _tile(size)
-    programs = triton.cdiv(rows, tile["ROWS"])
+    programs = cdiv(rows, tile["ROWS"])
     parts = torch.empty(programs, dtype=torch.float32, device=x.device) if measure else None
     if rows:
         _forward[(programs,)](
@@ -189,7 +201,7 @@ def _run_backward(
     rows, size = x.shape
     tile = _tile(size)
     at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
-    programs = max(1, min(triton.cdiv(rows, tile["ROWS"]), at_once))
+    programs = max(1, min(cdiv(rows, tile["ROWS"]), at_once))
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     grad_bias = torch.empty_like(grad_weight) if has_bias else None
@@ -226,24 +238,24 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, measure: bool
     ) -> Tensor:
-        flat = x.reshape(-1, weight.shape[0]).contiguous()
+        flat = _rows(x, weight.shape[0])
         y, _, mean, rstd, parts = _run_forward(flat, None, weight, bias, eps, center, measure)
         ctx.save_for_backward(flat, weight, mean, rstd)
         ctx.center, ctx.bias_dtype, ctx.measure = center, None if bias is None else bias.dtype, measure
-        return _told(y.view(x.shape), parts)
+        return _told(_like(y, x), parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, mean, rstd = ctx.saved_tensors
-        grad = grad_y.reshape(flat.shape).contiguous()
+        grad = _rows(grad_y, flat.shape[1])
         has_bias = ctx.bias_dtype is not None
         grad_x, grad_weight, grad_bias, parts = _run_backward(
             grad, None, flat, weight, mean, rstd, ctx.center, has_bias, ctx.measure
         )
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        grad_x = _told(grad_x.view(grad_y.shape), parts)
+        grad_x = _told(_like(grad_x, grad_y), parts)
         return grad_x, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
@@ -260,13 +272,13 @@ class _AddNorm(torch.autograd.Function):
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        flat, other = (None if t is None else t.reshape(-1, weight.shape[0]).contiguous() for t in (x, residual))
-        assert flat is not None
+        size = weight.shape[0]
+        flat, other = _rows(x, size), None if residual is None else _rows(residual, size)
         y, total, mean, rstd, parts = _run_forward(flat, other, weight, bias, eps, center, measure)
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
         ctx.added, ctx.measure = residual is not None, measure
-        return _told(y.view(x.shape), parts), x if residual is None else total.view(x.shape)
+        return _told(_like(y, x), parts), x if residual is None else _like(total, x)
 
     @staticmethod
     @once_differentiable
@@ -274,27 +286,27 @@ class _AddNorm(torch.autograd.Function):
         total, weight, mean, rstd = ctx.saved_tensors
         if grad_y is None:
             return grad_total, grad_total if ctx.added else None, None, None, None, None, None
-        grad = grad_y.reshape(total.shape).contiguous()
-        other = None if grad_total is None else grad_total.reshape(total.shape).contiguous()
+        grad = _rows(grad_y, total.shape[1])
+        other = None if grad_total is None else _rows(grad_total, total.shape[1])
         has_bias = ctx.bias_dtype is not None
         grad_x, grad_weight, grad_bias, parts = _run_backward(
             grad, other, total, weight, mean, rstd, ctx.center, has_bias, ctx.measure
         )
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        grad_x = _told(grad_x.view(grad_y.shape), parts)
+        grad_x = _told(_like(grad_x, grad_y), parts)
         return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, measure: bool = False) -> Tensor:
     """RMS norm over the last dim; ``measure``: of it, and of the gradient of ``x``, the largest magnitude is known."""
-    out: Tensor = _Norm.apply(x, weight, None, eps, False, measure)  # type: ignore[no-untyped-call]
+    out: Tensor = apply(_Norm, x, weight, None, eps, False, measure)
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False) -> Tensor:
     """Layer norm over the last dim; ``measure`` as for :func:`rms_norm`."""
-    out: Tensor = _Norm.apply(x, weight, bias, eps, True, measure)  # type: ignore[no-untyped-call]
+    out: Tensor = apply(_Norm, x, weight, bias, eps, True, measure)
     return out
 
 
@@ -302,9 +314,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass; ``measure``: as for :func:`rms_norm`, not of the sum."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, None, eps, False, measure
-    )
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, None, eps, False, measure)
     return out
 
 
@@ -312,7 +322,5 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Norm of the sum, and the sum, in one pass; ``measure``: as for :func:`rms_norm`, not of the sum."""
-    out: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, eps, True, measure
-    )
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, bias, eps, True, measure)
     return out

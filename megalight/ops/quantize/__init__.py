@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a cast must serve: device type, input type, and the schemes of the matrix and of its transpose."""
 
     device: str

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.reference import TINY
 from megalight.ops.quantize.types import Quantized, Scheme
@@ -107,7 +107,7 @@ def cast_both(x: Tensor, scheme: Scheme, amax: Tensor | None, tell: bool) -> tup
     codes = torch.empty(tokens, features, dtype=DTYPES[scheme.format], device=x.device)
     transposed = torch.empty(features, padded, dtype=codes.dtype, device=x.device)
     scale = torch.empty(1, 1, device=x.device)
-    grid = triton.cdiv(padded, TILE["TOKENS"]), triton.cdiv(features, TILE["FEATURES"])
+    grid = cdiv(padded, TILE["TOKENS"]), cdiv(features, TILE["FEATURES"])
     parts = torch.empty(grid[0] * grid[1], device=x.device) if tell else None
     if x.numel():
         _both[grid[::-1] if TILE["ACROSS_FIRST"] else grid](

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize.both import cast_both, clamped, factor_of
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.known import tell_amax
@@ -138,7 +138,7 @@ def cast(
     whole = _empty(x, rows, tokens, features)
     transposed = _empty(x, columns, features, padded)
     amax_t = _amax(x, columns, amax_t, 0)
-    grid = triton.cdiv(padded, BLOCK), triton.cdiv(features, BLOCK)
+    grid = cdiv(padded, BLOCK), cdiv(features, BLOCK)
     parts = torch.empty(grid[0] * grid[1], device=x.device) if tell else x
     if x.numel():
         _cast[grid](
@@ -181,7 +181,7 @@ def transpose(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     if out.numel():
-        grid = triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK)
+        grid = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
         x = codes.contiguous().view(torch.uint8)
         _transpose[grid](x, out.view(torch.uint8), rows, columns, BLOCK=BLOCK, num_warps=8)
     return out
@@ -192,11 +192,11 @@ def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantiz
         return None
     data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=x.device)
     mode = MODES[scheme.tile]
-    strips = triton.cdiv(columns, BLOCK)
+    strips = cdiv(columns, BLOCK)
     if mode == STRIP:  # in the order in memory that products read
         scale = torch.empty(strips, rows, device=x.device).t()
     else:
-        shape = {WHOLE: (1, 1), LINE: (rows, 1), SQUARE: (triton.cdiv(rows, BLOCK), strips)}[mode]
+        shape = {WHOLE: (1, 1), LINE: (rows, 1), SQUARE: (cdiv(rows, BLOCK), strips)}[mode]
         scale = torch.empty(shape, device=x.device)
     return Quantized(data, scale, scheme)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 __all__ = ["RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a rotation must serve: device type, type of the heads, and type of the table."""
 
     device: str

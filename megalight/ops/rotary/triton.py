@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 from megalight.ops.quantize.known import tell_amax
 
@@ -165,6 +166,7 @@ def _qkv(
     # fmt: on
 
 
+@lru_cache
 def _shape(head_dim: int, half: int) -> dict[str, int]:
     rest = head_dim - 2 * half
     return {"HALF": half, "HALF_BLOCK": next_power(half), "REST": rest, "REST_BLOCK": next_power(rest)}
@@ -290,7 +292,7 @@ class _RotateQKV(torch.autograd.Function):
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first features of ``x [T, H, D]``."""
-    out: Tensor = _Apply.apply(x, cos.contiguous(), sin.contiguous(), interleaved)  # type: ignore[no-untyped-call]
+    out: Tensor = apply(_Apply, x, cos.contiguous(), sin.contiguous(), interleaved)
     return out
 
 
@@ -308,7 +310,7 @@ def rotate_qkv(
 
     ``measure``: of the gradient of ``qkv`` the largest magnitude is then known.
     """
-    out: tuple[Tensor, Tensor, Tensor] = _RotateQKV.apply(  # type: ignore[no-untyped-call]
-        qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved, measure
+    out: tuple[Tensor, Tensor, Tensor] = apply(
+        _RotateQKV, qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved, measure
     )
     return out

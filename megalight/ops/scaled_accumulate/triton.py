@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, tl, triton
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize import Quantized
 
 TILE = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_TOKENS": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}
@@ -60,7 +60,7 @@ def _accumulate(
 def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`, for contiguous codes."""
     (rows, tokens), columns = a.data.shape, len(b.data)
-    tiles = triton.cdiv(rows, TILE["BLOCK_ROWS"]) * triton.cdiv(columns, TILE["BLOCK_COLUMNS"])
+    tiles = cdiv(rows, TILE["BLOCK_ROWS"]) * cdiv(columns, TILE["BLOCK_COLUMNS"])
     if tiles:
         _accumulate[(tiles,)](
             out, a.data, b.data, a.scale, b.scale, rows, columns, tokens, out.stride(0), ADD=not write, **TILE

@@ -7,9 +7,8 @@ emulation means.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,7 @@ from megalight.ops.scaled_mm import microscaled
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a product must serve.
 
     Attributes:

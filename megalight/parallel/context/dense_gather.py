@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megalight.ops.attention_block import block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
+from megalight.ops.common import once_differentiable
 from megalight.parallel.collectives import start_all_gather, start_reduce_scatter
 from megalight.types import ContextShare, PackedSequences
 

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
 from megalight.ops.attention_block import block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
-from megalight.ops.common import wide
+from megalight.ops.common import once_differentiable, wide
 from megalight.parallel.context.blocks import Block, Blocks, Rows, blocks_of
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import PackedSequences

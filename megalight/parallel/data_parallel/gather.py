@@ -62,14 +62,15 @@ class Gatherer:
     def attach(self, module: nn.Module) -> None:
         """Make every submodule wait, before it runs, for its own parameters and for those of its childless children.
 
-        The latter because a parent may read a child's weight without calling the child, as a fused loss does.
+        The latter because a parent may read a child's weight without calling the child, as a fused loss does. On one
+        rank nothing is ever on its way, and modules keep torch's short way of calling them, which is without hooks.
         """
         for part in module.modules():
             near = [part, *(child for child in part.children() if next(child.children(), None) is None)]
             needed = self.buckets_of(p for each in near for p in each.parameters(recurse=False))
             if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
                 before.remove()  # of an engine that had this module before
-            if needed:
+            if needed and self.group is not None:
                 part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
 
     def _hook(self, indices: list[int]) -> Callable[[nn.Module, tuple[object, ...]], None]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalight.errors import MegalightError
+from megalight.ops.common import once_differentiable
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.arguments import Argument, Constant, Held, Leaf
 from megalight.parallel.graphs.recorder import Recorder, Recording

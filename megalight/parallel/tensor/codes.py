@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, precision_of
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, saved_input

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, linear, product_and_save
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_input, saved_input

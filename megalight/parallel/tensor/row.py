@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, precision_of, product_and_save
 from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.parallel.tensor.overlap.spec import Overlap, Product

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalight.ops.activation import Spec
-from megalight.ops.common import HALF
+from megalight.ops.common import HALF, once_differentiable
 from megalight.plugins.transformer_engine.package import KERNELS, kernel
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megalight.ops.common import once_differentiable
 from megalight.ops.linear import precision_of
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.arguments import recordable

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalight.ops.common import HALF
+from megalight.ops.common import HALF, once_differentiable
 from megalight.ops.norm import Spec
 from megalight.ops.norm.reference import of_sum
 from megalight.plugins.transformer_engine.package import KERNELS, dtype_code, kernel
