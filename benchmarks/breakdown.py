@@ -59,7 +59,7 @@ def length(spans: Spans) -> float:
 
 
 def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str, Any]:
-    """The parts of a step in seconds, their sum over ``seconds`` (the host's clock), and the longest kernels.
+    """The parts of a step in seconds, their sum over ``seconds`` (the host's clock), the longest kernels and gaps.
 
     ``computing`` is all but messages and idleness, ``communicating`` all messages, hidden or not.
     """
@@ -80,6 +80,7 @@ def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str,
     found["step"] = step
     found["computing"] = sum(found[part] for part in PARTS if part != "exposed")
     found["communicating"] = length(union(spans["exposed"]))
+    found["gaps"] = gaps(kernels)
     if seconds is not None:
         found["seconds"] = seconds
         found["accounted"] = step / seconds
@@ -87,7 +88,7 @@ def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str,
     return found
 
 
-def longest(kernels: Iterable[Kernel], count: int = 16) -> list[dict[str, Any]]:
+def longest(kernels: Iterable[Kernel], count: int = 32) -> list[dict[str, Any]]:
     """The kernels that take most, by name: their part, how many of them, seconds in all."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for name, start, end in kernels:
@@ -98,6 +99,20 @@ def longest(kernels: Iterable[Kernel], count: int = 16) -> list[dict[str, Any]]:
         {"name": name[:120], "part": part_of(name), "calls": int(calls), "seconds": spent}
         for name, (calls, spent) in ranked
     ]
+
+
+def gaps(kernels: Iterable[Kernel], count: int = 8) -> list[dict[str, Any]]:
+    """The longest times in which nothing runs: when (from the step's start), seconds, kernels before and after."""
+    found: list[dict[str, Any]] = []
+    last, until, begin = "", None, 0.0
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if until is None:
+            begin = start
+        elif start > until:
+            found.append({"at": until - begin, "seconds": start - until, "after": last[:80], "before": name[:80]})
+        if until is None or end > until:
+            last, until = name, end
+    return sorted(found, key=lambda gap: -gap["seconds"])[:count]
 
 
 def breakdown(profiler: Any, seconds: float | None = None, device: str = "cuda") -> dict[str, Any]:

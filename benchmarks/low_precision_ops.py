@@ -3,9 +3,9 @@
     python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--sweep] [--small]
 
 For the four matrices of a layer of an 8-billion-parameter model: looking for the largest magnitude, casting a matrix
-and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU:
-finding magnitudes on the way. What differs from its reference is reported and not timed. Times are medians of CUDA
-graph replays.
+and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU,
+norm and rotation: finding magnitudes on the way. What differs from its reference is reported and not timed. Times are
+medians of CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from megalight.errors import BackendError, MegalightError
 from megalight.imports import version
 from megalight.ops.activation import gated
 from megalight.ops.linear import wgrad
+from megalight.ops.norm import add_rms_norm
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
 from megalight.ops.quantize.known import known_amax
+from megalight.ops.rotary import rotary_table, rotate_qkv
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import Spec, scaled_mm
 
@@ -77,9 +79,33 @@ def codes_error(found: Quantized | None, expected: Quantized | None) -> float:
     return float(1 - same.double().mean()) + float(found.scale != expected.scale)
 
 
-def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
+def cast_tiles() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Other shapes, and the other order, for the Triton kernel that casts a matrix and its transpose."""
+    for tokens, features, warps, registers in (
+        (128, 64, 4, None), (128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None), (64, 128, 8, None),
+        (128, 64, 8, None), (64, 64, 4, None),
+    ):  # fmt: skip
+        for across in (False, True):
+            name = f"triton {tokens}x{features} {warps}w{f' {registers}r' if registers else ''}{' across' * across}"
+            tile = {"TOKENS": tokens, "FEATURES": features, "ACROSS_FIRST": across, "num_warps": warps}
+            yield name, {**tile, "maxnreg": registers} if registers else tile
+
+
+def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor, sweep: bool) -> Iterator[Way]:
     label, numel = f"{shape[0]} x {shape[1]}", float(x.numel())
-    amax = amax_of(x)
+    amax, like = amax_of(x), torch.empty_like(x)
+    yield Way("cast", label, "copy of as many bytes", lambda: like.copy_(x), lambda: 0.0, moved=4 * numel)
+    for name, tile in cast_tiles() if sweep else ():
+
+        def run_tile(tile: dict[str, Any] = tile) -> Any:
+            with setting(importlib.import_module("megalight.ops.quantize.both"), {"TILE": tile}):
+                return cast(x, scheme, scheme, amax=amax, amax_t=amax, backend="triton")
+
+        def wrong_tile(run: Callable[[], Any] = run_tile) -> float:
+            pairs = zip(run(), cast(x, scheme, scheme, backend="reference"), strict=True)
+            return sum(codes_error(*pair) for pair in pairs)
+
+        yield Way("cast", label, name, run_tile, wrong_tile, moved=4 * numel)
     backends = ("triton", "reference")
     yield Way("amax", label, "pass", lambda: amax_of(x), lambda: error(amax_of(x), x.abs().amax()), moved=2 * numel)
     for backend in backends:
@@ -138,17 +164,20 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
     yield Way("forward", label, "bf16", lambda: x @ weight.T, lambda: 0.0, operations=work)
     main = torch.zeros(out, width, device=x.device)
     for row, _ in SCALED_ACCUMULATE.table(_spec(x.device.type)):
-        for zero in (False, True):
-            run = partial(scaled_accumulate, main, g_t, x_t, out_is_zero=zero, backend=row.name)
+        for write in (False, True):
+            run = partial(scaled_accumulate, main, g_t, x_t, write=write, backend=row.name)
 
-            def wrong(run: Callable[[], None] = run, zero: bool = zero) -> float:
-                main.zero_() if zero else main.normal_()
-                expected = main + of(g_t, x_t)()
+            def wrong(run: Callable[[], None] = run, write: bool = write) -> float:
+                expected = of(g_t, x_t)()
+                if write:
+                    main.fill_(torch.nan)
+                else:
+                    expected += main.normal_()
                 run()
                 return error(main, expected)
 
             if row.name != "reference" or x.device.type == "cpu":
-                name = f"{row.name}{', into zeros' * zero}"
+                name = f"{row.name}{', written' * write}"
                 yield Way("weight gradient", label, name, run, wrong, operations=work)
     for name, tile in tiles() if sweep else ():
 
@@ -168,7 +197,12 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
         yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
     spec = wgrad.Spec(x.device.type, x.dtype, main.dtype)
     yield Way(
-        "weight gradient", label, "bf16", lambda: wgrad.choose(spec)(main, grad_y, x), lambda: 0.0, operations=work
+        "weight gradient",
+        label,
+        "bf16",
+        lambda: wgrad.choose(spec)(main, grad_y, x, False),
+        lambda: 0.0,
+        operations=work,
     )
 
 
@@ -176,35 +210,69 @@ def _spec(device: str) -> Spec:
     return Spec(device, GRADIENT, X, torch.float32)
 
 
-def swiglu(tokens: int, ffn: int, device: str) -> Iterator[Way]:
-    x = torch.randn(tokens, 2 * ffn, device=device).bfloat16().requires_grad_()
-    grad_y = torch.randn(tokens, ffn, device=device).bfloat16()
+def on_the_way(
+    part: str, shape: str, make: Callable[[bool], tuple[Tensor, ...]], moved: float, passed: float
+) -> Iterator[Way]:
+    """The largest magnitudes of what ``make(measure)`` makes, in ``moved`` bytes, or ``passed`` more with passes."""
     for measure in (False, True):
 
-        def run(measure: bool = measure) -> tuple[Tensor, Tensor]:
-            y = gated(x, "silu", measure=measure)
-            (grad_x,) = torch.autograd.grad(y, x, grad_y)
+        def run(measure: bool = measure) -> list[Tensor]:
+            made = make(measure)
             with torch.no_grad():
-                return known_amax(y), known_amax(grad_x)
+                return [known_amax(tensor) for tensor in made]
 
-        def wrong(run: Callable[[], tuple[Tensor, Tensor]] = run) -> float:
-            y = gated(x.detach(), "silu")
-            return error(run()[0], y.abs().amax())
+        def wrong(run: Callable[[], list[Tensor]] = run) -> float:
+            return sum(error(found, amax_of(tensor.detach())) for found, tensor in zip(run(), make(False), strict=True))
 
         name = "magnitudes on the way" if measure else "magnitudes in passes"
-        moved = (16.0 if measure else 22.0) * tokens * ffn
-        yield Way("SwiGLU both ways", f"{tokens} x {ffn}", name, run, wrong, moved=moved)
+        yield Way(part, shape, name, run, wrong, moved=moved if measure else moved + passed)
+
+
+def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], device: str) -> Iterator[Way]:
+    """What writes tensors that are cast: SwiGLU, norms and rotation."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    wide, grad_narrow = random(tokens, 2 * ffn).requires_grad_(), random(tokens, ffn)
+
+    def swiglu(measure: bool) -> tuple[Tensor, ...]:
+        y = gated(wide, "silu", measure=measure)
+        return y, *torch.autograd.grad(y, wide, grad_narrow)
+
+    yield from on_the_way("SwiGLU both ways", f"{tokens} x {ffn}", swiglu, 16.0 * tokens * ffn, 6.0 * tokens * ffn)
+    x, residual, weight = random(tokens, hidden).requires_grad_(), random(tokens, hidden), random(hidden)
+    grads = random(tokens, hidden), random(tokens, hidden)
+
+    def norm(measure: bool) -> tuple[Tensor, ...]:
+        outputs = add_rms_norm(x, residual, weight, 1e-5, measure=measure)
+        return outputs[0], *torch.autograd.grad(outputs, x, grads)
+
+    shape, numel = f"{tokens} x {hidden}", float(tokens * hidden)
+    yield from on_the_way("add + norm both ways", shape, norm, 16 * numel, 4 * numel)
+    queries, keys, dim = heads
+    packed = random(tokens, (queries + 2 * keys) * dim).requires_grad_()
+    table = rotary_table(torch.arange(tokens, device=device), dim, 5e5)
+    turned = [random(tokens, count, dim) for count in (queries, keys, keys)]
+
+    def rotary(measure: bool) -> tuple[Tensor, ...]:
+        outputs = rotate_qkv(packed, *heads, *table, measure=measure)
+        return torch.autograd.grad(outputs, packed, turned)
+
+    numel = float(packed.numel())
+    yield from on_the_way("rotation both ways", f"{tokens} x {packed.shape[1]}", rotary, 8 * numel, 2 * numel)
 
 
 def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator[Way]:
     hidden, ffn, qkv = (64, 96, 80) if small else (HIDDEN, FFN, QKV)
-    yield from swiglu(tokens, ffn, device)
+    yield from makers(tokens, hidden, ffn, (4, 2, 16) if small else (32, 8, 128), device)
     for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
         x, grad_y = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, out))
         weight = (torch.randn(out, width, device=device) * 0.02).bfloat16()
-        yield from casts((tokens, width), X, x)
+        yield from casts((tokens, width), X, x, sweep)
         if out != hidden:
-            yield from casts((tokens, out), GRADIENT, grad_y)
+            yield from casts((tokens, out), GRADIENT, grad_y, sweep)
+        yield from casts((out, width), X, weight, sweep)
         yield from products(out, width, x, grad_y, weight, sweep)
 
 
@@ -224,7 +292,7 @@ def measured(all_ways: Iterator[Way], device: str) -> tuple[list[Row], list[str]
         seconds = median_seconds(way.run, device)
         rate = f"{way.operations / seconds / 1e12:.0f} TFLOP/s" if way.operations else ""
         rows.append(Row(way.part, way.shape, way.name, seconds * 1e6, rate or f"{way.moved / seconds / 1e12:.2f} TB/s"))
-        print(f"{way.part:18}{way.shape:24}{way.name:26}{seconds * 1e6:9.1f} us  {rows[-1].rate}", flush=True)
+        print(f"{way.part:20}{way.shape:24}{way.name:26}{seconds * 1e6:9.1f} us  {rows[-1].rate}", flush=True)
     return rows, refused
 
 
@@ -233,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
-    parser.add_argument("--sweep", action="store_true", help="other block shapes for the Triton kernel, too")
+    parser.add_argument("--sweep", action="store_true", help="other block shapes for the Triton kernels, too")
     arguments = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.step import Outcome, Passes, StepRunner, run_passes
+from megalight.strategies.passes import Outcome, Passes, StepRunner, run_passes
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,6 @@ class CUDAGraph(pl.Callback):
         for streams in self._streams:
             streams.persist(strategy.root_device)
         assert strategy.engine is not None
-        strategy.engine.only_add()
         whole = self.scope == "iteration"
         strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.nn import Linear
+from megalight.nn import LayerNorm, Linear, RMSNorm
+from megalight.nn.attention import Attention
 from megalight.nn.mlp import Activation
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize.recipes import Recipe, recipe
@@ -121,9 +122,8 @@ def apply_low_precision(
     for index, layer in layers.items():
         if not options.first_layers <= index < total - options.last_layers:
             continue
-        for module in layer.modules():
-            if isinstance(module, Activation):
-                module.measure = schemes.one_scale
+        for measuring in _measuring(layer):
+            measuring.measure = schemes.one_scale and not schemes.delayed
         for name, module in _linears(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
@@ -152,8 +152,14 @@ def remove_low_precision(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.__dict__.pop("precision", None)
     for module in model.modules():
-        if isinstance(module, Activation):
+        if isinstance(module, RMSNorm | LayerNorm | Activation | Attention):
             module.measure = False
+
+
+def _measuring(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation | Attention]:
+    """What makes tensors for linear layers to cast: not the norms of queries and keys, which lie deeper than others."""
+    norms = [module for module in layer.children() if isinstance(module, RMSNorm | LayerNorm)]
+    return norms + [module for module in layer.modules() if isinstance(module, Activation | Attention)]
 
 
 def _layers(model: nn.Module) -> dict[int, nn.Module]:

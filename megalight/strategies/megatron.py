@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -21,29 +18,29 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.ending import FAILED, end_at_exit
+from megalight.parallel.ending import FAILED
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.actions import Actions
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.parallel.trace import spanned
 from megalight.strategies import _lightning, contract, launchers, persistence, refusals, setup
+from megalight.strategies.checkpoints import FolderCheckpoints
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
 from megalight.strategies.contract import own_steps
-from megalight.strategies.hyperparameters import keep_plain
-from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.joining import join
 from megalight.strategies.options import DataParallel, Pipeline
-from megalight.strategies.step import Stepper, StepReport, StepRunner
+from megalight.strategies.passes import StepReport, StepRunner
+from megalight.strategies.step import Stepper
+from megalight.strategies.timetable import Timetable
 from megalight.strategies.tree import Split, root_of
 
 log = logging.getLogger(__name__)
 
 
-class MegatronStrategy(MeshStrategy):
+class MegatronStrategy(FolderCheckpoints):
     """Tensor, sequence, context, pipeline and data parallelism for any LightningModule.
 
     The model is written for one device. ``setup`` splits it by its plan, so a run on any layout computes the same
@@ -159,7 +156,7 @@ class MegatronStrategy(MeshStrategy):
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
         self._left_out: set[str] = set()
-        self._plans: dict[tuple[str, int], Actions] = {}
+        self._timetable: Timetable | None = None
         self._executor: Executor | None = None
 
     # ------------------------------------------------------------------ ranks and launching
@@ -174,19 +171,7 @@ class MegatronStrategy(MeshStrategy):
         FAILED.clear()
         super().setup_environment()
         self.set_world_ranks()
-        if self.world_size > 1 and not dist.is_initialized():
-            backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-            assert self.cluster_environment is not None
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address  # workers and SLURM tasks have none yet
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            dist.init_process_group(  # no device_id: every rank would then have to take part in making every group
-                backend,
-                init_method="env://",
-                rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=datetime.timedelta(seconds=self.timeout_seconds),
-            )
-            end_at_exit()
+        join(self, self.process_group_backend, self.timeout_seconds)
         if self.mesh.world_size != self.world_size:
             self.mesh = self.grid(self.world_size, self.global_rank)
         if self.streams is None:
@@ -223,14 +208,15 @@ class MegatronStrategy(MeshStrategy):
             self.split = setup.build(self, module, self._loaded)
             varying = isinstance(module, MegalightModule) and module.varying_carry
             self._executor = Executor(self.chunks, self.split.layout, self.mesh, self.root_device, varying)
+            self._timetable = Timetable(self.pipeline, self.split.layout, self.mesh)
             self._setup_of = module
         if fitting:
             self._fit_setup(trainer)
-        assert self._executor is not None
+        assert self._executor is not None and self._timetable is not None
         self._stepper = Stepper(
             module,
             self._executor,
-            self._schedule,
+            self._timetable,
             self.mesh,
             self.precision,
             self.micro_batch_size,
@@ -259,29 +245,15 @@ class MegatronStrategy(MeshStrategy):
     def run_steps_by(self, runner: StepRunner) -> None:
         """Hand the passes of every following training step of a ``MegalightModule`` to ``runner``; until next set up.
 
-        Before training; :func:`megalight.strategies.step.run_passes` is the usual way.
+        Before training; :func:`megalight.strategies.passes.run_passes` is the usual way.
         """
         assert self._stepper is not None
         self._stepper.runner = runner
 
     def train_schedule(self, micro_batches: int) -> Actions:
         """This rank's work in a training step of so many micro-batches."""
-        return self._schedule("train", micro_batches)
-
-    def _schedule(self, name: str, micro_batches: int) -> Actions:
-        """This rank's work in a step of so many micro-batches; says where ranks would wait longer than they must."""
-        if (name, micro_batches) not in self._plans:
-            assert self.split is not None
-            pp, vpp, group_size = self.split.layout.pp, self.split.layout.vpp, self.pipeline.group_size
-            warning = schedules.waste(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None
-            if warning is not None and self.is_global_zero:
-                log.warning(warning)
-            wanted = self.pipeline.schedule if name == "train" else name
-            schedule = schedules.check(wanted, pp, vpp, micro_batches, group_size)
-            self._plans[name, micro_batches] = schedule.of_rank(
-                self.mesh.rank("pp"), pp, vpp, micro_batches, group_size
-            )
-        return self._plans[name, micro_batches]
+        assert self._timetable is not None
+        return self._timetable("train", micro_batches)
 
     def model_to_device(self) -> None:
         """Nothing: parameters are made on the device in :meth:`setup`."""
@@ -352,64 +324,10 @@ class MegatronStrategy(MeshStrategy):
         finally:
             self._accumulating = False
 
-    def sync_parameters(self) -> None:
-        """Wait until every parameter holds the values of the last optimizer step."""
-        if self.engine is not None:
-            self.engine.sync_parameters()
-
     @property
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part, by reference: :meth:`save_checkpoint` writes the canonical views instead."""
-        self.sync_parameters()
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing to collect: the shards are written by canonical name."""
-        return {}
-
-    @spanned("checkpoint")
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a sharded folder, from all ranks, that any layout can load."""
-        if storage_options is not None:
-            raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
-        self.sync_parameters()
-        persistence.save(self, keep_plain(checkpoint, self._left_out), self.broadcast(str(filepath)))
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a folder; tensors are read later, where they belong."""
-        self._loaded = persistence.Loaded.open(str(checkpoint_path))
-        return self._loaded.for_lightning()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read weights, once there is a split model to read them into: :meth:`setup` does so where there is none."""
-        assert self._loaded is not None
-        self._loaded.strict = strict
-        if self._setup_of is None:
-            return
-        self.sync_parameters()
-        self._loaded.read_model(self)
-        self.fresh = False
-        if self.engine is not None:
-            self.engine.refresh_masters()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read masters, moments and random states."""
-        assert self._loaded is not None
-        self._loaded.read_optimizer(self)
-        if self.engine is not None:
-            self.engine.recast()
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a folder, atomically."""
-        if self.is_global_zero:
-            persistence.remove(str(filepath))
 
     # ------------------------------------------------------------------ data and the end
 

@@ -73,4 +73,4 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
             context=strategy.context,
             tensor=strategy.tensor,
         )
-        check_overlap(model, strategy.root_device)
+        check_overlap(model.to(dtype=strategy.precision.dtype), strategy.root_device)

@@ -2,73 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.models.module import MegalightModule, Totals, split_batch
+from megalight.models.module import MegalightModule, split_batch
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.actions import Actions
 from megalight.parallel.pipeline.executor import Executor
-from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.contract import own_steps
+from megalight.strategies.own_step import OwnTrainingStep
+from megalight.strategies.passes import Outcome, StepReport, StepRunner, run_passes
 from megalight.strategies.same_data import check_same
+from megalight.strategies.samples import count_samples
+from megalight.strategies.totals import GlobalTotals
 from megalight.types import Loss
-
-DATA_AXES = ("dp", "cp")
-"""Mesh axes over which ranks see different tokens."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the last training step did. Device tensors are for asynchronous reading: do not ``.item()`` them in a hurry.
-
-    Attributes:
-        loss: mean over all tokens of the global batch, 0-dim.
-        num_tokens: tokens that counted in it, over all ranks, 0-dim.
-        num_samples: samples of the global batch, on the host.
-        metrics: further global means, 0-dim each; auxiliary losses among them.
-    """
-
-    loss: Tensor
-    num_tokens: Tensor
-    num_samples: int
-    metrics: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the passes of all micro-batches of a step give, all of it on the device.
-
-    Attributes:
-        loss: mean over all tokens of the global batch, 0-dim.
-        num_tokens: tokens that counted in it, over all ranks, 0-dim.
-        metrics: further global means, 0-dim each.
-    """
-
-    loss: Tensor
-    num_tokens: Tensor
-    metrics: dict[str, Tensor]
-
-
-Passes: TypeAlias = Callable[[Sequence[Any]], Outcome]
-"""From micro-batches on the device to reduced gradients: forward, backward and reductions of one training step."""
-StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Outcome]
-"""Runs the passes of a step in a way of its own: ``(what else they depend on, micro_batches, passes)``."""
-
-
-def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
-    """The usual way: as they are written."""
-    return passes(micro_batches)
 
 
 class Stepper:
@@ -109,7 +64,7 @@ class Stepper:
         self.micro_batches = micro_batches
         self.finish = finish
         self.runner: StepRunner = run_passes
-        self._names: dict[str, list[str]] = {}
+        self.totals = GlobalTotals(mesh, executor.device)
         self._compared = False
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport]:
@@ -125,9 +80,9 @@ class Stepper:
             the step's output for Lightning, and the report.
         """
         self.precision.begin(number)
-        if own_steps(self.module, "training_step"):
-            return self._train_own(args, scale, sync)
         samples, micro_batches = self._split(args[0])
+        if own_steps(self.module, "training_step"):
+            return self._train_own(samples, micro_batches, args[1:], scale, sync)
         passes = partial(self._passes, scale=scale, sync=sync)
         done = self.runner((scale, sync), micro_batches, passes)
         report = StepReport(done.loss, done.num_tokens, samples * self.mesh.size("dp"), done.metrics)
@@ -135,7 +90,7 @@ class Stepper:
 
     def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
         with self.precision.step():
-            tokens = self.all_reduce(self._sum_tokens(micro_batches).double())
+            tokens = self.totals.sum(self._sum_tokens(micro_batches).double())
             losses = self._differentiate(micro_batches, tokens, scale, sync)
             one = torch.ones_like(tokens)
             rows = [
@@ -146,7 +101,7 @@ class Stepper:
                 }
                 for loss in losses
             ]
-            totals = {**self._reduce_totals("train", rows)}
+            totals = self.totals.of("train", rows)
             totals["loss"] = totals["loss"][0], tokens  # tokens are global already
             means = {name: total / count.clamp(min=1) for name, (total, count) in totals.items()}
         if sync:
@@ -155,7 +110,7 @@ class Stepper:
 
     def _differentiate(self, micro_batches: Sequence[Any], tokens: Tensor, scale: float, sync: bool) -> list[Loss]:
         inverse = scale / tokens.clamp(min=1)
-        auxiliary_scale = scale / (len(micro_batches) * self.data_ranks)
+        auxiliary_scale = scale / (len(micro_batches) * self.totals.data_ranks)
 
         def objective(loss: Loss) -> Tensor:
             total = loss.sum * inverse.to(loss.sum.dtype)
@@ -173,6 +128,18 @@ class Stepper:
                 objective,
             )
 
+    def _train_own(
+        self, samples: int, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
+    ) -> tuple[Any, StepReport]:
+        step = OwnTrainingStep(self.module, self.precision, self.before_backward)
+        with self.precision.step(), self.micro_batches(len(micro_batches), sync):
+            output, loss = step(micro_batches, others, scale, self.totals.data_ranks)
+        if sync:
+            self.finish()
+        mean = self.totals.sum(loss) / self.totals.data_ranks
+        report = StepReport(mean, torch.zeros_like(mean), samples * self.mesh.size("dp"), {})
+        return ({**output, "loss": mean} if isinstance(output, Mapping) else mean), report
+
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """A step that the user wrote, on the whole batch."""
         with self.precision.step_context():
@@ -185,7 +152,7 @@ class Stepper:
         for micro_batch, carry in zip(micro_batches, self._forward(micro_batches), strict=False):
             loss = self._loss_step(carry, micro_batch)
             rows.append({"loss": (loss.sum, self._module.loss_tokens(micro_batch)), **loss.metrics})
-        totals = self._reduce_totals(stage, rows)
+        totals = self.totals.of(stage, rows)
         self._module.log_totals(stage, totals, dataloader_idx)
         total, count = totals["loss"]
         return total / count.clamp(min=1)
@@ -193,23 +160,7 @@ class Stepper:
     def predict(self, batch: Any) -> Any:
         """What the module makes of the last chunk's outputs for a whole batch, on every rank of the replica."""
         outputs = [self._module.output_step(carry, batch) for carry in self._forward([batch])]
-        return self._from_last_stage(outputs)[0]
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that see different data."""
-        return self.mesh.size("dp") * self.mesh.size("cp")
-
-    def all_reduce(self, value: Tensor) -> Tensor:
-        """Sum over the ranks that see different data."""
-        return self._sum(value, DATA_AXES)
-
-    def _sum(self, value: Tensor, axes: Sequence[str]) -> Tensor:
-        group = self.mesh.group(*axes)
-        if group is not None:
-            value = value.contiguous()
-            dist.all_reduce(value, group=group)
-        return value
+        return self.totals.from_last_stage(outputs)[0]
 
     @property
     def _module(self) -> MegalightModule:
@@ -253,84 +204,3 @@ class Stepper:
                 "megalight.types.Loss(sum=...), the sum of the losses of the micro-batch's tokens."
             )
         return loss
-
-    def _reduce_totals(self, stage: str, rows: Sequence[dict[str, tuple[Tensor, Tensor]]]) -> Totals:
-        """Sum rows over micro-batches and ranks in one reduction. Stages other than the last have no rows."""
-        names = self._names_of(stage, list(rows[0]) if rows else [])
-        local = torch.zeros(2 * len(names), dtype=torch.float64, device=self.executor.device)
-        if rows:
-            columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names]
-            sums = [torch.stack(column).sum() for column in columns]
-            local = torch.stack([value.to(local.device, torch.float64, non_blocking=True) for value in sums])
-        reduced = self._sum(local, ("pp", *DATA_AXES))
-        return {name: (reduced[i], reduced[len(names) + i]) for i, name in enumerate(names)}
-
-    def _names_of(self, stage: str, names: list[str]) -> list[str]:
-        """The names of all totals. Other stages learn them from the last one, once."""
-        if self.mesh.pp == 1:
-            return names
-        if stage not in self._names:
-            self._names[stage] = self._from_last_stage([names] if names else [])[0]
-        known = self._names[stage]
-        if names and set(names) != set(known):
-            raise ConfigurationError(
-                f"loss_step returned {sorted(names)} and earlier {sorted(known)}: every micro-batch must bring the "
-                "same metrics and auxiliary losses: other pipeline stages wait for them. Return a count of 0 instead."
-            )
-        return known
-
-    def _from_last_stage(self, values: list[Any]) -> list[Any]:
-        """The value that the last pipeline stage has, on all of them."""
-        group = self.mesh.group("pp")
-        if group is None:
-            return values
-        shared = values or [None]
-        dist.broadcast_object_list(shared, src=self.mesh.ranks("pp")[-1], group=group, device=self.executor.device)
-        return shared
-
-    def _train_own(self, args: tuple[Any, ...], scale: float, sync: bool) -> tuple[Any, StepReport]:
-        """A user's own ``training_step``: its loss is a mean over its samples, and so is the gradient, over all."""
-        samples, micro_batches = self._split(args[0])
-        output: Any = None
-        losses = []
-        with self.precision.step(), self.micro_batches(len(micro_batches), sync):
-            for index, (micro_batch, weight) in enumerate(
-                zip(micro_batches, self._weights(micro_batches), strict=True)
-            ):
-                with self.precision.step_context(), span("forward", chunk=0, micro_batch=index):
-                    output = self.module.training_step(micro_batch, *args[1:])
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if not isinstance(loss, Tensor) or not loss.requires_grad:
-                    raise ConfigurationError(
-                        f"{type(self.module).__name__}.training_step returned {type(output).__name__} without a "
-                        "differentiable loss; return the loss tensor or a dict with the key 'loss'."
-                    )
-                share = loss * (scale * weight / self.data_ranks)
-                self.before_backward(share)
-                with span("backward", chunk=0, micro_batch=index):
-                    self.module.backward(share)
-                losses.append(loss.detach() * weight)
-        if sync:
-            self.finish()
-        mean = self.all_reduce(torch.stack(losses).sum()) / self.data_ranks
-        report = StepReport(mean, torch.zeros_like(mean), samples * self.mesh.size("dp"), {})
-        return ({**output, "loss": mean} if isinstance(output, Mapping) else mean), report
-
-    @staticmethod
-    def _weights(micro_batches: Sequence[Any]) -> list[float]:
-        """Each micro-batch's part of this rank's samples; equal parts where samples cannot be counted."""
-        sizes = [count_samples(micro_batch) for micro_batch in micro_batches]
-        if not all(sizes):
-            return [1 / len(sizes)] * len(sizes)
-        return [size / sum(sizes) for size in sizes]
-
-
-def count_samples(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor, or of an object that has one. 0 where neither is there."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 0
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    if isinstance(batch, tuple | list):
-        return next((samples for value in batch if (samples := count_samples(value))), 0)
-    return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str | bytes) else 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.breakdown import PARTS, divide, longest, part_of, union
+from benchmarks.breakdown import PARTS, divide, gaps, longest, part_of, union
 
 NAMES = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "gemm",
@@ -72,3 +72,10 @@ def test_the_longest_are_summed_by_name():
 
 def test_union_joins_what_touches():
     assert union([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (0.5, 0.75)]) == [(0.0, 2.0), (3.0, 4.0)]
+
+
+def test_gaps_are_between_the_last_that_ends_and_the_next():
+    kernels = [("relu", 0.0, 4.0), ("gemm", 1.0, 2.0), ("late", 4.5, 5.0), ("last", 8.0, 9.0)]
+    assert gaps(kernels, 1) == [{"at": 5.0, "seconds": 3.0, "after": "late", "before": "last"}]
+    assert gaps(kernels)[1:] == [{"at": 4.0, "seconds": 0.5, "after": "relu", "before": "late"}]
+    assert gaps([]) == []

@@ -27,6 +27,7 @@ from megalight.strategies import MegatronStrategy
 from megalight.strategies.options import Pipeline
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
+from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.toy import ToyModule
@@ -52,10 +53,10 @@ def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
     return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
 
 
-def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, is_zero: bool) -> None:
-    """As a GPU's product may do it: where the main gradient holds zeros, it is written."""
+def accumulate(self: LowPrecision, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
+    """As a GPU's product does it: the first gradient of a step is written."""
     gradient = self.weight_gradient(grad_y, x, main_grad.dtype)
-    main_grad.copy_(gradient if is_zero else main_grad + gradient)
+    main_grad.copy_(gradient if write else main_grad + gradient)
 
 
 def train_parts(config: Any, scope: Any, warmup: int, options: dict[str, Any]) -> Any:
@@ -185,25 +186,27 @@ def test_replays_of_parts_train_as_eager_ones_do(name: str) -> None:
         assert_same_run(here, there, 1e-13)
 
 
-def accumulated(warmup: int, recipe: str | None) -> Any:
-    """Two batches, of two micro-batches each, to every step of the optimizer."""
+def accumulated(warmup: int, recipe: str | None, window: int) -> Any:
+    """So many batches, of two micro-batches each, to every step of the optimizer."""
     callback = CUDAGraph(warmup_steps=warmup)
     callback.recorder = tape = Tape()
     module = WithData(DROPPING if recipe is None else WIDE, optimizer=ADAM, seed=SEED)
-    module.steps = 8
+    module.steps = 4 * window
     plugin = None if recipe is None else low_precision(recipe)["precision_plugin"]
     strategy = MegatronStrategy(micro_batch_size=2, precision_plugin=plugin)
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 4, "limit_val_batches": 0}
+    options: dict[str, Any] = {"accumulate_grad_batches": window, "max_steps": 4, "limit_val_batches": 0}
     options |= {"use_distributed_sampler": False} | ({} if recipe is None else {"precision": None})
-    trainer(strategy, callbacks=[callback], gradient_clip_val=0.5, **options).fit(module)
+    runner = trainer(strategy, callbacks=[callback], gradient_clip_val=0.5, **options)
+    with stale_gradients():
+        runner.fit(module)
     return gathered(strategy, module), callback.replays, tape.made
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_batches_accumulate(recipe: str | None) -> None:
-    expected, _, _ = run(accumulated, 1, NEVER, recipe)[0]
-    found, replays, made = run(accumulated, 1, 2, recipe)[0]
-    assert (replays, made) == (4, 2), "one graph that reduces and one that does not"
+@pytest.mark.parametrize(("recipe", "window"), [(None, 2), (None, 3), ("tensorwise", 3)])
+def test_batches_accumulate(recipe: str | None, window: int) -> None:
+    expected, _, _ = run(accumulated, 1, NEVER, recipe, window)[0]
+    found, replays, made = run(accumulated, 1, 2, recipe, window)[0]
+    assert (replays, made) == (2 * window, window), "graphs of passes that write, that add, and that reduce"
     for name, value in expected.items():
         assert abs(found[name] - value).max() < 1e-13, name
 

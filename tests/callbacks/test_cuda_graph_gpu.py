@@ -26,6 +26,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.options import Pipeline
+from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, fit
@@ -81,7 +82,8 @@ def train(
     torch.manual_seed(0)
     try:
         module = GPTModule(config, optimizer=ADAM, seed=SEED)
-        trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=pin_memory))
+        with stale_gradients():
+            trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=pin_memory))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [float(loss) for loss in watch.losses], callback, memory.used

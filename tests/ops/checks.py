@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
-from megalight.ops.quantize.formats import to_fp8
+from megalight.ops.quantize.formats import DTYPES, LARGEST, to_fp8
 from megalight.ops.quantize.known import known_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
@@ -213,7 +214,7 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
 
 
 def check_weight_gradient(
-    fn: Callable[[Tensor, Tensor, Tensor], None],
+    fn: Callable[[Tensor, Tensor, Tensor, bool], None],
     device: str,
     dtype: torch.dtype,
     main_dtype: torch.dtype,
@@ -221,13 +222,18 @@ def check_weight_gradient(
     out: int,
     width: int,
 ) -> None:
+    """Added to what there is; and written over it, be it not a number."""
     grad_y = torch.randn(tokens, out, device=device).to(dtype)
     x = torch.randn(tokens, width, device=device).to(dtype)
     main_grad = torch.randn(out, width, device=device).to(main_dtype) * tokens**0.5
-    expected = main_grad.double() + grad_y.double().T @ x.double()
-    fn(main_grad, grad_y, x)
+    product = grad_y.double().T @ x.double()
+    expected = main_grad.double() + product
+    fn(main_grad, grad_y, x, False)
+    written = torch.full_like(main_grad, torch.nan)
+    fn(written, grad_y, x, True)
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
-    assert error(main_grad, expected) <= tolerance, error(main_grad, expected)
+    for found, right in ((main_grad, expected), (written, product)):
+        assert error(found, right) <= tolerance, error(found, right)
 
 
 def check_merge(
@@ -254,15 +260,20 @@ def check_merge(
     assert error(logs[0][:, :, half:], exact_lse[:, :, half:]) <= TOLERANCE[wide(dtype)]
 
 
-def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Scheme, dtype: torch.dtype) -> None:
-    """Codes and scales of a matrix and of its transpose, bit for bit. Codes may come in float32, not yet rounded."""
+def check_cast(
+    module: Any, device: str, tokens: int, features: int, scheme: Scheme, dtype: torch.dtype, together: bool = True
+) -> None:
+    """Codes and scales of a matrix and of its transpose, bit for bit, of each alone and, if ``together``, in one call.
+
+    Codes may come in float32, not yet rounded.
+    """
     x = (torch.randn(tokens, features) * torch.logspace(-3, 3, tokens)[:, None]).to(device, dtype)
     x[tokens // 2] = 0
     expected = cast(x, scheme, scheme, backend="reference")
     with poisoned():
-        found = module.cast(x, scheme, scheme)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
+        found = [module.cast(x, scheme, None)[0], module.cast(x, None, scheme)[1]]
+        found += module.cast(x, scheme, scheme) if together else ()
+    for ours, theirs in zip(found, expected * (len(found) // 2), strict=True):
         assert theirs is not None
         assert torch.equal(ours.scale, theirs.scale)
         codes = ours.data if ours.data.dtype == theirs.data.dtype else to_fp8(ours.data, scheme.format)
@@ -270,7 +281,7 @@ def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Sch
 
 
 def check_scaled_accumulate(
-    fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, out_is_zero: bool
+    fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, write: bool
 ) -> None:
     """A sum with codes in float32, which matrix units of every kind multiply."""
     a, b = (
@@ -278,35 +289,129 @@ def check_scaled_accumulate(
         for size in (rows, columns)
     )
     out = torch.randn(rows, columns, device=device)
-    expected = a.dequantize() @ b.dequantize().T + (0 if out_is_zero else out)
-    fn(out, a, b, out_is_zero)
+    expected = a.dequantize() @ b.dequantize().T + (0 if write else out)
+    if write:
+        out.fill_(torch.nan)
+    fn(out, a, b, write)
     assert error(out, expected) <= 1e-5
 
 
 def check_measured(module: Any, device: str, dtype: torch.dtype, kind: str, gates: bool) -> None:
     """The magnitudes that an activation finds on the way are those of what it writes, and nothing else changes."""
-    x = torch.randn(3, 2, 5000, device=device).to(dtype)
     fn = module.gated if gates else module.activation
+    x = torch.randn(6, 5000, device=device).to(dtype)
+    measured_and_not(lambda x, measure: (fn(x, kind, measure=measure),), x)
+    empty = fn(x[:0], kind, measure=True)
+    assert known_amax(empty) == 0
+
+
+def measured_and_not(run: Callable[[Tensor, bool], tuple[Tensor, ...]], x: Tensor, told: Sequence[int] = (0,)) -> None:
+    """Told magnitudes of outputs ``told`` and of the gradient of ``x`` are theirs; telling changes nothing else."""
     seen: list[Tensor] = []
-    found = []
+    found: list[list[Tensor]] = []
     for measure in (True, False):
         leaf = x.clone().requires_grad_()
-        through = leaf.view(6, 5000)
+        through = leaf.view(x.shape)
         through.register_hook(seen.append)
         with poisoned():
-            y = fn(through, kind, measure=measure)
-            y.backward(torch.linspace(-1, 3, y.numel(), device=device).view(y.shape).to(dtype))
-        assert hasattr(y, "parts_amax") == measure
-        assert torch.equal(known_amax(y), amax_of(y))
-        found += [y, leaf.grad]
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
+            outputs = run(through, measure)
+            grads = [torch.linspace(-1, 3, y.numel(), device=y.device).view(y.shape).to(y.dtype) for y in outputs]
+            torch.autograd.backward(outputs, grads)
+        assert [hasattr(y, "parts_amax") for y in outputs] == [measure and i in told for i in range(len(outputs))]
+        for y in outputs:
+            assert torch.equal(known_amax(y), amax_of(y))
+        assert leaf.grad is not None
+        found.append([*outputs, leaf.grad])
+    for measured, plain in zip(*found, strict=True):
+        assert torch.equal(measured, plain)
     assert [hasattr(gradient, "parts_amax") for gradient in seen] == [True, False]
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))
     seen[0].mul_(2)
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))  # what was told is no longer so
-    empty = fn(x[:, :0], kind, measure=True)
-    assert known_amax(empty) == 0
+    with torch.inference_mode():  # no writes are noted there, so nothing may be told
+        assert not any(hasattr(y, "parts_amax") for y in run(x.clone(), True))
+
+
+def check_measured_norms(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The magnitudes that norms find on the way, as :func:`check_measured`."""
+    x, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1], device=device).to(dtype) + 3 for _ in range(2))
+    eps = 1e-5
+    measured_and_not(lambda x, measure: (module.rms_norm(x, weight, eps, measure=measure),), x)
+    measured_and_not(lambda x, measure: (module.layer_norm(x, weight, bias, eps, measure=measure),), x)
+    measured_and_not(lambda x, measure: (module.layer_norm(x, weight, None, eps, measure=measure),), x)
+    for other in (residual, None):
+        measured_and_not(lambda x, m, r=other: module.add_rms_norm(x, r, weight, eps, measure=m), x)  # type: ignore[misc]
+        measured_and_not(lambda x, m, r=other: module.add_layer_norm(x, r, weight, bias, eps, measure=m), x)  # type: ignore[misc]
+    assert known_amax(module.rms_norm(x[:0], weight, eps, measure=True)) == 0
+
+
+def check_measured_rotary(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    """The magnitude of a packed gradient that a rotation finds on the way, whichever of q, k, v it lies in."""
+    heads, kv_heads, head_dim, dim = shape
+    cos, sin = rotary_table(torch.randint(0, 5000, (5,), device=device), dim, 10000.0)
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    for largest in range(3):
+
+        def run(x: Tensor, measure: bool, largest: int = largest) -> tuple[Tensor, ...]:
+            out = module.rotate_qkv(x, heads, kv_heads, head_dim, cos, sin, measure=measure)
+            return tuple(y * (5 if index == largest else 1) for index, y in enumerate(out))
+
+        measured_and_not(run, qkv, told=())
+
+
+def check_sums_of_measured(norms: Any, activations: Any, device: str, dtype: torch.dtype) -> None:
+    """Of a gradient that autograd adds up, whatever was told of its parts is not taken for the sum's."""
+    x = torch.randn(37, 128, device=device).to(dtype)
+    weight = torch.ones(128, device=device).to(dtype)
+
+    def normed(x: Tensor) -> Tensor:
+        y: Tensor = norms.rms_norm(x, weight, 1e-5, measure=True)
+        return y
+
+    def both(x: Tensor) -> Tensor:
+        y, total = norms.add_rms_norm(x, None, weight, 1e-5, measure=True)
+        return torch.cat([y, total])
+
+    def gates(x: Tensor) -> Tensor:
+        y: Tensor = activations.gated(x, "silu", measure=True)
+        return y
+
+    branches: list[Callable[[Tensor], Tensor]] = [normed, both, gates, lambda x: x * 2]
+    for chosen in itertools.permutations(branches, 2):
+        leaf = x.clone().requires_grad_()
+        through = leaf * 1
+        seen: list[Tensor] = []
+        through.register_hook(lambda gradient, seen=seen: seen.append(known_amax(gradient)))  # type: ignore[misc]
+        for branch in chosen:
+            y = branch(through)
+            y.backward(torch.randn_like(y), retain_graph=True)  # alone
+        alone = len(seen)
+        leaf.grad = None
+        torch.stack([branch(through).float().square().sum() for branch in chosen]).sum().backward()
+        assert leaf.grad is not None
+        assert len(seen) == alone + 1
+        assert torch.equal(seen[-1], amax_of(leaf.grad))
+
+
+def check_exact_codes(module: Any, device: str, scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Of values that a format holds, and of some beyond, codes of matrix and transpose, bit for bit; and magnitudes."""
+    largest = LARGEST[scheme.format]
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(DTYPES[scheme.format])
+    x = codes.float()
+    x = torch.where(x.isfinite(), x, 1.0).bfloat16()
+    x[0, 0] = 4 * largest  # saturates
+    for given in (largest, largest / 8):
+        amax = torch.tensor(given, device=device)
+        expected = cast(x, scheme, scheme, amax=amax, amax_t=amax, backend="reference")
+        told = torch.cat([x, x], 1)[:, : shape[1]]  # rows apart
+        with poisoned():
+            found = module.cast(told, scheme, scheme, amax, amax, None, True)
+        assert torch.equal(known_amax(told), amax_of(x))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours.scale, theirs.scale)
+            assert ours.shape == theirs.shape
+            assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
 
 
 def check_told(module: Any, device: str, dtype: torch.dtype) -> None:

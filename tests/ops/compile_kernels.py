@@ -96,11 +96,14 @@ def main() -> None:
         through(norms.layer_norm(x, weight, weight, 1e-5))
         through(norms.add_rms_norm(x, leaf(16, size, dtype=dtype), weight, 1e-5))
         through(norms.add_layer_norm(x, leaf(16, size, dtype=dtype), weight, weight, 1e-5))
+        through(norms.rms_norm(x, weight, 1e-5, measure=True))
+        through(norms.add_layer_norm(x, leaf(16, size, dtype=dtype), weight, weight, 1e-5, measure=True))
     for heads, kv_heads, head_dim, dim in ((32, 8, 128, 128), (5, 1, 80, 32)):
         for interleaved in (False, True):
             cos, sin = torch.randn(2, 8, dim // 2)
             packed = leaf(8, (heads + 2 * kv_heads) * head_dim)
             through(rotary.rotate_qkv(packed, heads, kv_heads, head_dim, cos, sin, interleaved))
+            through(rotary.rotate_qkv(packed, heads, kv_heads, head_dim, cos, sin, interleaved, measure=True))
             through(rotary.apply_rotary(leaf(8, heads, head_dim), cos, sin, interleaved))
     for kind in KINDS:
         through(activations.gated(leaf(8, 2 * 14336), kind))
@@ -119,12 +122,14 @@ def main() -> None:
         out, lse = torch.randn(2, 64, 4, dim), torch.randn(2, 4, 64)
         blocks.merge(out.to(dtype), lse, out.to(HALF), lse, out, lse)
     for tokens, width_out, width in ((64, 6144, 4096), (63, 500, 300)):
-        linear.accumulate(torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width))
+        linear.accumulate(torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width), tokens == 63)
     for tile in casts.MODES:
         for columns in (None, Scheme("e5m2", tile, "power")):
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)
     one = torch.tensor(1.0)
     casts.cast(leaf(64, 4096).detach(), Scheme("e4m3"), Scheme("e5m2"), one, one, None, True)
+    for tell in (False, True):
+        casts.cast(leaf(64, 4096).detach(), Scheme("e5m2"), Scheme("e5m2"), one, one, None, tell)
     casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from megalight.imports import has
-from megalight.ops.quantize import Scheme
+from megalight.ops.linear import linear
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.quantize import Scheme, amax_of, known
+from megalight.ops.quantize.recipes import recipe
+from megalight.ops.rotary import rotary_table
 from tests.ops import checks
 
 pytestmark = [
@@ -55,6 +59,58 @@ def test_amax_on_the_way(kind: str, gates: bool) -> None:
     checks.check_measured(kernels("activation"), "cpu", torch.float32, kind, gates)
 
 
+@pytest.mark.parametrize("shape", [(7, 3), (3, 2, 63), (90, 100)])
+def test_amax_of_norms_on_the_way(shape: tuple[int, ...]) -> None:
+    checks.check_measured_norms(kernels("norm"), "cpu", torch.float32, shape)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 8, 8), (3, 1, 10, 6)])
+def test_amax_of_a_packed_gradient_on_the_way(shape: tuple[int, int, int, int]) -> None:
+    checks.check_measured_rotary(kernels("rotary"), "cpu", torch.bfloat16, shape)
+
+
+def test_amax_of_sums() -> None:
+    checks.check_sums_of_measured(kernels("norm"), kernels("activation"), "cpu", torch.float32)
+
+
+def test_layers_look_for_no_magnitude_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers in 8 bits: of what norms, rotation and activation write, no pass looks for the largest magnitude."""
+    norms, rotary, activations = kernels("norm"), kernels("rotary"), kernels("activation")
+    session, hidden = Session(), 16
+    x, residual, one = torch.randn(5, hidden), torch.randn(5, hidden), torch.ones(hidden)
+    table = rotary_table(torch.arange(5), 8, 1e4)
+    shapes = [(32, hidden), (hidden, hidden), (64, hidden), (hidden, 32)] * 2
+    weights = [torch.randn(shape) / 4 for shape in shapes]
+    passes: list[torch.Size] = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        passes.append(x.shape)
+        return amax_of(x)
+
+    monkeypatch.setattr(known, "amax_of", counted)
+    found = []
+    for measure in (True, False):
+        passes.clear()
+        inputs = [t.clone().requires_grad_() for t in (x, residual)]
+        parameters = [torch.nn.Parameter(weight) for weight in weights]
+        for parameter in parameters:
+            parameter.precision = LowPrecision(recipe("tensorwise"), session, emulate=True)  # type: ignore[attr-defined]
+        stream = inputs[0] + inputs[1]
+        with session.step(0):
+            for qkv, proj, up, down in (parameters[:4], parameters[4:]):
+                normed, stream = norms.add_rms_norm(stream, None, one, 1e-5, measure=measure)
+                q, k, v = rotary.rotate_qkv(linear(normed, qkv), 2, 1, 8, *table, measure=measure)
+                mixed = linear((q * k + v).flatten(1), proj)
+                normed, stream = norms.add_rms_norm(mixed, stream, one, 1e-5, measure=measure)
+                stream = stream + linear(activations.gated(linear(normed, up), "silu", measure=measure), down)
+            stream.backward(torch.linspace(-1, 1, stream.numel()).view_as(stream))
+        # without: eight weights and, of each of eight layers, input and gradient
+        assert len(passes) == (8 + 2 + 1 if measure else 8 + 16)
+        found.append([stream, *(t.grad for t in (*inputs, *parameters))])
+    for measured, plain in zip(*found, strict=True):
+        assert torch.equal(measured, plain)
+
+
 def test_activation_wider_than_a_block() -> None:
     checks.check_activations(kernels("activation"), "cpu", torch.float32, (2, 2500), "silu")
 
@@ -91,12 +147,12 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_weight_gradient(module.accumulate, "cpu", torch.float32, torch.float32, 37, 70, 50)
 
 
-@pytest.mark.parametrize("out_is_zero", [True, False])
-def test_scaled_accumulate(out_is_zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("write", [True, False])
+def test_scaled_accumulate(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("scaled_accumulate")
     small = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(module, "TILE", small)
-    checks.check_scaled_accumulate(module.accumulate, "cpu", 37, 70, 48, out_is_zero)
+    checks.check_scaled_accumulate(module.accumulate, "cpu", 37, 70, 48, write)
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 3, 8), (1, 50, 2, 12)])
@@ -117,7 +173,19 @@ def test_casts(tile: tuple[int, int], scale: Any, shape: tuple[int, int], monkey
     # the interpreter rounds to 8 bits wrongly; what comes before that is looked at
     monkeypatch.setattr(module, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
     for form in ("e4m3", "e5m2"):
-        checks.check_cast(module, "cpu", *shape, Scheme(form, tile, scale), torch.bfloat16)
+        checks.check_cast(module, "cpu", *shape, Scheme(form, tile, scale), torch.bfloat16, together=tile != (0, 0))
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(150, 144), (4, 300), (31, 16), (128, 257)])
+@pytest.mark.parametrize("across_first", [False, True])
+def test_casts_of_both_with_one_scale(
+    form: Any, shape: tuple[int, int], across_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = kernels("quantize")
+    both = importlib.import_module("megalight.ops.quantize.both")
+    monkeypatch.setitem(both.TILE, "ACROSS_FIRST", across_first)
+    checks.check_exact_codes(module, "cpu", Scheme(form), shape)
 
 
 @pytest.mark.parametrize("shape", [(150, 144), (16, 272)])

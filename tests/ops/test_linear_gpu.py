@@ -36,16 +36,16 @@ def test_a_kernel_without_temporary_serves_training() -> None:
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
     accumulate = wgrad.choose(spec)
-    accumulate(main_grad, grad_y, x)
+    accumulate(main_grad, grad_y, x, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    accumulate(main_grad, grad_y, x)
+    accumulate(main_grad, grad_y, x, False)
     assert torch.cuda.max_memory_allocated() - before < main_grad.nbytes // 2
 
 
 def test_the_faster_way_is_found_without_waiting() -> None:
-    def slow(main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor) -> None:
+    def slow(main_grad: torch.Tensor, grad_y: torch.Tensor, x: torch.Tensor, write: bool) -> None:
         for _ in range(20):
             main_grad.addmm_(grad_y.T.float(), x.float(), alpha=0.05)
 
@@ -58,12 +58,12 @@ def test_the_faster_way_is_found_without_waiting() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2 * ROUNDS):
-            measured(total, grad_y, x)
+            measured(total, grad_y, x, False)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(calls - 2 * ROUNDS):
-            measured(total, grad_y, x)
+            measured(total, grad_y, x, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert list(measured._fastest.values()) == [fast]

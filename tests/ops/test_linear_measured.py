@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear.measured import ROUNDS, Measured
+from megalight.ops.main_grad import put
 
 
 @dataclass
@@ -23,10 +24,10 @@ class Device:
         return Event(self)
 
     def way(self, name: str, seconds: list[float]):
-        def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+        def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
             self.called.append(name)
             self.now += seconds[self.called.count(name) % len(seconds)] * len(grad_y)
-            main_grad.add_(grad_y.T @ x)
+            put(main_grad, grad_y.T @ x, write)
 
         return accumulate
 
@@ -51,12 +52,12 @@ def _no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def product(measured: Measured, tokens: int = 5, out: int = 3) -> None:
+def product(measured: Measured, tokens: int = 5, out: int = 3, write: bool = False) -> None:
     """One call, whose result must be right whoever serves it."""
     main_grad = torch.ones(out, 4, dtype=torch.float64)
     grad_y, x = torch.randn(tokens, out, dtype=torch.float64), torch.randn(tokens, 4, dtype=torch.float64)
-    measured(main_grad, grad_y, x)
-    assert torch.equal(main_grad, 1 + grad_y.T @ x)
+    measured(main_grad, grad_y, x, write)
+    assert torch.equal(main_grad, (0 if write else 1) + grad_y.T @ x)
 
 
 def test_the_fastest_stays() -> None:
@@ -66,6 +67,8 @@ def test_the_fastest_stays() -> None:
         product(measured)
     assert device.called == ["a", "b"] * ROUNDS + ["b"] * 3
     product(measured, out=6)  # another shape is another race
+    assert device.called[-1] == "a"
+    product(measured, write=True)  # and so is writing
     assert device.called[-1] == "a"
 
 

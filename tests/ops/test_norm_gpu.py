@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.ops import norm
-from tests.ops.checks import check_norms
+from tests.ops.checks import check_measured_norms, check_norms, check_sums_of_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -15,6 +15,20 @@ def test_triton_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype)
     from megalight.ops.norm import triton
 
     check_norms(triton, "cuda", dtype, shape)
+
+
+@pytest.mark.parametrize("shape", [(63, 64), (500, 3, 128), (5000, 4096), (63, 14336)])
+def test_amax_on_the_way(shape: tuple[int, ...]) -> None:
+    from megalight.ops.norm import triton
+
+    check_measured_norms(triton, "cuda", torch.bfloat16, shape)
+
+
+def test_amax_of_sums() -> None:
+    from megalight.ops.activation import triton as activations
+    from megalight.ops.norm import triton
+
+    check_sums_of_measured(triton, activations, "cuda", torch.bfloat16)
 
 
 def test_mixed_types() -> None:

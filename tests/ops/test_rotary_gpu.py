@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.checks import check_rotary
+from tests.ops.checks import check_measured_rotary, check_rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +21,13 @@ def test_triton_equals_the_reference(
     from megalight.ops.rotary import triton
 
     check_rotary(triton, "cuda", dtype, tokens, heads, kv_heads, head_dim, dim, interleaved)
+
+
+@pytest.mark.parametrize("shape", [(32, 8, 128, 128), (5, 1, 80, 32), (3, 3, 66, 50)])
+def test_amax_on_the_way(shape: tuple[int, int, int, int]) -> None:
+    from megalight.ops.rotary import triton
+
+    check_measured_rotary(triton, "cuda", torch.bfloat16, shape)
 
 
 def test_strided_heads() -> None:

@@ -8,7 +8,7 @@ import torch
 from megalight.errors import BackendError
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.ops.main_grad import begin
 from megalight.ops.quantize import Scheme, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
@@ -20,9 +20,12 @@ from tests.ops.test_linear import with_main_grad
 def test_the_reference_adds(scheme: Scheme) -> None:
     a, b = (quantize(torch.randn(size, 64), scheme) for size in (17, 33))
     out = torch.randn(17, 33, dtype=torch.float64)
-    expected = out + a.dequantize() @ b.dequantize().T
+    product = a.dequantize() @ b.dequantize().T
+    expected = out + product
     scaled_accumulate(out, a, b, backend="reference")
     assert torch.equal(out, expected)
+    scaled_accumulate(out.fill_(torch.nan), a, b, write=True, backend="reference")
+    assert torch.equal(out, product.double())
 
 
 def test_others_say_why_not() -> None:
@@ -39,8 +42,8 @@ def test_others_say_why_not() -> None:
             SCALED_ACCUMULATE.select(spec, name)
 
 
-def test_only_the_first_gradient_finds_zeros() -> None:
-    """Whoever sets a main gradient to zero says so once; the second micro-batch adds."""
+def test_only_the_first_gradient_is_written() -> None:
+    """Where a step was begun; the second micro-batch adds."""
     weight, session = with_main_grad(torch.randn(32, 48)), Session()
     seen: list[bool] = []
 
@@ -50,10 +53,13 @@ def test_only_the_first_gradient_finds_zeros() -> None:
             super().accumulate(*args)  # type: ignore[arg-type]
 
     weight.precision = Watched(recipe("tensorwise"), session, emulate=True)  # type: ignore[attr-defined]
-    for zero in (False, True):
-        weight.main_grad.zero_()
-        if zero:
-            setattr(weight, IS_ZERO, True)
+    found = []
+    for begun in (False, True):
+        if begun:
+            weight.main_grad.fill_(torch.nan)
+            begin(weight)
         for _ in range(2):
             linear(torch.ones(16, 48), weight).sum().backward()
+        found.append(weight.main_grad.clone())
     assert seen == [False, False, True, False]
+    assert torch.equal(*found)

@@ -17,9 +17,9 @@ BACKENDS = ["cublaslt", "triton", "product_add"]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("out_is_zero", [True, False])
+@pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("shape", [(150, 144, 272), (6144, 4096, 8192), (16, 16, 17), (4096, 14336, 1000)])
-def test_sums_equal_the_reference(backend: str, gradient: Any, out_is_zero: bool, shape: tuple[int, int, int]) -> None:
+def test_sums_equal_the_reference(backend: str, gradient: Any, write: bool, shape: tuple[int, int, int]) -> None:
     rows, columns, tokens = shape
     a, b = Scheme(gradient), Scheme("e4m3")
     reasons = {row.name: reason for row, reason in SCALED_ACCUMULATE.table(Spec("cuda", a, b, torch.float32))}
@@ -29,9 +29,11 @@ def test_sums_equal_the_reference(backend: str, gradient: Any, out_is_zero: bool
     _, right = cast(torch.randn(tokens, columns, device="cuda").bfloat16() * 1e-3, None, b)
     assert left is not None
     assert right is not None
-    out = torch.zeros(rows, columns, device="cuda") if out_is_zero else torch.randn(rows, columns, device="cuda")
-    expected = out.double() + scaled_mm(left, right, torch.float64, backend="reference")
-    scaled_accumulate(out, left, right, out_is_zero=out_is_zero, backend=backend)
+    out = torch.randn(rows, columns, device="cuda")
+    expected = scaled_mm(left, right, torch.float64, backend="reference") + (0 if write else out.double())
+    if write:
+        out.fill_(torch.nan)
+    scaled_accumulate(out, left, right, write=write, backend=backend)
     assert error(out, expected) < 2e-3
 
 

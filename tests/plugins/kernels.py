@@ -129,12 +129,12 @@ def general_gemm(
 ) -> tuple[Any, ...]:  # fmt: skip
     """``NT``: ``b^T a`` in row-major terms."""
     assert layout == "NT"
-    assert accumulate
     assert grad
     assert out.is_contiguous()
     assert out_dtype == out.dtype
     assert a.is_contiguous()
     assert b.is_contiguous()
     assert a.dtype == b.dtype
-    out.add_(b.T.to(out.dtype) @ a.to(out.dtype))
+    product = b.T.to(out.dtype) @ a.to(out.dtype)
+    out.copy_(out + product if accumulate else product)
     return out, None, None, None

@@ -105,7 +105,7 @@ def test_what_it_does_not_serve(apex: Fakes) -> None:
     assert "contiguous" in adam.why_not(adam_op.EXAMPLE._replace(contiguous=False))
     main_grad = torch.zeros(4, 6).T
     with pytest.raises(BackendError, match="contiguous main gradients"):
-        weight_gradient.accumulate(main_grad, torch.ones(2, 6).bfloat16(), torch.ones(2, 4).bfloat16())
+        weight_gradient.accumulate(main_grad, torch.ones(2, 6).bfloat16(), torch.ones(2, 4).bfloat16(), False)
 
 
 def test_norms(apex: Fakes) -> None:

@@ -15,7 +15,7 @@ from megalight.nn.init import initialise
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.ops.main_grad import begin
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions
@@ -61,7 +61,8 @@ def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
     bias = torch.randn(OUT).bfloat16()
     for weight, session in pairs:
         results: list[Tensor] = []
-        setattr(weight, IS_ZERO, True)
+        weight.main_grad.fill_(torch.nan)
+        begin(weight)
         for step, (x, grad_y) in enumerate(data):
             leaf, queue = x.bfloat16().requires_grad_(), WeightGradients()
             with session.step(step), deferring(queue) if wait else torch.enable_grad():

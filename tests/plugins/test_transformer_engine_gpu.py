@@ -102,11 +102,11 @@ def test_linear_adds_to_the_main_gradient() -> None:
 def test_the_product_makes_no_temporary() -> None:
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
-    weight_gradient.accumulate(main_grad, grad_y, x)
+    weight_gradient.accumulate(main_grad, grad_y, x, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    weight_gradient.accumulate(main_grad, grad_y, x)
+    weight_gradient.accumulate(main_grad, grad_y, x, False)
     assert torch.cuda.max_memory_allocated() - before < main_grad.nbytes // 2
 
 

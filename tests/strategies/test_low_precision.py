@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from megalight.errors import BackendError, ConfigurationError
+from megalight.models.gpt.config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
 from megalight.ops.linear.low_precision import Session
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies.options import Pipeline
@@ -136,6 +137,19 @@ def test_which_layers_take_part() -> None:
     ]
     assert len(marked()) == 16
     assert not any("head" in name or "embed" in name or "norm" in name for name in marked())
+
+
+def test_who_measures_what_is_cast() -> None:
+    def measuring(module: GPT) -> list[str]:
+        return [name for name, part in module.named_modules() if getattr(part, "measure", False)]
+
+    module = model(attention=AttentionConfig(qk_norm=True))
+    for name, makers in (("tensorwise", ["attention_norm", "attention", "mlp_norm", "mlp.act"]), ("delayed", [])):
+        apply_low_precision(module, LowPrecisionOptions(name, first_layers=3, emulate=True), ParallelMesh(), 4)
+        assert measuring(module) == [f"layers.3.{maker}" for maker in makers]
+    apply_low_precision(module, LowPrecisionOptions(emulate=True), ParallelMesh(), 4)
+    remove_low_precision(module)
+    assert not measuring(module)
 
 
 def test_the_last_plugin_decides() -> None:

@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
-from megalight.parallel.precision import LowPrecisionOptions
+from megalight.nn.init import initialise
+from megalight.ops.quantize import amax_of, known
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import why_not
 from megalight.strategies import MegatronStrategy
+from megalight.types import TokenBatch
+from tests.ops.checks import error
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, by_hand
 
@@ -62,3 +68,36 @@ def test_steps_do_not_wait_for_the_device(options: dict[str, Any], implementatio
     expected = by_hand(CONFIGS["gqa"], STEPS, torch.float32, "cuda")["losses"]
     np.testing.assert_allclose(losses, expected, rtol=5e-2)
     assert {parameter.dtype for parameter in module.model.parameters()} == {torch.bfloat16}
+
+
+def test_passes_for_magnitudes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, attention's outputs and the last layer's gradient are looked through; who wrote the rest has told."""
+    passes: list[torch.Size] = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        passes.append(x.shape)
+        return amax_of(x)
+
+    monkeypatch.setattr(known, "amax_of", counted)
+    ids = torch.randint(0, 101, (2, 33), device="cuda")
+    batch = TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(2, 32, device="cuda"))
+    found = []
+    for measure in (True, False):
+        passes.clear()
+        network = GPT(CONFIGS["gqa"])
+        initialise(network, 1, "model.")
+        network.to("cuda", torch.bfloat16)
+        session = apply_low_precision(network, LowPrecisionOptions(), ParallelMesh())
+        layers = len(network.layers)
+        if not measure:
+            for module in network.modules():
+                if hasattr(module, "measure"):
+                    module.measure = False
+        with session.step(0):
+            output = network(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
+            output.losses.float().mean().backward()
+        assert len(passes) == (5 * layers + 1 if measure else 12 * layers)
+        found.append([output.losses, *(p.grad for p in network.layers.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
+    for measured, plain in zip(*found, strict=True):
+        assert error(measured, plain) < 2e-2  # attention adds gradients up in any order

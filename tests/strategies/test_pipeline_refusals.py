@@ -221,7 +221,7 @@ def _warnings(size: int | None) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("megalight.strategies.megatron")
+    log = logging.getLogger("megalight.strategies.timetable")
     log.addHandler(handler)
     try:
         strategy = MegatronStrategy(pipeline_parallel=2, micro_batch_size=size)

@@ -42,14 +42,14 @@ def _log(config: str, schedule: str, bucket_size: int | None) -> list[tuple[str,
             engine = strategy.engine
             assert engine is not None
             log.clear()
-            send = engine._send
+            send = engine.main_gradients._send
 
             def sent(bucket: Any) -> None:
                 (chunk,) = {info.chunk for info in bucket.infos}
                 log.append(("sent", chunk))
                 send(bucket)
 
-            engine._arrivals._send = sent
+            engine.main_gradients._arrivals._send = sent
 
         def on_before_optimizer_step(self, *_: Any) -> None:
             log.append(("end", 0))

@@ -20,6 +20,7 @@ from megalight.optim import AdamConfig
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
+from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.gathering import gather_canonical
 
 BASE = GPTConfig(
@@ -158,7 +159,8 @@ def fit(
             **(trainer_options or {}),
         },
     )
-    runner.fit(module)
+    with stale_gradients():
+        runner.fit(module)
     metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
     final = gathered(strategy, module)
     return {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.linear import wgrad
+from megalight.ops.main_grad import put, touch
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SHARE = 1 / 32
@@ -161,11 +162,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
             if main is not None:
                 spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
-                wgrad.choose(spec)(main, logits, hidden[part])
-            if main_bias is not None:
-                main_bias.add_(logits.sum(0, dtype=main_bias.dtype))
+                wgrad.choose(spec)(main, logits, hidden[part], touch(weight))
+            if bias is not None and main_bias is not None:
+                put(main_bias, logits.sum(0, dtype=main_bias.dtype), touch(bias))
         for parameter, needed, own in ((weight, need_weight, grad_weight), (bias, need_bias, grad_bias)):
             if needed and own is None:
+                if touch(parameter):  # there were no tokens
+                    parameter.main_grad.zero_()
                 parameter.mark_grad_ready()
         return (
             grad_hidden,

@@ -13,6 +13,7 @@ from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.main_grad import add
 from megalight.ops.quantize import Quantized
 from megalight.registry import BackendRegistry
 
@@ -113,7 +114,7 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)
-    main_grad.add_(grad_y.sum(0, dtype=main_grad.dtype))
+    add(bias, grad_y.sum(0, dtype=main_grad.dtype))
     bias.mark_grad_ready()  # type: ignore[attr-defined]
     return None
 

@@ -225,9 +225,9 @@ class LowPrecision:
         gradient_t, x_t = self._factors(grad_y, x)
         return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
 
-    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Tensor | Quantized, is_zero: bool) -> None:
-        """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``is_zero``: that holds zeros."""
-        scaled_accumulate(main_grad, *self._factors(grad_y, x), out_is_zero=is_zero, backend=self.backend)
+    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Tensor | Quantized, write: bool) -> None:
+        """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``write``: whatever that holds is written over."""
+        scaled_accumulate(main_grad, *self._factors(grad_y, x), write=write, backend=self.backend)
 
     def _factors(self, grad_y: Tensor, x: Tensor | Quantized) -> tuple[Quantized, Quantized]:
         x_t = x if isinstance(x, Quantized) else self._cast_input(x, self.recipe.x_t, rows=False)[1]

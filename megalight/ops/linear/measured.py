@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""``(main_grad [out, in], grad_y [T, out], x [T, in])``: adds in place."""
-Shape: TypeAlias = tuple[int, int, int, torch.dtype]
-"""Rows and columns of the weight, tokens to the next power of two, and the operands' type."""
+Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""``(main_grad [out, in], grad_y [T, out], x [T, in], write)``: adds in place, or writes and does not read."""
+Shape: TypeAlias = tuple[int, int, int, torch.dtype, bool]
+"""Rows and columns of the weight, tokens to the next power of two, the operands' type, and whether it is written."""
 
 ROUNDS = 4
 """Timed products per way. The best one counts: others wait for a busy host or share the device with messages."""
@@ -40,10 +40,10 @@ class Measured:
         self._fastest: dict[Shape, Accumulate] = {}
         self._laps: defaultdict[Shape, list[tuple[Any, Any, int]]] = defaultdict(list)
 
-    def __call__(self, main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-        """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``."""
+    def __call__(self, main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+        """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``; ``write``: ``=``."""
         tokens = grad_y.shape[0]
-        shape = (*main_grad.shape, tokens.bit_length(), grad_y.dtype)
+        shape = (*main_grad.shape, tokens.bit_length(), grad_y.dtype, write)
         way = self._fastest.get(shape)
         if torch.are_deterministic_algorithms_enabled() or not tokens:
             way = self.ways[0]
@@ -52,12 +52,12 @@ class Measured:
             if len(laps) < ROUNDS * len(self.ways):
                 start, end = self.event(), self.event()
                 start.record()
-                self.ways[len(laps) % len(self.ways)](main_grad, grad_y, x)
+                self.ways[len(laps) % len(self.ways)](main_grad, grad_y, x, write)
                 end.record()
                 laps.append((start, end, tokens))
                 return
             way = self._choose(shape)
-        (way or self.ways[0])(main_grad, grad_y, x)
+        (way or self.ways[0])(main_grad, grad_y, x, write)
 
     def _choose(self, shape: Shape) -> Accumulate | None:
         """The winner; None while the device has not come so far."""

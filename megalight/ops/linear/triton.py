@@ -21,6 +21,7 @@ def _accumulate(
     main_stride: Value,
     grad_stride: Value,
     x_stride: Value,
+    ADD: constexpr,
     BLOCK_OUT: constexpr,
     BLOCK_IN: constexpr,
     BLOCK_TOKENS: constexpr,
@@ -42,7 +43,7 @@ def _accumulate(
     target = main_grad + row.to(tl.int64)[:, None] * main_stride + column[None, :]
     stored = (row < size_out)[:, None] & (column < size_in)[None, :]
     # The sum starts from what is there: loading that at the end would need as many registers again.
-    total = tl.load(target, mask=stored, other=0.0)
+    total = tl.load(target, mask=stored, other=0.0) if ADD else tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     for start in range(0, tokens, BLOCK_TOKENS):
         inside = (start + token < tokens)[:, None]
         a = tl.load(grad_tile, mask=inside, other=0.0)
@@ -53,8 +54,11 @@ def _accumulate(
     tl.store(target, total, mask=stored)
 
 
-def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    """Add ``grad_y^T x`` to float32 ``main_grad [out, in]``; operands ``[T, out]`` and ``[T, in]`` of one half type."""
+def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    """Add ``grad_y^T x`` to float32 ``main_grad [out, in]``; operands ``[T, out]`` and ``[T, in]`` of one half type.
+
+    ``write``: the sum starts from zero.
+    """
     size_out, size_in = main_grad.shape
     grad_y = grad_y if grad_y.stride(-1) == 1 else grad_y.contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -69,5 +73,6 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
         main_grad.stride(0),
         grad_y.stride(0),
         x.stride(0),
+        ADD=not write,
         **TILE,
     )

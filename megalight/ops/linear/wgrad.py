@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
 from megalight.ops.linear.measured import Accumulate, Measured
+from megalight.ops.main_grad import put, touch
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -22,10 +23,6 @@ class Spec(NamedTuple):
     main_dtype: torch.dtype
 
 
-IS_ZERO = "main_grad_is_zero"
-"""An attribute of a weight with a ``precision``: nothing was added to its main gradient since that was set to zero. Who
-sets it to zero says so; who adds takes it away."""
-
 TALL = 4
 """Rows per column of a weight from which ``baddbmm`` beats ``addmm`` on an H200 (docs/performance/log.md)."""
 
@@ -33,31 +30,31 @@ WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("weight_gradient")
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
 
 
-def _reference(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+def _reference(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
     dtype = torch.promote_types(wide(grad_y.dtype), main_grad.dtype)
-    main_grad.add_(grad_y.to(dtype).T @ x.to(dtype))
+    put(main_grad, grad_y.to(dtype).T @ x.to(dtype), write)
 
 
-def _addmm(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    main_grad.addmm_(grad_y.T, x)
+def _addmm(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    main_grad.addmm_(grad_y.T, x, beta=0 if write else 1)
 
 
 def _addmm_why_not(spec: Spec) -> str | None:
     return None if spec.dtype == spec.main_dtype else f"needs a main gradient of the operands' type, {spec.dtype}"
 
 
-def _addmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    torch.addmm(main_grad, grad_y.T, x, out_dtype=torch.float32, out=main_grad)
+def _addmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    torch.addmm(main_grad, grad_y.T, x, beta=0 if write else 1, out_dtype=torch.float32, out=main_grad)
 
 
-def _baddbmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    batch = main_grad.unsqueeze(0)
-    torch.baddbmm(batch, grad_y.T.unsqueeze(0), x.unsqueeze(0), out_dtype=torch.float32, out=batch)
+def _baddbmm_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    batch, beta = main_grad.unsqueeze(0), 0 if write else 1
+    torch.baddbmm(batch, grad_y.T.unsqueeze(0), x.unsqueeze(0), beta=beta, out_dtype=torch.float32, out=batch)
 
 
-def _shaped_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
+def _shaped_fp32(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
     rows, columns = main_grad.shape
-    (_baddbmm_fp32 if rows >= TALL * columns else _addmm_fp32)(main_grad, grad_y, x)
+    (_baddbmm_fp32 if rows >= TALL * columns else _addmm_fp32)(main_grad, grad_y, x, write)
 
 
 def _half_to_fp32_why_not(spec: Spec) -> str | None:
@@ -80,26 +77,28 @@ def _both_fp32_why_not(spec: Spec) -> str | None:
 
 @lru_cache
 def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
-    """Whether this torch adds a half product to a float32 matrix in place: not all releases do."""
+    """Whether this torch adds a half product to a float32 matrix in place, or writes it: not all releases do."""
     ones = torch.ones(16, 16, dtype=dtype, device="cuda")
     main_grad = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    written = torch.full_like(main_grad, float("nan"))
     try:
-        accumulate(main_grad, ones, ones)
+        accumulate(main_grad, ones, ones, False)
+        accumulate(written, ones, ones, True)
     except (RuntimeError, TypeError) as error:
         return f"this torch refuses a float32 addend: {str(error).splitlines()[0]}"
-    return None if bool((main_grad == 17).all()) else "this torch gives a wrong sum"
+    return None if bool(((main_grad == 17) & (written == 16)).all()) else "this torch gives a wrong sum"
 
 
 def _triton_why_not(spec: Spec) -> str | None:
     return _half_to_fp32_why_not(spec) or triton_why_not(spec.device, spec.dtype)
 
 
-def _mm_fp32_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    main_grad.add_(torch.mm(grad_y.T, x, out_dtype=torch.float32))
+def _mm_fp32_add(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    put(main_grad, torch.mm(grad_y.T, x, out_dtype=torch.float32), write)
 
 
-def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    main_grad.add_(grad_y.T @ x)
+def _matmul_add(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    put(main_grad, grad_y.T @ x, write)
 
 
 WGRAD.register(Backend("addmm", _addmm, 30, _addmm_why_not))
@@ -122,13 +121,18 @@ def choose(spec: Spec, backend: str = "auto") -> Accumulate:
 def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
     """Add ``grad_y^T x`` to ``weight.main_grad [out, in]`` and call ``weight.mark_grad_ready()``.
 
+    The first gradient of a step is written: see :mod:`megalight.ops.main_grad`.
+
     Args:
         grad_y: ``[..., out]``; all leading dims are summed over.
         x: ``[..., in]``; where ``weight`` has a ``precision``, perhaps cast already.
     """
     main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    write = touch(weight)
+    if write and not grad_y.numel():
+        main_grad.zero_()  # packages' products of no tokens may write nothing
     if (precision := getattr(weight, "precision", None)) is not None:
-        precision.accumulate(main_grad, grad_y, x, weight.__dict__.pop(IS_ZERO, False))
+        precision.accumulate(main_grad, grad_y, x, write)
         weight.mark_grad_ready()  # type: ignore[attr-defined]
         return
     assert isinstance(x, Tensor)
@@ -136,5 +140,5 @@ def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
         grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
     if x.dtype != grad_y.dtype:
         x = x.to(grad_y.dtype)
-    choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x)
+    choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x, write)
     weight.mark_grad_ready()  # type: ignore[attr-defined]

@@ -49,16 +49,17 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = "megalight.ops.norm.triton"
-RMS_NORM.register(Backend("triton", lazy(_TRITON, "rms_norm"), 20, _triton_why_not))
+_MEASURING = [lazy(_TRITON, name) for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")]
+RMS_NORM.register(Backend("triton", _MEASURING[0], 20, _triton_why_not))
 RMS_NORM.register(Backend("torch", native.rms_norm, 10, _torch_why_not))
 RMS_NORM.register(Backend("reference", reference.rms_norm, 0, serve_all))
-LAYER_NORM.register(Backend("triton", lazy(_TRITON, "layer_norm"), 20, _triton_why_not))
+LAYER_NORM.register(Backend("triton", _MEASURING[1], 20, _triton_why_not))
 LAYER_NORM.register(Backend("torch", native.layer_norm, 10, _torch_why_not))
 LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, serve_all))
-ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm"), 20, _triton_why_not))
+ADD_RMS_NORM.register(Backend("triton", _MEASURING[2], 20, _triton_why_not))
 ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
 ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, serve_all))
-ADD_LAYER_NORM.register(Backend("triton", lazy(_TRITON, "add_layer_norm"), 20, _triton_why_not))
+ADD_LAYER_NORM.register(Backend("triton", _MEASURING[3], 20, _triton_why_not))
 ADD_LAYER_NORM.register(Backend("torch", native.add_layer_norm, 10, _torch_why_not))
 ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_all))
 
@@ -72,35 +73,59 @@ def _spec(x: Tensor, weight: Tensor) -> Spec:
     return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``; half types in float32 inside."""
-    out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
+def _run(fn: Callable[..., Any], measure: bool, *args: Any) -> Any:
+    return fn(*args, measure=True) if measure and fn in _MEASURING else fn(*args)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto", measure: bool = False) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``; half types in float32 inside.
+
+    Args:
+        measure: the result, and the gradient of ``x``, are about to be cast to 8 bits: a backend that can finds their
+            largest magnitudes on the way (:mod:`megalight.ops.quantize.known`).
+    """
+    out: Tensor = _run(_choose(RMS_NORM, _spec(x, weight), backend), measure, x, weight, eps)
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto") -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``."""
-    out: Tensor = _choose(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto", measure: bool = False
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``; ``measure`` as above."""
+    out: Tensor = _run(_choose(LAYER_NORM, _spec(x, weight), backend), measure, x, weight, bias, eps)
     return out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, backend: str = "auto"
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    backend: str = "auto",
+    measure: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their type: what sits between two sublayers.
 
-    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward.
+    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward. With
+    ``measure`` the norm's largest magnitude is found, not that of ``s``.
 
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or type.
     """
     _check_alike(x, residual)
-    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
+    fn = _choose(ADD_RMS_NORM, _spec(x, weight), backend)
+    out: tuple[Tensor, Tensor] = _run(fn, measure, x, residual, weight, eps)
     return out
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    backend: str = "auto",
+    measure: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(layer_norm(s), s)``, as :func:`add_rms_norm`.
 
@@ -108,7 +133,8 @@ def add_layer_norm(
         ValueError: ``x`` and ``residual`` differ in shape or type.
     """
     _check_alike(x, residual)
-    out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
+    fn = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)
+    out: tuple[Tensor, Tensor] = _run(fn, measure, x, residual, weight, bias, eps)
     return out
 
 

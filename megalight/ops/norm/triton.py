@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+from megalight.ops.quantize.known import tell_amax
 
 TILE = 2048
 """Elements that a program handles at once where rows are shorter than this."""
@@ -29,12 +30,14 @@ def _forward(
     total: Value,
     mean: Value,
     rstd: Value,
+    parts: Value,
     rows: Value,
     size: Value,
     eps: Value,
     CENTER: constexpr,
     ADD: constexpr,
     BIAS: constexpr,
+    MEASURE: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
 ) -> None:
@@ -58,7 +61,11 @@ def _forward(
     out = value * scale[:, None] * factor[None, :]
     if BIAS:
         out += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + offsets, out.to(y.dtype.element_ty), mask=inside)
+    out = out.to(y.dtype.element_ty)
+    tl.store(y + offsets, out, mask=inside)
+    if MEASURE:
+        sizes = tl.where(inside, tl.abs(out.to(tl.float32)), 0.0)
+        tl.store(parts + tl.program_id(0), tl.max(tl.max(sizes, 1), 0))
 
 
 @jit
@@ -72,11 +79,13 @@ def _backward(
     grad_x: Value,
     grad_weight: Value,
     grad_bias: Value,
+    parts: Value,
     rows: Value,
     size: Value,
     CENTER: constexpr,
     ADD: constexpr,
     BIAS: constexpr,
+    MEASURE: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
     STAGES: constexpr,
@@ -86,6 +95,8 @@ def _backward(
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    if MEASURE:  # one of eight neighbours: all of them would take too many registers
+        largest = tl.zeros((ROWS, BLOCK // 8), tl.float32)
     for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < size)[None, :]
@@ -107,16 +118,22 @@ def _backward(
         out *= scale
         if ADD:
             out += tl.load(grad_total + offsets, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + offsets, out.to(grad_x.dtype.element_ty), mask=inside)
+        out = out.to(grad_x.dtype.element_ty)
+        tl.store(grad_x + offsets, out, mask=inside)
+        if MEASURE:
+            sizes = tl.where(inside, tl.abs(out.to(tl.float32)), 0.0)
+            largest = tl.maximum(largest, tl.max(tl.reshape(sizes, (ROWS, BLOCK // 8, 8)), 2))
     tl.store(grad_weight + program * size + column, tl.sum(sum_weight, 0), mask=column < size)
     if BIAS:
         tl.store(grad_bias + program * size + column, tl.sum(sum_bias, 0), mask=column < size)
+    if MEASURE:
+        tl.store(parts + program, tl.max(tl.max(largest, 1), 0))
 
 
 @lru_cache
 def _tile(size: int) -> dict[str, int]:
     """Rows per program, block width and warps for rows of ``size``."""
-    block = next_power(size)
+    block = max(8, next_power(size))
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
 
@@ -132,17 +149,22 @@ def _like(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """``y, total, mean, rstd`` of contiguous ``x [n, size]``; ``total`` is ``x`` without a residual."""
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool, measure: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """``y, total, mean, rstd, parts`` of contiguous ``x [n, size]``; ``total`` is ``x`` without a residual.
+
+    ``parts``, where ``measure``: the largest magnitude in ``y`` that each program met.
+    """
     rows, size = x.shape
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if center else None
     tile = _tile(size)
+    programs = cdiv(rows, tile["ROWS"])
+    parts = torch.empty(programs, dtype=torch.float32, device=x.device) if measure else None
     if rows:
-        _forward[(cdiv(rows, tile["ROWS"]),)](
+        _forward[(programs,)](
             x,
             residual,
             weight,
@@ -151,15 +173,17 @@ def _run_forward(
             total,
             mean,
             rstd,
+            parts,
             rows,
             size,
             eps,
             CENTER=center,
             ADD=residual is not None,
             BIAS=bias is not None,
+            MEASURE=measure,
             **tile,
         )
-    return y, total, mean, rstd
+    return y, total, mean, rstd, parts
 
 
 def _run_backward(
@@ -171,8 +195,9 @@ def _run_backward(
     rstd: Tensor,
     center: bool,
     has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``grad_x [n, size], grad_weight, grad_bias``, the last two in float32."""
+    measure: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``grad_x [n, size], grad_weight, grad_bias, parts``, the others in float32; ``parts`` are of ``grad_x``."""
     rows, size = x.shape
     tile = _tile(size)
     at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
@@ -180,6 +205,7 @@ def _run_backward(
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     grad_bias = torch.empty_like(grad_weight) if has_bias else None
+    parts = torch.empty(programs, dtype=torch.float32, device=x.device) if measure else None
     _backward[(programs,)](
         grad_y,
         grad_total,
@@ -190,25 +216,33 @@ def _run_backward(
         grad_x,
         grad_weight,
         grad_bias,
+        parts,
         rows,
         size,
         CENTER=center,
         ADD=grad_total is not None,
         BIAS=has_bias,
+        MEASURE=measure,
         STAGES=STAGES,
         **tile,
     )
-    return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0)
+    return grad_x, grad_weight.sum(0), None if grad_bias is None else grad_bias.sum(0), parts
+
+
+def _told(x: Tensor, parts: Tensor | None) -> Tensor:
+    return x if parts is None else tell_amax(x, parts)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, measure: bool
+    ) -> Tensor:
         flat = _rows(x, weight.shape[0])
-        y, _, mean, rstd = _run_forward(flat, None, weight, bias, eps, center)
+        y, _, mean, rstd, parts = _run_forward(flat, None, weight, bias, eps, center, measure)
         ctx.save_for_backward(flat, weight, mean, rstd)
-        ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
-        return _like(y, x)
+        ctx.center, ctx.bias_dtype, ctx.measure = center, None if bias is None else bias.dtype, measure
+        return _told(_like(y, x), parts)
 
     @staticmethod
     @once_differentiable
@@ -216,63 +250,77 @@ class _Norm(torch.autograd.Function):
         flat, weight, mean, rstd = ctx.saved_tensors
         grad = _rows(grad_y, flat.shape[1])
         has_bias = ctx.bias_dtype is not None
-        grad_x, grad_weight, grad_bias = _run_backward(grad, None, flat, weight, mean, rstd, ctx.center, has_bias)
+        grad_x, grad_weight, grad_bias, parts = _run_backward(
+            grad, None, flat, weight, mean, rstd, ctx.center, has_bias, ctx.measure
+        )
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        return _like(grad_x, grad_y), grad_weight.to(weight.dtype), grad_bias, None, None
+        grad_x = _told(_like(grad_x, grad_y), parts)
+        return grad_x, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        center: bool,
+        measure: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         size = weight.shape[0]
         flat, other = _rows(x, size), None if residual is None else _rows(residual, size)
-        y, total, mean, rstd = _run_forward(flat, other, weight, bias, eps, center)
+        y, total, mean, rstd, parts = _run_forward(flat, other, weight, bias, eps, center, measure)
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
-        ctx.added = residual is not None
-        return _like(y, x), x if residual is None else _like(total, x)
+        ctx.added, ctx.measure = residual is not None, measure
+        return _told(_like(y, x), parts), x if residual is None else _like(total, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, mean, rstd = ctx.saved_tensors
         if grad_y is None:
-            return grad_total, grad_total if ctx.added else None, None, None, None, None
+            return grad_total, grad_total if ctx.added else None, None, None, None, None, None
         grad = _rows(grad_y, total.shape[1])
         other = None if grad_total is None else _rows(grad_total, total.shape[1])
         has_bias = ctx.bias_dtype is not None
-        grad_x, grad_weight, grad_bias = _run_backward(grad, other, total, weight, mean, rstd, ctx.center, has_bias)
+        grad_x, grad_weight, grad_bias, parts = _run_backward(
+            grad, other, total, weight, mean, rstd, ctx.center, has_bias, ctx.measure
+        )
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        grad_x = _like(grad_x, grad_y)
-        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), grad_bias, None, None
+        grad_x = _told(_like(grad_x, grad_y), parts)
+        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dim."""
-    out: Tensor = apply(_Norm, x, weight, None, eps, False)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, measure: bool = False) -> Tensor:
+    """RMS norm over the last dim; ``measure``: of it, and of the gradient of ``x``, the largest magnitude is known."""
+    out: Tensor = apply(_Norm, x, weight, None, eps, False, measure)
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last dim."""
-    out: Tensor = apply(_Norm, x, weight, bias, eps, True)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False) -> Tensor:
+    """Layer norm over the last dim; ``measure`` as for :func:`rms_norm`."""
+    out: Tensor = apply(_Norm, x, weight, bias, eps, True, measure)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, None, eps, False)
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, measure: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Norm of the sum, and the sum, in one pass; ``measure``: as for :func:`rms_norm`, not of the sum."""
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, None, eps, False, measure)
     return out
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Norm of the sum, and the sum, in one pass."""
-    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, bias, eps, True)
+    """Norm of the sum, and the sum, in one pass; ``measure``: as for :func:`rms_norm`, not of the sum."""
+    out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, bias, eps, True, measure)
     return out

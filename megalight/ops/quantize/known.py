@@ -8,8 +8,12 @@ from megalight.ops.quantize.reference import amax_of
 
 
 def tell_amax(x: Tensor, parts: Tensor) -> Tensor:
-    """``x``, of which the largest magnitude is the largest of ``parts`` (float32). Not a number may be left out."""
-    x.parts_amax = x._version, parts  # type: ignore[attr-defined]
+    """``x``, of which the largest magnitude is the largest of ``parts`` (float32). Not a number may be left out.
+
+    Under ``torch.inference_mode`` nothing is told: who writes to a tensor is not noted there.
+    """
+    if not x.is_inference():
+        x.parts_amax = x._version, parts  # type: ignore[attr-defined]
     return x
 
 

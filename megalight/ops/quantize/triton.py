@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.ops.quantize.both import cast_both, clamped, factor_of
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.known import tell_amax
 from megalight.ops.quantize.reference import TINY
@@ -46,9 +47,7 @@ def _codes(
         largest = tl.max(tl.abs(x), AXIS)
     else:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
-    if POWER:
-        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor = factor_of(largest, LARGEST, SMALLEST, POWER)
     inverse = tl.div_rn(1.0, factor)
     if MODE == 1:
         tl.store(scale, inverse, mask=(strip == 0) & (block == 0))
@@ -60,9 +59,7 @@ def _codes(
         tl.store(scale + block * strips + strip, inverse)
     if MODE == 2 or MODE == 3:
         factor = tl.expand_dims(factor, AXIS)
-    y = x * factor
-    y = tl.where(y > LARGEST, LARGEST, y)  # comparisons let NaN through
-    return tl.where(y < -LARGEST, -LARGEST, y)
+    return clamped(x * factor, LARGEST)
 
 
 @jit
@@ -93,7 +90,8 @@ def _cast(
     t = down * BLOCK + tl.arange(0, BLOCK)
     f = across * BLOCK + tl.arange(0, BLOCK)
     inside = (t < tokens)[:, None] & (f < features)[None, :]
-    tile = tl.load(x + t.to(tl.int64)[:, None] * x_stride + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    source = x + t.to(tl.int64)[:, None] * x_stride + f[None, :]
+    tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if TELL:
         tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
     if ROWS != 0:
@@ -104,6 +102,9 @@ def _cast(
         where = row_codes + t.to(tl.int64)[:, None] * features + f[None, :]
         tl.store(where, codes.to(row_codes.dtype.element_ty), mask=inside)
     if COLUMNS != 0:
+        if ROWS == COLUMNS and COLUMNS == 4 and x.dtype.element_ty == tl.float32:
+            # Triton 3.6 for sm_90 garbles bytes of codes that are stored both ways; read again, they are computed twice
+            tile = tl.load(source, mask=inside, other=0.0)
         codes = _codes(
             tile, column_amax, column_scale, f, features, down, across, tl.cdiv(padded, BLOCK),
             0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
@@ -125,12 +126,17 @@ def cast(
     """As :func:`megalight.ops.quantize.cast`."""
     source = x
     x = x if x.stride(-1) == 1 else x.contiguous()
+    same = rows == columns and amax_t is amax
+    amax = _amax(x, rows, amax, 1)
+    if same and rows is not None and rows.tile == (0, 0):
+        codes, codes_t, found = cast_both(x, rows, amax, tell)
+        if found is not None:
+            tell_amax(source, found)
+        return codes, codes_t
     tokens, features = x.shape
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
     whole = _empty(x, rows, tokens, features)
     transposed = _empty(x, columns, features, padded)
-    amax = _amax(x, rows, amax, 1)
-    amax_t = amax if rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is None else amax_t
     amax_t = _amax(x, columns, amax_t, 0)
     grid = cdiv(padded, BLOCK), cdiv(features, BLOCK)
     parts = torch.empty(grid[0] * grid[1], device=x.device) if tell else x

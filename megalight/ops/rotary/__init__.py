@@ -35,9 +35,10 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = "megalight.ops.rotary.triton"
+_MEASURING = lazy(_TRITON, "rotate_qkv")
 APPLY_ROTARY.register(Backend("triton", lazy(_TRITON, "apply_rotary"), 20, _triton_why_not))
 APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, serve_all))
-ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv"), 20, _triton_why_not))
+ROTATE_QKV.register(Backend("triton", _MEASURING, 20, _triton_why_not))
 ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, serve_all))
 
 
@@ -69,6 +70,7 @@ def rotate_qkv(
     sin: Tensor,
     interleaved: bool = False,
     backend: str = "auto",
+    measure: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection and rotate its queries and keys in one pass.
 
@@ -81,10 +83,13 @@ def rotate_qkv(
         sin: ``[T, r/2]``.
         interleaved: as in :func:`apply_rotary`.
         backend: a backend's name.
+        measure: the gradient of ``qkv`` is about to be cast to 8 bits: a backend that can finds its largest magnitude
+            on the way (:mod:`megalight.ops.quantize.known`).
 
     Returns:
         ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.
     """
     fn = _choose(ROTATE_QKV, Spec(qkv.device.type, qkv.dtype, cos.dtype), backend)
-    out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
+    more = {"measure": True} if measure and fn is _MEASURING else {}
+    out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved, **more)
     return out

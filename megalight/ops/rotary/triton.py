@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
+from megalight.ops.quantize.known import tell_amax
 
 
 @jit
@@ -28,8 +29,11 @@ def _turn(
     REST_BLOCK: constexpr,
     INTERLEAVED: constexpr,
     TURN: constexpr,
-) -> None:
-    """The heads of one token from ``source`` to ``target``; without ``TURN`` they are copied."""
+) -> Value:
+    """The heads of one token from ``source`` to ``target``; without ``TURN`` they are copied.
+
+    Returns the largest magnitude that is written, in float32.
+    """
     head = tl.arange(0, HEAD_BLOCK)[:, None]
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (head < HEADS) & (pair < HALF)
@@ -48,11 +52,14 @@ def _turn(
         b = (a32 * sin + b32 * cos).to(target.dtype.element_ty)
     tl.store(target + head * target_head + first, a, mask=inside)
     tl.store(target + head * target_head + second, b, mask=inside)
+    largest = tl.max(tl.max(tl.maximum(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))), 1), 0)
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         inside = (head < HEADS) & (rest < 2 * HALF + REST)
         kept = tl.load(source + head * source_head + rest, mask=inside, other=0.0)
         tl.store(target + head * target_head + rest, kept, mask=inside)
+        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(kept.to(tl.float32)), 1), 0))
+    return largest
 
 
 @jit
@@ -106,6 +113,7 @@ def _qkv(
     v: Value,
     cos: Value,
     sin: Value,
+    parts: Value,
     packed_token: Value,
     q_token: Value,
     q_head: Value,
@@ -124,6 +132,7 @@ def _qkv(
     REST_BLOCK: constexpr,
     INTERLEAVED: constexpr,
     BACKWARD: constexpr,
+    MEASURE: constexpr,
 ) -> None:
     """Forward: packed to q, k, v. Backward: gradients of q, k, v to the packed gradient."""
     token = tl.program_id(0).to(tl.int64)
@@ -139,12 +148,14 @@ def _qkv(
     # fmt: off
     if BACKWARD:
         s = -s
-        _turn(q, packed_q, q_head, HEAD_DIM, c, s,
-              HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
-        _turn(k, packed_k, k_head, HEAD_DIM, c, s,
-              KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
-        _turn(v, packed_v, v_head, HEAD_DIM, c, s,
-              KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, False)
+        of_q = _turn(q, packed_q, q_head, HEAD_DIM, c, s,
+                     HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
+        of_k = _turn(k, packed_k, k_head, HEAD_DIM, c, s,
+                     KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
+        of_v = _turn(v, packed_v, v_head, HEAD_DIM, c, s,
+                     KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, False)
+        if MEASURE:
+            tl.store(parts + token, tl.maximum(of_q, tl.maximum(of_k, of_v)))
     else:
         _turn(packed_q, q, HEAD_DIM, q_head, c, s,
               HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
@@ -191,8 +202,17 @@ def _run_apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward:
 
 
 def _run_qkv(
-    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
+    packed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    backward: bool,
+    parts: Tensor | None = None,
 ) -> None:
+    """``parts [T]``: receives the largest magnitude of each token's packed gradient."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     if tokens:
@@ -203,6 +223,7 @@ def _run_qkv(
             v,
             cos,
             sin,
+            parts,
             packed.stride(0),
             q.stride(0),
             q.stride(1),
@@ -218,6 +239,7 @@ def _run_qkv(
             **_shape(head_dim, cos.shape[-1]),
             INTERLEAVED=interleaved,
             BACKWARD=backward,
+            MEASURE=parts is not None,
             num_warps=4 if heads * head_dim <= 8192 else 8,
         )
 
@@ -247,9 +269,10 @@ class _RotateQKV(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         interleaved: bool,
+        measure: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.features = interleaved, qkv.shape[1]
+        ctx.interleaved, ctx.features, ctx.measure = interleaved, qkv.shape[1], measure
         q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
         k, v = (qkv.new_empty(qkv.shape[0], num_kv_heads, head_dim) for _ in range(2))
         _run_qkv(_rows(qkv), q, k, v, cos, sin, interleaved, False)
@@ -260,8 +283,11 @@ class _RotateQKV(torch.autograd.Function):
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         packed = grad_q.new_empty(grad_q.shape[0], ctx.features)
-        _run_qkv(packed, _rows(grad_q), _rows(grad_k), _rows(grad_v), cos, sin, ctx.interleaved, True)
-        return packed, None, None, None, None, None, None
+        parts = packed.new_empty(len(packed), dtype=torch.float32) if ctx.measure else None
+        _run_qkv(packed, _rows(grad_q), _rows(grad_k), _rows(grad_v), cos, sin, ctx.interleaved, True, parts)
+        if parts is not None:
+            tell_amax(packed, parts)
+        return packed, None, None, None, None, None, None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -271,10 +297,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 def rotate_qkv(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor, sin: Tensor, interleaved: bool = False
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    measure: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a packed projection into contiguous q, k, v, and rotate the first two, in one pass."""
+    """Split a packed projection into contiguous q, k, v, and rotate the first two, in one pass.
+
+    ``measure``: of the gradient of ``qkv`` the largest magnitude is then known.
+    """
     out: tuple[Tensor, Tensor, Tensor] = apply(
-        _RotateQKV, qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved
+        _RotateQKV, qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved, measure
     )
     return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
+from megalight.ops.main_grad import put
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.ops.scaled_mm import SCALED_MM, Spec, choose, multiply_into
@@ -20,18 +21,16 @@ REGISTRIES = (SCALED_ACCUMULATE,)
 EXAMPLE = Spec("cpu", Scheme("e5m2"), Scheme("e4m3"), torch.float32)
 
 
-def scaled_accumulate(
-    out: Tensor, a: Quantized, b: Quantized, *, out_is_zero: bool = False, backend: str = "auto"
-) -> None:
+def scaled_accumulate(out: Tensor, a: Quantized, b: Quantized, *, write: bool = False, backend: str = "auto") -> None:
     """Add ``a [M, K] x b [N, K]`` to ``out [M, N]``.
 
     Args:
-        out_is_zero: it holds zeros, so that the product may be written instead of added.
+        write: the product is written instead, and what ``out`` holds is not read.
 
     Raises:
         BackendError: the named backend cannot do it for these schemes on this device.
     """
-    _choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, out_is_zero)
+    _choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
 
 
 @remembered
@@ -39,14 +38,15 @@ def _choose(spec: Spec, backend: str) -> Accumulate:
     return SCALED_ACCUMULATE.select(spec, backend).fn
 
 
-def _reference(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
-    out.add_(choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")(a, b, out.dtype, False))
+def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
+    product = choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
+    put(out, product(a, b, out.dtype, False), write)
 
 
-def _product_add(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
+def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """A product and an addition; one matrix of ``out``'s size is written and read between them."""
-    if not (out_is_zero and multiply_into(out, a, b)):
-        out.add_(choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False))
+    if not (write and multiply_into(out, a, b)):
+        put(out, choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False), write)
 
 
 def _product_add_why_not(spec: Spec) -> str | None:
@@ -84,7 +84,7 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = lazy("megalight.ops.scaled_accumulate.triton", "accumulate")
-SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 30, _product_add_why_not))
-SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 20, _cublaslt_why_not))
+SCALED_ACCUMULATE.register(Backend("product_add", _product_add, 20, _product_add_why_not))
+SCALED_ACCUMULATE.register(Backend("cublaslt", cublaslt.accumulate, 30, _cublaslt_why_not))
 SCALED_ACCUMULATE.register(Backend("triton", _TRITON, 10, _triton_why_not))
 SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, serve_all))

@@ -119,10 +119,12 @@ def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:
     _call(function, what, attribute, byref(value), sizeof(value))
 
 
-def accumulate(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
+def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
     (rows, tokens), columns = a.data.shape, len(b.data)
     if not (rows and columns and tokens):
+        if write:
+            out.zero_()
         return
     if out.stride(1) != 1 or not (a.data.is_contiguous() and b.data.is_contiguous()):
         raise BackendError("cublaslt adds products of contiguous codes to matrices with adjacent columns.")
@@ -133,7 +135,7 @@ def accumulate(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> No
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_A, c_void_p(b.scale.data_ptr()))
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_B, c_void_p(a.scale.data_ptr()))
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
-    one, addend = c_float(1.0), c_float(0.0 if out_is_zero else 1.0)
+    one, addend = c_float(1.0), c_float(0.0 if write else 1.0)
     _call(
         "Matmul",
         _handle(device), plan.product, byref(one), pointers[1], plan.left, pointers[0], plan.right, byref(addend),

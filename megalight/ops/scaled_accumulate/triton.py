@@ -57,11 +57,11 @@ def _accumulate(
     tl.store(target, total.to(out.dtype.element_ty), mask=stored)
 
 
-def accumulate(out: Tensor, a: Quantized, b: Quantized, out_is_zero: bool) -> None:
+def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`, for contiguous codes."""
     (rows, tokens), columns = a.data.shape, len(b.data)
     tiles = cdiv(rows, TILE["BLOCK_ROWS"]) * cdiv(columns, TILE["BLOCK_COLUMNS"])
     if tiles:
         _accumulate[(tiles,)](
-            out, a.data, b.data, a.scale, b.scale, rows, columns, tokens, out.stride(0), ADD=not out_is_zero, **TILE
+            out, a.data, b.data, a.scale, b.scale, rows, columns, tokens, out.stride(0), ADD=not write, **TILE
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from megalight.errors import MegalightError
-from megalight.imports import has_grad_dtype
+from megalight.ops.main_grad import untouched
 from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Arrivals:
         """Arrivals per micro-batch, at most."""
         for index, bucket in enumerate(buckets):
             for place, info in enumerate(bucket.infos):
-                reaches_buffer = bucket.grads.dtype == info.parameter.dtype or has_grad_dtype()
-                land_gradients(info.parameter, self._on_arrival(index, place), reaches_buffer)
+                arrived, announced = self._on_arrival(index, place), self._on_announcement(index, place)
+                land_gradients(info.parameter, arrived, announced, bucket.autograd_adds)
 
     def begin(self, micro_batches: int, send: bool) -> None:
         """The passes of so many micro-batches begin; ``send``: no more follow before the reduction."""
@@ -115,6 +115,19 @@ class Arrivals:
                 alive.count(index, place)
 
         return arrived
+
+    def _on_announcement(self, index: int, place: int) -> Callable[[], None]:
+        here, arrived = weakref.ref(self), self._on_arrival(index, place)
+
+        def announced() -> None:
+            if (alive := here()) is not None and untouched((info := alive.buckets[index].infos[place]).parameter):
+                raise MegalightError(
+                    f"an op added to main_grad of {info.name} without asking whether its gradient is the first one of "
+                    "the step, which is written. Let it use megalight.ops.main_grad.add, or touch."
+                )
+            arrived()
+
+        return announced
 
     def count(self, index: int, place: int) -> None:
         """A gradient has arrived."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
-from megalight.ops.linear.wgrad import IS_ZERO
+from megalight.imports import has_grad_dtype
+from megalight.ops.main_grad import add
 from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.shard import Piece, ShardSpec
@@ -154,6 +155,17 @@ class Bucket:
         return self.grads[self.shard.start : self.shard.stop]
 
     @property
+    def autograd_adds(self) -> bool:
+        """Whether ``parameter.grad`` may be the buffer's view itself, so that autograd adds into it."""
+        return self.grads.dtype == self.params.dtype or has_grad_dtype()
+
+    def gaps(self) -> list[Tensor]:
+        """What of :attr:`grads` belongs to no parameter."""
+        starts = [slot.start for slot in self.layout.slots[1:]] + [self.layout.numel]
+        gaps = zip((slot.stop for slot in self.layout.slots), starts, strict=True)
+        return [self.grads[low:high] for low, high in gaps if low < high]
+
+    @property
     def rounds_masters(self) -> bool:
         """Whether parameters are masters in a narrower type: copies that are not cast with scales."""
         return not (self.master_is_own_params or self.holds_codes)
@@ -176,31 +188,33 @@ def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
     return list(seen.values())
 
 
-def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches_buffer: bool) -> None:
+def land_gradients(
+    parameter: nn.Parameter, arrived: Callable[[], None], announced: Callable[[], None], autograd_adds: bool
+) -> None:
     """Make every gradient of ``parameter`` end in ``parameter.main_grad``, and report each arrival.
 
     Args:
         parameter: already a view, with ``main_grad``.
-        arrived: called after each arrival; also becomes ``parameter.mark_grad_ready``, for ops that add to
-            ``main_grad`` themselves.
-        reaches_buffer: ``parameter.grad`` may be the buffer's view itself, so that autograd adds into it.
+        arrived: called after each arrival by autograd's hand, be it one of nothing.
+        announced: becomes ``parameter.mark_grad_ready``, for ops that bring gradients to ``main_grad`` themselves.
+        autograd_adds: see :attr:`Bucket.autograd_adds`. Where ``parameter.grad`` is None, or may not be the buffer's
+            view, autograd leaves a gradient there that is brought to the buffer.
     """
     buffer: Tensor = parameter.main_grad  # type: ignore[attr-defined]
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
-        accumulated.__dict__.pop(IS_ZERO, None)
         if gradient is not None and gradient is not buffer:
             if torch.is_grad_enabled():  # autograd has then added up out of place
                 raise MegalightError(
                     "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
                     "use torch.autograd.grad for gradients of gradients."
                 )
-            buffer.add_(gradient)
-            accumulated.grad = buffer if reaches_buffer else None
+            add(accumulated, gradient)
+            accumulated.grad = buffer if autograd_adds else None
         arrived()
 
-    if reaches_buffer:
+    if autograd_adds:
         if buffer.dtype != parameter.dtype:
             parameter.grad_dtype = None  # any: autograd adds to the wider buffer without converting first
         parameter.grad = buffer
@@ -209,4 +223,4 @@ def land_gradients(parameter: nn.Parameter, arrived: Callable[[], None], reaches
     if hasattr(parameter, "landing"):
         parameter.landing.remove()  # of an engine that had this parameter before
     parameter.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore
-    parameter.mark_grad_ready = arrived  # type: ignore[attr-defined]
+    parameter.mark_grad_ready = announced  # type: ignore[attr-defined]

@@ -15,6 +15,8 @@ from megalight.ops.quantize import cast, scales_of
 from megalight.ops.quantize.formats import Format
 from megalight.parallel.data_parallel.buffers import Bucket, ParamInfo
 
+ALIGNMENT = 16
+"""Bytes on which the products want each scale to begin."""
 WIDEST = 4096
 """Elements of a row, at most, of the matrices that flat intervals are cast as."""
 
@@ -47,11 +49,11 @@ class Codes:
                 assert precision is not None
                 self.weights.append(precision)
         self.amax = torch.zeros(len(self.weights), device=device)
-        self.scales = torch.ones(len(self.weights), device=device)
+        self.scales = torch.ones(len(self.weights), ALIGNMENT // 4, device=device)[:, 0]
         self._here = torch.tensor([number for number, *_ in self.parts], dtype=torch.long, device=device)
         agree: dict[int, tuple[Callable[[Tensor], None], list[int]]] = {}
         for number, precision in enumerate(self.weights):
-            precision.scale = self.scales[number].view(1, 1)
+            precision.scale = self.scales[number : number + 1].unsqueeze(1)
             if (reduce := precision.reduce_weight) is not None:
                 agree.setdefault(id(reduce), (reduce, []))[1].append(number)
         self._agree = [(reduce, torch.tensor(numbers, device=device)) for reduce, numbers in agree.values()]

@@ -127,8 +127,7 @@ class IterationGraphs:
         assert form.recording is not None
         form.recording.replay()
         self.replays += 1
-        if form.gradients is not None:
-            self.engine.adopt(form.gradients)
+        self.engine.main_gradients.adopt(form.gradients)
         return clone(form.recording.result)
 
     def drop(self) -> None:
@@ -154,7 +153,7 @@ class IterationGraphs:
                 "of tensors, numbers, texts, dicts, tuples, lists and dataclasses"
             )
             return None
-        full = key, seen, self.fingerprint()
+        full = key, seen, self.engine.main_gradients.first, self.fingerprint()
         form = self._forms.get(full)
         if form is None:
             if self.graphs >= self.max_graphs:
@@ -206,18 +205,19 @@ class IterationGraphs:
         """Record where this rank, or another one, has to; False: it went wrong somewhere, and nothing has run."""
         if way is Way.REPLAY:
             return True
-        problem = None
+        problem, gradients = None, self.engine.main_gradients
+        first = gradients.first
         if form.recording is None:
             log.info("recording a CUDA graph of the training step (form %d)", self.graphs + 1)
             try:
                 form.recording = self.recorder.record(lambda: passes(form.inputs.value), self.generators())
-                form.gradients = self.engine.gradients if self.engine.reduced else None
+                form.gradients = gradients.values if gradients.reduced else None
             except Exception as error:
-                self.engine.give_up()
+                gradients.give_up(first)
                 problem = error
         if self.agree([int(problem is not None)]) == [0]:
             return True
-        self.engine.give_up()
+        gradients.give_up(first)
         self.drop()
         self._off = True
         told = "recording failed on another rank"

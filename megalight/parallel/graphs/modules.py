@@ -113,6 +113,7 @@ class ModuleGraphs:
         self._off = False
         self._other = False
         everything = [module for lane in self._lanes for _, module in lane.modules]
+        engine.main_gradients.only_add(p for m in everything for p in m.parameters())
         self._fingerprint = Fingerprint(everything)
         self._recorded_under: Any = None
         self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}

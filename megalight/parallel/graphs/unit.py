@@ -109,7 +109,7 @@ class Unit:
             return self.function(*args, **kwargs)
 
     def _differentiate(self) -> list[Tensor | None]:
-        with self.engine.noting() as self.arrivals:
+        with self.engine.main_gradients.noting() as self.arrivals:
             # What the forward keeps must stay where it is, for the replays; autograd would let go of it.
             torch.autograd.backward(self.outputs, self.gradients, retain_graph=True)
         found = [leaf.grad for leaf in self.leaves]
@@ -148,7 +148,7 @@ class Unit:
             found = [None if gradient is None else gradient.clone() for gradient in found]
         else:
             found = [None if gradient is None else gradient.detach() for gradient in found]
-        self.engine.arrive(self.arrivals)
+        self.engine.main_gradients.arrive(self.arrivals)
         self.done()
         return found
 

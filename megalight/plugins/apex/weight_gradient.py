@@ -25,8 +25,8 @@ def why_not(spec: Spec) -> str | None:
     return package_why_not(spec.device, "the fused weight gradient", "apex", _kernel(spec.main_dtype))
 
 
-def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``.
+def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``; ``write``: to zeros, as the kernel only adds.
 
     Raises:
         BackendError: ``main_grad`` is not contiguous; the kernel would not notice.
@@ -36,4 +36,6 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
             f"apex adds to contiguous main gradients, and this one, {list(main_grad.shape)}, is not. "
             "Next: weight_gradient='auto'."
         )
+    if write:
+        main_grad.zero_()
     PACKAGE.load(_kernel(main_grad.dtype))(x.contiguous(), grad_y.contiguous(), main_grad)

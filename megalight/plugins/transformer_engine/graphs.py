@@ -116,6 +116,8 @@ class TransformerEngineGraphs:
         self._count = 0
         self._recorded = 0
         self._off = False
+        parts = [module for lane in self._lanes for _, module in lane.modules]
+        engine.main_gradients.only_add(p for part in parts for p in part.parameters())
         for lane in self._lanes:
             for place, (_, module) in enumerate(lane.modules):
                 module.forward = partial(self._forward, lane, place)
@@ -193,7 +195,7 @@ class TransformerEngineGraphs:
         samples = [tuple(tensors_of(sample)) for lane in self._lanes for batch in lane.samples for sample in batch]
         kept = [bucket.grads.clone() for bucket in self.engine.buckets]
         devices = [self.engine.device] if self.engine.device.type == "cuda" else []
-        with self.rehearsal(), self.engine.noting() as seen, torch.random.fork_rng(devices):
+        with self.rehearsal(), self.engine.main_gradients.noting() as seen, torch.random.fork_rng(devices):
             self._prepare([module for lane in self._lanes for _, module in lane.modules])
             made = make(
                 tuple(module for lane in flat for module in lane),
@@ -206,13 +208,14 @@ class TransformerEngineGraphs:
         for bucket, gradients in zip(self.engine.buckets, kept, strict=True):
             bucket.grads.copy_(gradients)
         found, first = Counter(seen), 0
+        places_of = self.engine.main_gradients.places_of
         for lane, modules in zip(self._lanes, flat, strict=True):
             size = len(modules)
             lane.graphed = [list(made[first + i * size : first + (i + 1) * size]) for i in range(self._count)]
             first += self._count * size
             lane.forms = [signature(module.example) for module in modules]
             lane.arrivals = [
-                [place for place in self.engine.places_of(m.parameters()) for _ in range(round(found[place] / m.calls))]
+                [place for place in places_of(m.parameters()) for _ in range(round(found[place] / m.calls))]
                 for m in modules
             ]
             lane.samples = []
@@ -227,7 +230,7 @@ class TransformerEngineGraphs:
 
     def arrived(self, arrivals: Sequence[tuple[int, int]]) -> None:
         """A module's backward was replayed."""
-        self.engine.arrive(arrivals)
+        self.engine.main_gradients.arrive(arrivals)
 
     def _give_up(self, reason: str) -> None:
         self._off = True

@@ -134,8 +134,8 @@ class TransformerEngineProducts(LowPrecision):
         """``grad_y^T x``; ``x`` a tensor, or what :meth:`product_and_cast` saved."""
         return self._gemm(self._input(x), self._gradient(grad_y), "NT", dtype, grad=True)
 
-    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Any, is_zero: bool) -> None:
-        """The same, added in the product itself."""
+    def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
+        """The same, added in the product itself, or written."""
         self._gemm(
             self._input(x),
             self._gradient(grad_y),
@@ -143,7 +143,7 @@ class TransformerEngineProducts(LowPrecision):
             main_grad.dtype,
             grad=True,
             out=main_grad,
-            accumulate=not is_zero,
+            accumulate=not write,
         )
 
     def forget(self) -> None:

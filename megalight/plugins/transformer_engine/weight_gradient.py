@@ -39,15 +39,15 @@ def workspace(gemm: Any) -> dict[str, Any]:
     return {"workspace": PACKAGE.load(WORKSPACE)()} if _takes_workspace(gemm) else {}
 
 
-def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``, summed in float32."""
+def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``, summed in float32; ``write``: ``=``."""
     gemm = PACKAGE.load(GEMM)
     gemm(
         x.contiguous(),
         grad_y.contiguous(),
         out_dtype=main_grad.dtype,
         layout="NT",
-        accumulate=True,
+        accumulate=not write,
         out=main_grad,
         grad=True,
         **workspace(gemm),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
+from tests.parallel.data_parallel.stale import stale_gradients
 
 
 def mesh(**degrees: int) -> ParallelMesh:
@@ -46,7 +47,8 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def accumulate(engine: DataParallelEngine, model: nn.Module, inputs: Tensor) -> None:
     """All micro-batches ``[micro, 4, 5]`` of a step, and the reduction."""
-    engine.zero_grad()
+    with stale_gradients():
+        engine.zero_grad()
     with engine.micro_batches(len(inputs)):
         for x in inputs:
             loss(model, x).backward()

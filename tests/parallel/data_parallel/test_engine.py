@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
+from megalight.ops.main_grad import add
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import engine as engine_module
 from megalight.parallel.data_parallel import reduce as reduce_module
@@ -205,7 +206,7 @@ class FusedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if not hasattr(weight, "main_grad"):
             return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
-        weight.main_grad += grad.flatten(0, -2).T @ x.flatten(0, -2)
+        add(weight, grad.flatten(0, -2).T @ x.flatten(0, -2))
         weight.mark_grad_ready()
         return grad @ weight, None
 

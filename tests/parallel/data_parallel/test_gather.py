@@ -19,7 +19,7 @@ def _hooks_wait_for_their_own_parameters() -> None:
     for p in reference.parameters():
         p.data.mul_(2)
     engine.publish()
-    waiting = engine._gatherer._waits
+    waiting = engine._parameters._gatherer._waits
     assert len(waiting) == len(engine.buckets)
     x = batches(0, 1, 1)[0, 0]
     with engine.micro_batches(1, reduce=False):  # leaves the waiting to the modules
@@ -52,7 +52,7 @@ def _parents_wait_for_childless_children() -> None:
     engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
     engine.attach_gather_hooks(model)
     engine.publish()
-    waiting = engine._gatherer._waits
+    waiting = engine._parameters._gatherer._waits
     hidden = model[0](torch.ones(2, 5).double())
     assert len(waiting) == 4
     model[1](hidden)
@@ -66,7 +66,7 @@ def test_parents_wait_for_childless_children() -> None:
 def _without_hooks(overlap: bool) -> None:
     model = build()
     engine = DataParallelEngine(infos(model), mesh(), bucket_size=30, overlap_param_gather=overlap)
-    waiting = engine._gatherer._waits
+    waiting = engine._parameters._gatherer._waits
     for shard in engine.shards:
         shard.master.data.fill_(1 + dist.get_rank())
     engine.publish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megalight.parallel.graphs.iteration import REMEMBERED, IterationGraphs
 from megalight.parallel.graphs.recorder import no_collection
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
+from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
 
 
@@ -67,8 +69,9 @@ class Steps:
 
 
 @pytest.fixture
-def steps() -> Steps:
-    return Steps()
+def steps() -> Iterator[Steps]:
+    with stale_gradients():
+        yield Steps()
 
 
 def test_replays_run_no_python_of_the_step(steps: Steps) -> None:

@@ -13,6 +13,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.graphs.modules import ModuleGraphs
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
+from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
 
 
@@ -64,7 +65,8 @@ class Steps:
 
     def run(self, batches: list[tuple[Tensor, Tensor, int]], in_flight: int) -> tuple[list[Tensor], list[Tensor]]:
         """Losses and gradients of a step: so many forwards first, then by turns."""
-        self.engine.zero_grad()
+        with stale_gradients():
+            self.engine.zero_grad()
         losses: list[Tensor] = []
         with self.engine.micro_batches(len(batches)):
             waiting: list[Tensor] = []

@@ -1,0 +1,93 @@
+"""The parameter side of the engine: masters that the optimizer updates, and parameters that follow on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.codes import Codes
+from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
+from megalight.parallel.trace import spanned
+
+
+class ShardedParameters:
+    """Parameters in the buckets' buffers: copies of masters, or their codes, gathered from the ranks that hold these.
+
+    Args:
+        buckets: last parameters of the model first.
+        group: ranks among which masters are divided; None: each has all.
+        overlap: let gathering run on after :meth:`publish`.
+
+    Attributes:
+        written: an optimizer has rounded its masters into ``bucket.own_params`` itself.
+        waited_by_modules: :meth:`wait_in` was asked for.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], group: ProcessGroup | None, device: torch.device, overlap: bool
+    ) -> None:
+        self.buckets = buckets
+        self.overlap = overlap
+        self.written = False
+        self.waited_by_modules = False
+        self._device = device
+        self._gatherer = Gatherer(buckets[::-1], group)
+        self._codes = Codes(self._with_codes(), group, device)
+        self.recast()
+
+    @spanned("gather_parameters")
+    def publish(self) -> None:
+        """Bring the masters into the parameters of every rank (or start to)."""
+        self.sync()
+        if not self.written:
+            masters_to_parameters(self.buckets)
+        self.written = False
+        self._codes.cast()
+        self._gatherer.start()
+        if not self.overlap:
+            self.sync()
+
+    def sync(self, homes: Sequence[int] | None = None) -> None:
+        """Wait until parameters are up to date: all, or those of some buckets."""
+        self._gatherer.wait(homes)
+
+    def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Which buckets hold these parameters, for :meth:`sync`."""
+        return self._gatherer.buckets_of(parameters)
+
+    def wait_in(self, module: nn.Module) -> None:
+        """Let each submodule wait for its parameters just before its forward."""
+        self._gatherer.attach(module)
+        self.waited_by_modules = True
+
+    def recast(self) -> None:
+        """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""
+        if self._with_codes():
+            self.publish()
+
+    def widen(self) -> None:
+        """Give parameters that are codes their own type again."""
+        for bucket in self._with_codes():
+            self._gatherer.widen(bucket)
+        self._codes = Codes((), None, self._device)
+
+    def refresh_masters(self) -> None:
+        """Take the masters from the parameters; where these are codes, have the codes follow the masters."""
+        self.sync()
+        parameters_to_masters(self.buckets)
+        self.recast()
+
+    @torch.no_grad()
+    def fill_masters(self, name: str, values: Tensor) -> None:
+        """Set the masters of one parameter; names that no bucket knows are passed over."""
+        for bucket in self.buckets:
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                if info.name == name:
+                    bucket.shard.fill(slot.start, values)
+
+    def _with_codes(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.holds_codes]

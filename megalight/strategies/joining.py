@@ -1,0 +1,33 @@
+"""How a process joins the others."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch.distributed as dist
+
+from megalight.parallel.ending import end_at_exit
+from megalight.strategies.mesh_strategy import MeshStrategy
+
+
+def join(strategy: MeshStrategy, backend: str | None, timeout_seconds: float) -> None:
+    """Make the process group of all ranks, unless there is one, or one process alone.
+
+    Args:
+        backend: None: by device.
+        timeout_seconds: of collectives.
+    """
+    if strategy.world_size == 1 or dist.is_initialized():
+        return
+    assert strategy.cluster_environment is not None
+    os.environ["MASTER_ADDR"] = strategy.cluster_environment.main_address  # workers and SLURM tasks have none yet
+    os.environ["MASTER_PORT"] = str(strategy.cluster_environment.main_port)
+    dist.init_process_group(  # no device_id: every rank would then have to take part in making every group
+        backend or ("nccl" if strategy.root_device.type == "cuda" else "gloo"),
+        init_method="env://",
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    end_at_exit()

@@ -1,0 +1,27 @@
+"""Counting the samples of batches of any form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def count_samples(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor, or of an object that has one. 0 where neither is there."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 0
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, tuple | list):
+        return next((samples for value in batch if (samples := count_samples(value))), 0)
+    return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str | bytes) else 0
+
+
+def weights(micro_batches: Sequence[Any]) -> list[float]:
+    """Each micro-batch's part of all their samples; equal parts where samples cannot be counted."""
+    sizes = [count_samples(micro_batch) for micro_batch in micro_batches]
+    if not all(sizes):
+        return [1 / len(sizes)] * len(sizes)
+    return [size / sum(sizes) for size in sizes]
