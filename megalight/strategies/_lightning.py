@@ -60,7 +60,7 @@ def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
 
 
 def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
-    """Do ``module.log(name, value, batch_size=1)``, of a 0-dim tensor without a graph, at most once per step.
+    """Do ``module.log(name, value, batch_size=1)``, of a 0-dim tensor without a graph.
 
     After its first call in a hook, what that checks is known, and the copies it makes of its own records, which take a
     millisecond, are spared: the value goes where ``module.log`` would bring it.
