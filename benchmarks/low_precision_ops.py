@@ -79,33 +79,9 @@ def codes_error(found: Quantized | None, expected: Quantized | None) -> float:
     return float(1 - same.double().mean()) + float(found.scale != expected.scale)
 
 
-def cast_tiles() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Other shapes, and the other order, for the Triton kernel that casts a matrix and its transpose."""
-    for tokens, features, warps, registers in (
-        (128, 64, 4, None), (128, 128, 8, None), (128, 128, 8, 80), (128, 128, 16, None), (64, 128, 8, None),
-        (128, 64, 8, None), (64, 64, 4, None),
-    ):  # fmt: skip
-        for across in (False, True):
-            name = f"triton {tokens}x{features} {warps}w{f' {registers}r' if registers else ''}{' across' * across}"
-            tile = {"TOKENS": tokens, "FEATURES": features, "ACROSS_FIRST": across, "num_warps": warps}
-            yield name, {**tile, "maxnreg": registers} if registers else tile
-
-
-def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor, sweep: bool) -> Iterator[Way]:
+def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
     label, numel = f"{shape[0]} x {shape[1]}", float(x.numel())
-    amax, like = amax_of(x), torch.empty_like(x)
-    yield Way("cast", label, "copy of as many bytes", lambda: like.copy_(x), lambda: 0.0, moved=4 * numel)
-    for name, tile in cast_tiles() if sweep else ():
-
-        def run_tile(tile: dict[str, Any] = tile) -> Any:
-            with setting(importlib.import_module("megalight.ops.quantize.both"), {"TILE": tile}):
-                return cast(x, scheme, scheme, amax=amax, amax_t=amax, backend="triton")
-
-        def wrong_tile(run: Callable[[], Any] = run_tile) -> float:
-            pairs = zip(run(), cast(x, scheme, scheme, backend="reference"), strict=True)
-            return sum(codes_error(*pair) for pair in pairs)
-
-        yield Way("cast", label, name, run_tile, wrong_tile, moved=4 * numel)
+    amax = amax_of(x)
     backends = ("triton", "reference")
     yield Way("amax", label, "pass", lambda: amax_of(x), lambda: error(amax_of(x), x.abs().amax()), moved=2 * numel)
     for backend in backends:
@@ -269,10 +245,9 @@ def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator
     for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
         x, grad_y = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, out))
         weight = (torch.randn(out, width, device=device) * 0.02).bfloat16()
-        yield from casts((tokens, width), X, x, sweep)
+        yield from casts((tokens, width), X, x)
         if out != hidden:
-            yield from casts((tokens, out), GRADIENT, grad_y, sweep)
-        yield from casts((out, width), X, weight, sweep)
+            yield from casts((tokens, out), GRADIENT, grad_y)
         yield from products(out, width, x, grad_y, weight, sweep)
 
 
@@ -301,7 +276,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
-    parser.add_argument("--sweep", action="store_true", help="other block shapes for the Triton kernels, too")
+    parser.add_argument("--sweep", action="store_true", help="other block shapes for the Triton kernel, too")
     arguments = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

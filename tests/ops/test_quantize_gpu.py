@@ -10,7 +10,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
-from tests.ops.checks import check_cast, check_exact_codes, check_told, error
+from tests.ops.checks import check_cast, check_told, error
 from tests.ops.test_linear import with_main_grad
 
 pytestmark = pytest.mark.gpu
@@ -29,14 +29,6 @@ def test_kernels_cast_as_the_reference(
     from megalight.ops.quantize import triton as kernels
 
     check_cast(kernels, "cuda", *shape, Scheme(form, tile, scale), dtype)
-
-
-@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(150, 144), (4, 300), (4096, 1024), (63, 257)])
-def test_one_scale(form: Any, shape: tuple[int, int]) -> None:
-    from megalight.ops.quantize import triton as kernels
-
-    check_exact_codes(kernels, "cuda", Scheme(form), shape)
 
 
 def test_not_a_number_stays() -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.ops.quantize.both import cast_both, clamped, factor_of
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.known import tell_amax
 from megalight.ops.quantize.reference import TINY
@@ -47,7 +46,9 @@ def _codes(
         largest = tl.max(tl.abs(x), AXIS)
     else:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    factor = factor_of(largest, LARGEST, SMALLEST, POWER)
+    factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
+    if POWER:
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(1.0, factor)
     if MODE == 1:
         tl.store(scale, inverse, mask=(strip == 0) & (block == 0))
@@ -59,7 +60,9 @@ def _codes(
         tl.store(scale + block * strips + strip, inverse)
     if MODE == 2 or MODE == 3:
         factor = tl.expand_dims(factor, AXIS)
-    return clamped(x * factor, LARGEST)
+    y = x * factor
+    y = tl.where(y > LARGEST, LARGEST, y)  # comparisons let NaN through
+    return tl.where(y < -LARGEST, -LARGEST, y)
 
 
 @jit
@@ -126,18 +129,13 @@ def cast(
     """As :func:`megalight.ops.quantize.cast`."""
     source = x
     x = x if x.stride(-1) == 1 else x.contiguous()
-    same = rows == columns and amax_t is amax
-    amax = _amax(x, rows, amax, 1)
-    if same and rows is not None and rows.tile == (0, 0):
-        codes, codes_t, found = cast_both(x, rows, amax, tell)
-        if found is not None:
-            tell_amax(source, found)
-        return codes, codes_t
     tokens, features = x.shape
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
     whole = _empty(x, rows, tokens, features)
     transposed = _empty(x, columns, features, padded)
-    amax_t = _amax(x, columns, amax_t, 0)
+    same = rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is amax
+    amax = _amax(x, rows, amax, 1)
+    amax_t = amax if same else _amax(x, columns, amax_t, 0)
     grid = cdiv(padded, BLOCK), cdiv(features, BLOCK)
     parts = torch.empty(grid[0] * grid[1], device=x.device) if tell else x
     if x.numel():
