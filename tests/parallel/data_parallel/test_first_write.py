@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.ops.cross_entropy import linear_cross_entropy
+from megalight.ops.choice import use_backends
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel.data_parallel import DataParallelEngine
@@ -88,8 +89,10 @@ def branches(level: str, dtype: torch.dtype, late: bool) -> None:
     run_branches(mesh(), level, dtype, late)
 
 
-def run_branches(grid: ParallelMesh, level: str, dtype: torch.dtype, late: bool, device: str = "cpu") -> None:
-    """Five steps, each against torch alone; ``late``: weight gradients come after all passes."""
+def run_branches(
+    grid: ParallelMesh, level: str, dtype: torch.dtype, late: bool, device: str = "cpu", backend: str = "auto"
+) -> None:
+    """Five steps, each against torch alone; ``late``: weight gradients come after all passes, by ``backend``."""
     world, rank = grid.world_size, grid.global_rank
     model, reference = (each.to(device) for each in models(dtype))
     engine = DataParallelEngine(infos(model), grid, level=level, bucket_size=40, overlap_grad_reduce=not late)
@@ -97,6 +100,7 @@ def run_branches(grid: ParallelMesh, level: str, dtype: torch.dtype, late: bool,
         tokens, queue = draw(step, world, len(pattern)).to(device), WeightGradients()
         with stale_gradients():
             engine.zero_grad()
+        use_backends(weight_gradient=backend)
         with engine.micro_batches(len(pattern)):
             for batch, which in zip(tokens[rank], pattern, strict=True):
                 with deferring(queue):
@@ -104,6 +108,7 @@ def run_branches(grid: ParallelMesh, level: str, dtype: torch.dtype, late: bool,
                 if not late:
                     queue.run()
             queue.run()
+        use_backends(weight_gradient="auto")
         assert all(parameter.grad is parameter.main_grad for parameter in model.parameters())
         engine.finish_grad_sync()
         reference.zero_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.choice import use_backends
 from megalight.ops.linear import wgrad
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.test_first_write import run_branches
@@ -19,8 +18,4 @@ def test_every_kind_of_gradient(backend: str, late: bool) -> None:
     reasons = {row.name: why for row, why in wgrad.WGRAD.table(wgrad.Spec("cuda", torch.bfloat16, torch.float32))}
     if reasons.get(backend) is not None:
         pytest.skip(str(reasons[backend]))
-    use_backends(weight_gradient=backend)
-    try:
-        run_branches(ParallelMesh(), "optim", torch.bfloat16, late, "cuda")
-    finally:
-        use_backends(weight_gradient="auto")
+    run_branches(ParallelMesh(), "optim", torch.bfloat16, late, "cuda", backend)
