@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
-from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.choice import use_backends
+from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel.data_parallel import DataParallelEngine
