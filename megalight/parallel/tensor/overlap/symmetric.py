@@ -218,4 +218,6 @@ class ScatteringCopies:
         torch.cuda.current_stream().wait_stream(self.carrier.stream)
         self.buffer.barrier()
         self.leaving.clear()
+        if self.size == 2:
+            return torch.add(self.parts[0], self.parts[1])  # the same number, by a shorter kernel than a reduction's
         return torch.sum(self.parts, 0)

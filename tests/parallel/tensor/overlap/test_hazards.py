@@ -127,8 +127,10 @@ class Place:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is torch.sum
-        args[0].world.access(args[0], write=False)
+        assert function in (torch.sum, torch.add)
+        for place in args:
+            if isinstance(place, Place):
+                place.world.access(place, write=False)
 
 
 class Handle:
