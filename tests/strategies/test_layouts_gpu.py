@@ -83,36 +83,52 @@ def _rank(rank: int, world: int, port: int, work: list[tuple[Row, bool]], result
     dist.destroy_process_group()
 
 
-@functools.cache
-def outcomes(world: int) -> dict[tuple[str, bool], Any]:
-    """What came of every row that takes ``world`` GPUs: a run, or the text of an error."""
-    work = [(row, False) for row in ROWS if row.world == world] + [(row, True) for row in STRICT if row.world == world]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    workers = [context.Process(target=_rank, args=(rank, world, port, work, results)) for rank in range(world)]
-    for worker in workers:
-        worker.start()
-    found: dict[tuple[str, bool], Any] = {}
-    last = time.monotonic()
-    while len(found) < len(work) and time.monotonic() < last + PATIENCE and any(w.is_alive() for w in workers):
-        try:
-            rank, row, strict, outcome = results.get(timeout=1)
-        except queue.Empty:
-            continue
+class Runs:
+    """Every row that takes so many GPUs, one after another in processes of their own, each told of when it is done."""
+
+    def __init__(self, world: int) -> None:
+        work = [(row, False) for row in ROWS if row.world == world] + [
+            (row, True) for row in STRICT if row.world == world
+        ]
+        context = mp.get_context("spawn")
+        self.results = context.Queue()
+        self.found: dict[tuple[str, bool], Any] = {}
+        self.broken: str | None = None
+        port = free_port()
+        self.workers = [
+            context.Process(target=_rank, args=(rank, world, port, work, self.results), daemon=True)
+            for rank in range(world)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def outcome(self, row: Row, strict: bool) -> Any:
+        """A run, or the text of an error; after the first error there is nothing more."""
         last = time.monotonic()
-        found.setdefault((str(row), strict), f"rank {rank}: {outcome}" if isinstance(outcome, str) else outcome)
-        if isinstance(outcome, str):
-            break
-    for worker in workers:
-        worker.kill()
-    return found
+        while (str(row), strict) not in self.found and self.broken is None:
+            try:
+                rank, done, how, outcome = self.results.get(timeout=1)
+            except queue.Empty:
+                if time.monotonic() > last + PATIENCE or not any(worker.is_alive() for worker in self.workers):
+                    self.broken = f"nothing came of {row} or a row before it in {time.monotonic() - last:.0f} s"
+                continue
+            last = time.monotonic()
+            self.found[str(done), how] = outcome
+            if isinstance(outcome, str):
+                self.broken = f"rank {rank}, {done}: {outcome}"
+        if self.broken is not None:
+            for worker in self.workers:
+                worker.kill()
+        return self.found.get((str(row), strict), self.broken)
+
+
+runs = functools.cache(Runs)
 
 
 def outcome(row: Row, strict: bool) -> dict[str, Any]:
     if torch.cuda.device_count() < row.world:
         pytest.skip(f"needs {row.world} GPUs")
-    found = outcomes(row.world).get((str(row), strict), "it did not end, or one before it failed")
+    found = runs(row.world).outcome(row, strict)
     assert not isinstance(found, str), found
     return dict(found)
 
