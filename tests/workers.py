@@ -43,6 +43,7 @@ def _answer(rank: int, job: bytes) -> bytes:
 
     fn, world_size, port, timeout, args = ForkingPickler.loads(job)
     os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)  # a Trainer of one process takes more, and ranks that differ in it round differently
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -56,9 +57,6 @@ def _answer(rank: int, job: bytes) -> bytes:
 
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
     while (job := jobs.get()) is not None:
         failed = False
