@@ -77,8 +77,11 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
     return cuda_why_not(device)
 
 
-def lazy(module: str, name: str) -> Callable[..., Any]:
-    """The function ``name`` of ``module``, which is imported at the first call: Triton may be absent."""
+def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any]:
+    """The function ``name`` of ``module``, which is imported at the first call: Triton may be absent.
+
+    ``measures``: it has an argument ``measure``, for :func:`run`.
+    """
 
     @lru_cache(maxsize=1)
     def find() -> Callable[..., Any]:
@@ -88,4 +91,10 @@ def lazy(module: str, name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return find()(*args, **kwargs)
 
+    call.measures = measures  # type: ignore[attr-defined]
     return call
+
+
+def run(fn: Callable[..., Any], measure: bool, *args: Any) -> Any:
+    """Call a backend, which finds largest magnitudes on its way (:mod:`megalight.ops.quantize.known`) if it can."""
+    return fn(*args, measure=True) if measure and getattr(fn, "measures", False) else fn(*args)

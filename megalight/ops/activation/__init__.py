@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.errors import nearest
 from megalight.ops.activation import native, reference
-from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.common import lazy, run, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 
 KINDS: tuple[str, ...] = tuple(reference.KINDS)
@@ -36,11 +36,10 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = "megalight.ops.activation.triton"
-_MEASURING = [lazy(_TRITON, "gated"), lazy(_TRITON, "activation")]
-GATED.register(Backend("triton", _MEASURING[0], 20, _triton_why_not))
+GATED.register(Backend("triton", lazy(_TRITON, "gated", measures=True), 20, _triton_why_not))
 GATED.register(Backend("torch", native.gated, 10, serve_all))
 GATED.register(Backend("reference", reference.gated, 0, serve_all))
-ACTIVATION.register(Backend("triton", _MEASURING[1], 20, _triton_why_not))
+ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation", measures=True), 20, _triton_why_not))
 ACTIVATION.register(Backend("torch", native.activation, 10, serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
 
@@ -64,7 +63,8 @@ def gated(x: Tensor, kind: str = "silu", backend: str = "auto", measure: bool = 
     Raises:
         ValueError: an unknown ``kind``.
     """
-    return _run(_choose(GATED, Spec(x.device.type, x.dtype, kind), backend), x, kind, measure)
+    out: Tensor = run(_choose(GATED, Spec(x.device.type, x.dtype, kind), backend), measure, x, kind)
+    return out
 
 
 def activation(x: Tensor, kind: str, backend: str = "auto", measure: bool = False) -> Tensor:
@@ -73,8 +73,5 @@ def activation(x: Tensor, kind: str, backend: str = "auto", measure: bool = Fals
     Raises:
         ValueError: an unknown ``kind``.
     """
-    return _run(_choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend), x, kind, measure)
-
-
-def _run(fn: Callable[..., Tensor], x: Tensor, kind: str, measure: bool) -> Tensor:
-    return fn(x, kind, measure=True) if measure and fn in _MEASURING else fn(x, kind)
+    out: Tensor = run(_choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend), measure, x, kind)
+    return out

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.common import lazy, run, serve_all, triton_why_not
 from megalight.ops.norm import native, reference
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -49,17 +49,16 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = "megalight.ops.norm.triton"
-_MEASURING = [lazy(_TRITON, name) for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")]
-RMS_NORM.register(Backend("triton", _MEASURING[0], 20, _triton_why_not))
+RMS_NORM.register(Backend("triton", lazy(_TRITON, "rms_norm", measures=True), 20, _triton_why_not))
 RMS_NORM.register(Backend("torch", native.rms_norm, 10, _torch_why_not))
 RMS_NORM.register(Backend("reference", reference.rms_norm, 0, serve_all))
-LAYER_NORM.register(Backend("triton", _MEASURING[1], 20, _triton_why_not))
+LAYER_NORM.register(Backend("triton", lazy(_TRITON, "layer_norm", measures=True), 20, _triton_why_not))
 LAYER_NORM.register(Backend("torch", native.layer_norm, 10, _torch_why_not))
 LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, serve_all))
-ADD_RMS_NORM.register(Backend("triton", _MEASURING[2], 20, _triton_why_not))
+ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm", measures=True), 20, _triton_why_not))
 ADD_RMS_NORM.register(Backend("torch", native.add_rms_norm, 10, _torch_why_not))
 ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, serve_all))
-ADD_LAYER_NORM.register(Backend("triton", _MEASURING[3], 20, _triton_why_not))
+ADD_LAYER_NORM.register(Backend("triton", lazy(_TRITON, "add_layer_norm", measures=True), 20, _triton_why_not))
 ADD_LAYER_NORM.register(Backend("torch", native.add_layer_norm, 10, _torch_why_not))
 ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_all))
 
@@ -73,10 +72,6 @@ def _spec(x: Tensor, weight: Tensor) -> Spec:
     return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 
 
-def _run(fn: Callable[..., Any], measure: bool, *args: Any) -> Any:
-    return fn(*args, measure=True) if measure and fn in _MEASURING else fn(*args)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto", measure: bool = False) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``; half types in float32 inside.
 
@@ -84,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto", measu
         measure: the result, and the gradient of ``x``, are about to be cast to 8 bits: a backend that can finds their
             largest magnitudes on the way (:mod:`megalight.ops.quantize.known`).
     """
-    out: Tensor = _run(_choose(RMS_NORM, _spec(x, weight), backend), measure, x, weight, eps)
+    out: Tensor = run(_choose(RMS_NORM, _spec(x, weight), backend), measure, x, weight, eps)
     return out
 
 
@@ -92,7 +87,7 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto", measure: bool = False
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``; ``measure`` as above."""
-    out: Tensor = _run(_choose(LAYER_NORM, _spec(x, weight), backend), measure, x, weight, bias, eps)
+    out: Tensor = run(_choose(LAYER_NORM, _spec(x, weight), backend), measure, x, weight, bias, eps)
     return out
 
 
@@ -114,7 +109,7 @@ def add_rms_norm(
     """
     _check_alike(x, residual)
     fn = _choose(ADD_RMS_NORM, _spec(x, weight), backend)
-    out: tuple[Tensor, Tensor] = _run(fn, measure, x, residual, weight, eps)
+    out: tuple[Tensor, Tensor] = run(fn, measure, x, residual, weight, eps)
     return out
 
 
@@ -134,7 +129,7 @@ def add_layer_norm(
     """
     _check_alike(x, residual)
     fn = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)
-    out: tuple[Tensor, Tensor] = _run(fn, measure, x, residual, weight, bias, eps)
+    out: tuple[Tensor, Tensor] = run(fn, measure, x, residual, weight, bias, eps)
     return out
 
 

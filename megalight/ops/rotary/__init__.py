@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.common import lazy, run, serve_all, triton_why_not
 from megalight.ops.rotary import reference
 from megalight.ops.rotary.table import RotaryScaling, rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -35,10 +35,9 @@ def _triton_why_not(spec: Spec) -> str | None:
 
 
 _TRITON = "megalight.ops.rotary.triton"
-_MEASURING = lazy(_TRITON, "rotate_qkv")
 APPLY_ROTARY.register(Backend("triton", lazy(_TRITON, "apply_rotary"), 20, _triton_why_not))
 APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, serve_all))
-ROTATE_QKV.register(Backend("triton", _MEASURING, 20, _triton_why_not))
+ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv", measures=True), 20, _triton_why_not))
 ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, serve_all))
 
 
@@ -90,6 +89,5 @@ def rotate_qkv(
         ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.
     """
     fn = _choose(ROTATE_QKV, Spec(qkv.device.type, qkv.dtype, cos.dtype), backend)
-    more = {"measure": True} if measure and fn is _MEASURING else {}
-    out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved, **more)
+    out: tuple[Tensor, Tensor, Tensor] = run(fn, measure, qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
     return out
