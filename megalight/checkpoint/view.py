@@ -18,11 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megalight.errors import CheckpointError, nearest
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import DATA_AXES, ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec, boxes
-
-DATA_AXES = ("dp", "cp")
-"""Mesh axes whose ranks hold the same parameters."""
 
 
 @dataclass(frozen=True)

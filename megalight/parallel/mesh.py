@@ -28,6 +28,8 @@ from megalight.parallel.groups import new_group
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 AXES = (*DENSE_AXES, *EXPERT_AXES[1:])
+DATA_AXES = ("dp", "cp")
+"""Those along which ranks hold the same parameters and see different tokens."""
 
 
 @dataclass(frozen=True)

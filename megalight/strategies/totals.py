@@ -11,10 +11,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import Totals
-from megalight.parallel.mesh import ParallelMesh
-
-DATA_AXES = ("dp", "cp")
-"""Mesh axes over which ranks see different tokens."""
+from megalight.parallel.mesh import DATA_AXES, ParallelMesh
 
 
 class GlobalTotals:

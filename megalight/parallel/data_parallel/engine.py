@@ -14,12 +14,9 @@ from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
 from megalight.parallel.data_parallel.parameters import ShardedParameters
 from megalight.parallel.groups import new_group
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import DATA_AXES, ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
-
-DATA_AXES = ("dp", "cp")
-"""Mesh axes whose ranks hold the same parameters and see different tokens."""
 
 
 class DataParallelEngine:
