@@ -54,6 +54,11 @@ def check(parameters: dict[str, nn.Parameter], engine: DataParallelEngine) -> No
         assert torch.equal(found.scale, expected.scale)
 
 
+def test_scales_begin_where_cublas_reads_them() -> None:
+    parameters, _, _ = build()
+    assert [held(parameters[name]).scale.data_ptr() % 16 for name in ("up", "down")] == [0, 0]
+
+
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 def test_codes_follow_the_masters(bucket_size: int) -> None:
     parameters, engine, session = build(bucket_size)

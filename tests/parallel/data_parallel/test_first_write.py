@@ -118,6 +118,15 @@ def run_branches(
         check(engine, reference, 1e-12 if dtype == torch.float64 else 3e-2)
 
 
+def begun() -> tuple[nn.Module, DataParallelEngine]:
+    """A model at the beginning of a step, with rubbish for gradients."""
+    model, _ = models()
+    engine = DataParallelEngine(infos(model), ParallelMesh())
+    with stale_gradients():
+        engine.zero_grad()
+    return model, engine
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("level", ["no_shard", "optim"])
 @pytest.mark.parametrize("world", [1, 2])
@@ -150,10 +159,7 @@ def test_later_windows_add() -> None:
 
 
 def test_nothing_is_set_to_zero_but_what_is_left_over() -> None:
-    model, _ = models()
-    engine = DataParallelEngine(infos(model), ParallelMesh())
-    with stale_gradients():
-        engine.zero_grad()
+    model, engine = begun()
     buffers = {name: p.main_grad for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     assert all(buffer.isnan().all() for buffer in buffers.values())
     with engine.micro_batches(1):
@@ -164,10 +170,7 @@ def test_nothing_is_set_to_zero_but_what_is_left_over() -> None:
 
 
 def test_a_step_without_passes_is_zero() -> None:
-    model, _ = models()
-    engine = DataParallelEngine(infos(model), ParallelMesh())
-    with stale_gradients():
-        engine.zero_grad()
+    _, engine = begun()
     engine.finish_grad_sync()
     assert float(engine.grad_norm()) == 0.0
 
@@ -188,10 +191,7 @@ def test_an_overflow_is_gone_with_its_step() -> None:
 
 
 def test_no_tokens_give_zeros() -> None:
-    model, _ = models()
-    engine = DataParallelEngine(infos(model), ParallelMesh())
-    with stale_gradients():
-        engine.zero_grad()
+    model, engine = begun()
     with engine.micro_batches(1):
         model(torch.zeros(0, dtype=torch.long), "fp").backward()
     engine.finish_grad_sync()

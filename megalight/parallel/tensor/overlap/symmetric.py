@@ -219,5 +219,5 @@ class ScatteringCopies:
         self.buffer.barrier()
         self.leaving.clear()
         if self.size == 2:
-            return torch.add(self.parts[0], self.parts[1])  # the same number, by a shorter kernel than a reduction's
+            return torch.add(self.parts[0], self.parts[1])  # the same number, without a reduction
         return torch.sum(self.parts, 0)
