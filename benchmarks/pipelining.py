@@ -39,6 +39,7 @@ from megalight.nn.init import initialise
 from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
+from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.types import Loss, PackedSequences
@@ -141,7 +142,7 @@ def megalight(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
             parameter.main_grad = parameter.grad
             parameter.mark_grad_ready = lambda: None
     executor = Executor(pieces, layout, mesh, place.device)
-    actions = schedules.build(schedule, place.size, vpp, shape.micro)[place.rank]
+    agenda = agenda_of(place.rank, schedules.build(schedule, place.size, vpp, shape.micro))
 
     def forward_step(model: nn.Module, batch: Any, carry: dict[str, Tensor] | None) -> dict[str, Tensor]:
         return {"hidden": model(batch[0] if carry is None else carry["hidden"])}
@@ -149,7 +150,7 @@ def megalight(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
     def step(x: Tensor, y: Tensor) -> Tensor | None:
         batches = list(zip(x.chunk(shape.micro), y.chunk(shape.micro), strict=True))
         losses = executor.train(
-            actions,
+            agenda,
             batches,
             forward_step,
             lambda carry, batch: Loss(square(carry["hidden"], batch[1])),

@@ -14,6 +14,7 @@ from megalight.nn import LayerCache
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
+from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
@@ -44,8 +45,7 @@ class ParallelGPT(nn.Module):
         self.mesh = mesh
         self.device = device
         self._executor = Executor(chunks, layout, mesh, device)
-        schedule = schedules.check("forward_only", layout.pp, layout.vpp)
-        self._actions = schedule.of_rank(mesh.rank("pp"), layout.pp, layout.vpp, 1, None)
+        self._agenda = agenda_of(mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
         self._form: tuple[torch.dtype, int] | None = None
 
     @property
@@ -83,7 +83,7 @@ class ParallelGPT(nn.Module):
             return {"logits": output.logits} if output.hidden is None else {"hidden": output.hidden}
 
         with whole_tokens(self):
-            last = self._executor.forward(self._actions, [tokens], step)
+            last = self._executor.forward(self._agenda, [tokens], step)
         count = tokens.numel() if rows is None else rows.numel()
         return Output(logits=self._from_last_stage([carry["logits"] for carry in last], count))
 

@@ -253,7 +253,7 @@ class MegatronStrategy(FolderCheckpoints):
     def train_schedule(self, micro_batches: int) -> Actions:
         """This rank's work in a training step of so many micro-batches."""
         assert self._timetable is not None
-        return self._timetable("train", micro_batches)
+        return self._timetable("train", micro_batches).actions
 
     def model_to_device(self) -> None:
         """Nothing: parameters are made on the device in :meth:`setup`."""

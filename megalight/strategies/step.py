@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, split_batch
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.actions import Actions
+from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.executor import Executor
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.contract import own_steps
@@ -46,7 +46,7 @@ class Stepper:
         self,
         module: pl.LightningModule,
         executor: Executor,
-        schedule: Callable[[str, int], Actions],
+        schedule: Callable[[str, int], Agenda],
         mesh: ParallelMesh,
         precision: MegatronPrecision,
         micro_batch_size: int | None,
@@ -183,8 +183,8 @@ class Stepper:
 
     def _forward(self, micro_batches: Sequence[Any]) -> list[dict[str, Tensor]]:
         """On the last stage what the last chunk returns for each micro-batch, elsewhere nothing."""
-        actions = self.schedule("forward_only", len(micro_batches))
-        return self.executor.forward(actions, micro_batches, self._forward_step)
+        agenda = self.schedule("forward_only", len(micro_batches))
+        return self.executor.forward(agenda, micro_batches, self._forward_step)
 
     def _sum_tokens(self, micro_batches: Sequence[Any]) -> Tensor:
         counts = [self._module.loss_tokens(micro_batch).detach() for micro_batch in micro_batches]

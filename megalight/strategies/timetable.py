@@ -6,7 +6,7 @@ import logging
 
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.actions import Actions
+from megalight.parallel.pipeline.agenda import Agenda, agenda_of
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.strategies.options import Pipeline
 
@@ -25,9 +25,9 @@ class Timetable:
         self.pipeline = pipeline
         self.layout = layout
         self.mesh = mesh
-        self._known: dict[tuple[str, int], Actions] = {}
+        self._known: dict[tuple[str, int], Agenda] = {}
 
-    def __call__(self, name: str, micro_batches: int) -> Actions:
+    def __call__(self, name: str, micro_batches: int) -> Agenda:
         """The work in a step of so many micro-batches; says where ranks would wait longer than they must.
 
         Args:
@@ -39,8 +39,6 @@ class Timetable:
             if warning is not None and self.mesh.global_rank == 0:
                 log.warning(warning)
             wanted = self.pipeline.schedule if name == "train" else name
-            schedule = schedules.check(wanted, pp, vpp, micro_batches, group_size)
-            self._known[name, micro_batches] = schedule.of_rank(
-                self.mesh.rank("pp"), pp, vpp, micro_batches, group_size
-            )
+            lists = schedules.build(wanted, pp, vpp, micro_batches, group_size)
+            self._known[name, micro_batches] = agenda_of(self.mesh.rank("pp"), lists)
         return self._known[name, micro_batches]

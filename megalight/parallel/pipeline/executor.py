@@ -16,7 +16,8 @@ from megalight.errors import ConfigurationError
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel import trace
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.actions import Action, Actions, Kind
+from megalight.parallel.pipeline.actions import Action, Kind
+from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
 from megalight.parallel.pipeline.inbox import Inbox
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
@@ -81,7 +82,7 @@ class Executor:
 
     def train(
         self,
-        actions: Actions,
+        agenda: Agenda,
         micro_batches: Sequence[Any],
         forward_step: ForwardStep,
         loss_step: LossStep,
@@ -90,21 +91,21 @@ class Executor:
         """Forward and backward of every micro-batch.
 
         Args:
-            actions: this rank's part of a schedule of as many micro-batches.
+            agenda: this rank's part of a schedule of as many micro-batches.
             objective: the scalar to differentiate, from a micro-batch's loss.
 
         Returns:
             on the last stage the losses, detached, by micro-batch; elsewhere nothing.
         """
-        run = _Run(self, actions, micro_batches, forward_step, loss_step, objective)
+        run = _Run(self, agenda, micro_batches, forward_step, loss_step, objective)
         run.play()
         self.peak = run.peak
         return [run.losses[index] for index in sorted(run.losses)]
 
-    def forward(self, actions: Actions, micro_batches: Sequence[Any], forward_step: ForwardStep) -> list[Carry]:
+    def forward(self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep) -> list[Carry]:
         """Forward alone, without gradients; on the last stage what the last chunk returned, elsewhere nothing."""
         with torch.no_grad():
-            run = _Run(self, actions, micro_batches, forward_step)
+            run = _Run(self, agenda, micro_batches, forward_step)
             run.play()
         return [run.carries[index] for index in sorted(run.carries)]
 
@@ -115,14 +116,14 @@ class _Run:
     def __init__(
         self,
         executor: Executor,
-        actions: Actions,
+        agenda: Agenda,
         micro_batches: Sequence[Any],
         forward_step: ForwardStep,
         loss_step: LossStep | None = None,
         objective: Objective | None = None,
     ) -> None:
         self.executor = executor
-        self.actions = actions
+        self.actions = agenda.actions
         self.micro_batches = micro_batches
         self.forward_step = forward_step
         self.loss_step = loss_step
@@ -134,19 +135,11 @@ class _Run:
         self.sent: dict[tuple[Kind | None, int, int], Message] = {}
         self.peak = 0
         edges, device = executor.edges, executor.device
-        stages = executor.stages
-        self.activations = Inbox(
-            edges.activations_in,
-            [(a.chunk, a.micro_batch) for a in actions if a.kind is Kind.FORWARD and not self._first(stages[a.chunk])],
-            self._known,
-            self._ask,
-            device,
-        )
-        returning = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        self.activations = Inbox(edges.activations_in, agenda.activations, self._known, self._ask, device)
         self.gradients = Inbox(
             edges.gradients_in,
-            [(a.chunk, a.micro_batch) for a in actions if a.kind in returning and not self._last(stages[a.chunk])],
-            lambda chunk, index: flight.form if (flight := self.flights.get((chunk, index))) else None,
+            agenda.gradients,
+            lambda chunk, index: self.flights[chunk, index].form,
             lambda chunk, index: self.flights[chunk, index].form,
             device,
         )
@@ -158,10 +151,11 @@ class _Run:
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
         }
-        self.activations.post()
-        for action in self.actions:
+        for number, action in enumerate(self.actions):
             span = trace.span(action.kind.name.lower(), chunk=action.chunk, micro_batch=action.micro_batch)
             with self._named(action), span:
+                self.gradients.post(number)
+                self.activations.post(number)
                 work[action.kind](action.chunk, action.micro_batch)
             self.peak = max(self.peak, len(self.flights))
             self.sent = {place: message for place, message in self.sent.items() if not message.done()}
@@ -191,7 +185,6 @@ class _Run:
             flight.outputs = [get_gradient_edge(outputs[entry.name]) for entry in flight.form]
         if torch.is_grad_enabled():
             self.flights[chunk, index] = flight
-            self.gradients.post()
 
     def _received(self, chunk: int, index: int) -> Carry:
         form, tensors = self.activations.take()

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from megalight.parallel.pipeline.agenda import Expected
 from megalight.parallel.pipeline.carry import Form
 from megalight.parallel.pipeline.p2p import Channel, Message
 from megalight.parallel.trace import spanned
 
 
 class Inbox:
-    """The messages of one channel, in the order of use. One is always under way where its form is known in time.
+    """The messages of one channel, in the order of use.
 
     Args:
-        channel: where they come from; None where the schedule expects none.
-        expected: ``(chunk, micro_batch)`` of each.
+        channel: where they come from; None where nothing is expected.
+        expected: the messages.
         form: what a message consists of; None: not known yet.
         ask: the same where the other side must be asked, which waits for it.
         device: where messages go.
@@ -27,7 +28,7 @@ class Inbox:
     def __init__(
         self,
         channel: Channel | None,
-        expected: Iterable[tuple[int, int]],
+        expected: Iterable[Expected],
         form: Callable[[int, int], Form | None],
         ask: Callable[[int, int], Form],
         device: torch.device,
@@ -37,30 +38,24 @@ class Inbox:
         self.form = form
         self.ask = ask
         self.device = device
-        self._coming: tuple[Form, Message] | None = None
+        self._coming: deque[tuple[Form, Message]] = deque()
 
-    def post(self) -> None:
-        """Start receiving the next message, unless one is under way or its form is not known."""
-        if self._coming is None and self.expected:
-            form = self.form(*self.expected[0])
-            if form is not None:
-                self._start(form)
+    def post(self, number: int) -> None:
+        """Start to receive what may come during the action of this number, and what that action needs."""
+        while self.expected and number >= self.expected[0].begun:
+            chunk, index, _, sent = self.expected[0]
+            form = self.form(chunk, index)
+            if form is None and number < sent:
+                return
+            self._start(self.ask(chunk, index) if form is None else form)
+            self.expected.popleft()
 
     @spanned("receive")
     def take(self) -> tuple[Form, list[Tensor]]:
-        """The next message, and what it consists of; the one after it is then under way."""
-        if self._coming is None:
-            next_up = self.expected[0]
-            form = self.form(*next_up)
-            self._start(self.ask(*next_up) if form is None else form)
-        assert self._coming is not None
-        form, message = self._coming
-        tensors = message.wait()
-        self._coming = None
-        self.expected.popleft()
-        self.post()
-        return form, tensors
+        """The next message, and what it consists of."""
+        form, message = self._coming.popleft()
+        return form, message.wait()
 
     def _start(self, form: Form) -> None:
         assert self.channel is not None
-        self._coming = form, self.channel.receive([entry.buffer(self.device) for entry in form])
+        self._coming.append((form, self.channel.receive([entry.buffer(self.device) for entry in form])))

@@ -143,9 +143,9 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
                 end, other = done[place]
                 start = max(start, end + (cost.transfer if other != rank else 0))
             spans[rank].append(Span(action, start, start + cost.of(action.kind)))
-            if (gives := _gives(action, rank, pp)) is not None:
-                done[gives] = (spans[rank][-1].end, rank)
-                ready += waiting.pop(gives, [])
+            if (given := gives(action, rank, pp)) is not None:
+                done[given] = (spans[rank][-1].end, rank)
+                ready += waiting.pop(given, [])
     if waiting:
         raise LayoutError(_deadlock(schedules, spans, waiting))
     return Timeline(tuple(tuple(line) for line in spans))
@@ -165,12 +165,12 @@ def check_transfers(schedules: Sequence[Actions]) -> None:
     taken: dict[tuple[int, int, str], list[Place]] = defaultdict(list)
     for rank, actions in enumerate(schedules):
         for action in actions:
-            if (place := _comes(action, rank, pp, vpp)) is not None and place[1] % pp != rank:
+            if (place := comes(action, rank, pp, vpp)) is not None and place[1] % pp != rank:
                 taken[place[1] % pp, rank, place[0]].append(place)
-            if (gives := _gives(action, rank, pp)) is not None:
-                to = gives[1] + (1 if gives[0] == "F" else -1)
+            if (given := gives(action, rank, pp)) is not None:
+                to = given[1] + (1 if given[0] == "F" else -1)
                 if 0 <= to < pp * vpp and to % pp != rank:
-                    sent[rank, to % pp, gives[0]].append(gives)
+                    sent[rank, to % pp, given[0]].append(given)
     for source, target, what in taken:
         pairs = zip(sent[source, target, what], taken[source, target, what], strict=False)
         if wrong := next(((a, b) for a, b in pairs if a != b), None):
@@ -186,11 +186,11 @@ def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
     if action.kind is Kind.WEIGHT_GRADIENT:
         return [("I", stage, action.micro_batch)]
     own: list[Place] = [] if action.kind is Kind.FORWARD else [("F", stage, action.micro_batch)]
-    comes = _comes(action, rank, pp, vpp)
-    return own if comes is None else [*own, comes]
+    coming = comes(action, rank, pp, vpp)
+    return own if coming is None else [*own, coming]
 
 
-def _comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
+def comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
     """What another stage sends for this."""
     if action.kind is Kind.WEIGHT_GRADIENT:
         return None
@@ -199,7 +199,7 @@ def _comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
     return ("F" if forward else "I", stage, action.micro_batch) if 0 <= stage < pp * vpp else None
 
 
-def _gives(action: Action, rank: int, pp: int) -> Place | None:
+def gives(action: Action, rank: int, pp: int) -> Place | None:
     """What other actions may wait for."""
     if action.kind is Kind.WEIGHT_GRADIENT:
         return None

@@ -17,10 +17,11 @@ from megalight.ops.linear.deferred import WeightGradients
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.actions import Kind
+from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.executor import Executor, _Run
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.p2p import Message
+from megalight.parallel.pipeline.p2p import Channel, Message
 from megalight.parallel.pipeline.timeline import simulate
 from megalight.types import Loss
 from tests.workers import run
@@ -112,7 +113,7 @@ def _play(name: str, vpp: int, count: int, group: int | None) -> dict[str, Any]:
     layout = PipelineLayout.even(pp * vpp, pp, vpp)
     chunks = [Chunk(stage.index) for stage in layout.of_rank(rank)]
     executor = Executor(chunks, layout, mesh, torch.device("cpu"))
-    actions = schedules.build(name, pp, vpp, count, group)[rank]
+    agenda = agenda_of(rank, schedules.build(name, pp, vpp, count, group))
     log: list[tuple[str, int, int]] = []
     memory: list[Any] = []
     alive: list[list[int]] = []
@@ -137,7 +138,7 @@ def _play(name: str, vpp: int, count: int, group: int | None) -> dict[str, Any]:
         return loss.sum
 
     def step() -> list[Loss]:
-        return executor.train(actions, list(enumerate(batches(count))), forward_step, loss_step, objective)
+        return executor.train(agenda, list(enumerate(batches(count))), forward_step, loss_step, objective)
 
     run_weights = WeightGradients.run
 
@@ -228,6 +229,56 @@ def _play_with_news(*args: Any) -> dict[str, Any]:
 
     with mock.patch.object(Message, "done", done):
         return _play(*args)
+
+
+class Once:
+    """A transfer that may be waited for again."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work: dist.Work | None = work
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def is_completed(self) -> bool:
+        return self.work is None
+
+
+def _play_stopping(*args: Any) -> dict[str, Any]:
+    """Every action waits until all is through that its rank has posted before: as hosts do that load kernels."""
+    open_transfers: list[Once] = []
+    start = Channel._start
+
+    def started(self: Channel, *args: Any) -> Message:
+        message = start(self, *args)
+        works = [Once(work) for work in message.works]
+        open_transfers.extend(works)
+        return Message(message.tensors, works)  # type: ignore[arg-type]
+
+    def after_all(action: Callable[..., None]) -> Callable[..., None]:
+        def patient(*args: Any) -> None:
+            for work in open_transfers:
+                work.wait()
+            open_transfers.clear()
+            action(*args)
+
+        return patient
+
+    kinds = ("_forward", "_backward", "_input_gradient", "_weight_gradient")
+    actions = {name: after_all(getattr(_Run, name)) for name in kinds}
+    with mock.patch.object(Channel, "_start", started), mock.patch.multiple(_Run, **actions):
+        return _play(*args)
+
+
+@pytest.mark.parametrize(("name", "pp", "vpp", "count", "group"), ROWS_OF_SCHEDULES)
+def test_hosts_may_stop_until_all_messages_are_through(
+    name: str, pp: int, vpp: int, count: int, group: int | None
+) -> None:
+    losses, _, _ = by_hand(pp * vpp, count)
+    found = run(_play_stopping, pp, name, vpp, count, group)
+    assert found[-1]["losses"] == pytest.approx(losses, rel=1e-9)
 
 
 def test_an_output_is_let_go_once_it_is_sent() -> None:

@@ -120,6 +120,8 @@ class Buffer:
             rounded = 1 << (size - 1).bit_length()
             device = torch.device("cuda", torch.cuda.current_device())
             self.memory = symmetric_memory().empty(rounded, dtype=torch.uint8, device=device)
+            # torch clears it on the default stream and does not wait: behind other work, a peer's first signal is lost
+            torch.cuda.default_stream(device).synchronize()
             self.handle = symmetric_memory().rendezvous(self.memory, self.group)
             self._views.clear()
 

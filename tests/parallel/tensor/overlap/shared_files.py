@@ -28,6 +28,8 @@ class Stream:
     def record_event(self) -> object:
         return object()
 
+    def synchronize(self) -> None: ...
+
 
 class Handle:
     def __init__(self, folder: str, size: int, group: dist.ProcessGroup) -> None:
@@ -73,7 +75,11 @@ def symmetric_on_cpu() -> Iterator[None]:
     memory = Memory(str(folder[0]))
     stream = Stream()
     cuda = SimpleNamespace(
-        current_stream=lambda: stream, Stream=Stream, stream=lambda _: nullcontext(), current_device=lambda: 0
+        current_stream=lambda: stream,
+        default_stream=lambda device: stream,
+        Stream=Stream,
+        stream=lambda _: nullcontext(),
+        current_device=lambda: 0,
     )
     with ExitStack() as stack:
         for name, value in (

@@ -198,18 +198,25 @@ def play(size: int, pieces: int) -> list[Any]:
             errors.append(error)
             world.meeting.abort()
 
+    def empty(size: int, dtype: Any, device: Any) -> Any:
+        world.local.clearing = True  # behind whatever the default stream has to do
+        return SimpleNamespace(numel=lambda: size)
+
+    def cleared() -> None:
+        world.local.clearing = False
+
     def rendezvous(memory: Any, group: Any) -> Handle:
+        assert not world.local.clearing, "a peer's first signal would be cleared away"
         world.local.made += 1
         return Handle(world, world.local.made)
 
-    memory = SimpleNamespace(
-        empty=lambda size, dtype, device: SimpleNamespace(numel=lambda: size), rendezvous=rendezvous
-    )
+    memory = SimpleNamespace(empty=empty, rendezvous=rendezvous)
     fakes = {
         "current_stream": lambda: world.local.stream,
         "Stream": Stream,
         "stream": lambda stream: on(world, stream),
         "current_device": lambda: 0,
+        "default_stream": lambda device: SimpleNamespace(synchronize=cleared),
     }
     with patch.multiple(torch.cuda, **fakes), patch.object(symmetric, "symmetric_memory", lambda: memory):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]

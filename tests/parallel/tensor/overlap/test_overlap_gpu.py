@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from megalight.parallel.mesh import ParallelMesh
@@ -15,7 +14,7 @@ from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
-from tests.workers import free_port
+from tests.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 
@@ -59,10 +58,8 @@ def step(module: nn.Sequential, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _rank(rank: int, size: int, port: int, options: TensorOptions) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size)
+def _compare(options: TensorOptions) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     mesh = ParallelMesh(size, rank, tp=size)
     plain = Shared(mesh, True, tensor=TensorOptions(overlap="plain"))
     exact, module = mlp(plain, torch.float32), mlp(Shared(mesh, True, tensor=options), torch.bfloat16)
@@ -86,30 +83,29 @@ def _rank(rank: int, size: int, port: int, options: TensorOptions) -> None:
         for name, value in wanted.items():
             error = ((found[name].float() - value).norm() / value.norm()).item()
             assert error < 2e-2, f"{options}: {name} is off by {error:.2e}"
-    dist.destroy_process_group()
+
+
+def _limited(limit: int) -> None:
+    """The limit reaches NCCL."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shared = Shared(ParallelMesh(size, rank, tp=size), True, tensor=TensorOptions(overlap="pipelined", max_ctas=limit))
+    options = shared.message_group._get_backend(torch.device("cuda", rank)).options
+    assert options.config.max_ctas == limit
+    assert options.is_high_priority_stream
+
+
+def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    return [(_compare, (options,)) for options in OPTIONS if world % (options.pieces or 1) == 0] + [(_limited, (3,))]
+
+
+def world_of(options: TensorOptions) -> int:
+    return max(2, options.pieces or 2)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_numbers_of_the_plain_way(options: TensorOptions) -> None:
-    size = min(torch.cuda.device_count(), 4) // 2 * 2
-    if not size or size % (options.pieces or 1):
-        pytest.skip("needs two GPUs, or as many as there are pieces")
-    mp.spawn(_rank, (size, free_port(), options), nprocs=size)
+    runs_of(jobs, world_of(options)).outcome((options,))
 
 
 def test_a_group_of_few_multiprocessors() -> None:
-    """The limit reaches NCCL."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    mp.spawn(_limited, (2, free_port()), nprocs=2)
-
-
-def _limited(rank: int, size: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size)
-    shared = Shared(ParallelMesh(size, rank, tp=size), True, tensor=TensorOptions(overlap="pipelined", max_ctas=3))
-    options = shared.message_group._get_backend(torch.device("cuda", rank)).options
-    assert options.config.max_ctas == 3
-    assert options.is_high_priority_stream
-    dist.destroy_process_group()
+    runs_of(jobs, 2).outcome((3,))

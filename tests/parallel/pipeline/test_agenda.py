@@ -1,0 +1,106 @@
+"""Messages are expected so that no rank that stops until all its messages are through stops the others for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megalight.parallel.pipeline.actions import Kind
+from megalight.parallel.pipeline.agenda import Agenda, Expected, agenda_of
+from megalight.parallel.pipeline.schedules import SCHEDULES, build
+from megalight.parallel.pipeline.timeline import Place, comes, gives
+from tests.parallel.pipeline.test_schedules import Case, cases
+
+
+def stopping(agendas: Sequence[Agenda], vpp: int, announced: bool) -> list[str]:
+    """Play a step in which every rank, before each action, waits until all that it has posted and sent is through.
+
+    Args:
+        announced: every activation is asked for: it is received ahead no earlier than it is sent, and whoever asks
+            waits for the answer before it posts more.
+
+    Returns:
+        what each rank that is stuck was about to do; empty if all come to the end.
+    """
+    pp = len(agendas)
+    last = pp * vpp - 1
+    sent: set[Place] = set()
+    posted: set[Place] = set()
+    doing = [0] * pp
+    waits: list[set[Place]] = [set() for _ in range(pp)]
+    inboxes = [[list(agenda.gradients), list(agenda.activations)] for agenda in agendas]
+
+    def source(rank: int, kind: Kind, expected: Expected) -> Place:
+        stage = expected.chunk * pp + rank + (-1 if kind is Kind.FORWARD else 1)
+        return ("F" if kind is Kind.FORWARD else "I"), stage, expected.micro_batch
+
+    def step(rank: int) -> None:
+        if doing[rank] == len(agendas[rank].actions):
+            return
+        for kind, inbox in zip((Kind.BACKWARD, Kind.FORWARD), inboxes[rank], strict=True):
+            asks = announced and kind is Kind.FORWARD
+            while inbox and doing[rank] >= (inbox[0].sent if asks else inbox[0].begun):
+                place = source(rank, kind, inbox[0])
+                if asks and place not in sent:
+                    return
+                posted.add(place)
+                waits[rank].add(place)
+                inbox.pop(0)
+        if not waits[rank] <= sent & posted:
+            return
+        action = agendas[rank].actions[doing[rank]]
+        needed = comes(action, rank, pp, vpp)
+        assert needed is None or needed[1] % pp == rank or needed in posted, f"{action} was not prepared for"
+        given = gives(action, rank, pp)
+        if given is not None and given[1] != (last if given[0] == "F" else 0) and pp > 1:
+            sent.add(given)
+            waits[rank].add(given)
+        doing[rank] += 1
+
+    before = None
+    while before != (before := (sum(doing), len(posted))):  # as long as a rank gets on, or makes room for a message
+        for rank in range(pp):
+            step(rank)
+    return [f"rank {r}: {agendas[r].actions[n]}" for r, n in enumerate(doing) if n < len(agendas[r].actions)]
+
+
+def check(case: Case) -> None:
+    lists = build(*case)
+    agendas = [agenda_of(rank, lists) for rank in range(case.pp)]
+    for announced in (False, True):
+        assert not stopping(agendas, case.vpp, announced), f"{case} with announced={announced}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_hosts_that_wait_for_all_their_messages_come_to_the_end(name: str) -> None:
+    for case in cases(name):
+        check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_same_of_many_more(name: str) -> None:
+    for case in cases(name, full=True):
+        check(case)
+
+
+def test_one_message_ahead_without_thought_would_stop_for_good() -> None:
+    """Two ranks with two chunks each: either waits for what the other sends after its own next action."""
+    lists = build("zero_bubble", 2, 2, 4)
+    hasty = []
+    for rank in range(2):
+        agenda = agenda_of(rank, lists)
+        uses = {action[1:]: n for n, action in enumerate(agenda.actions) if action.kind is Kind.FORWARD}
+        before = [0, *(uses[e.chunk, e.micro_batch] for e in agenda.activations)]
+        ahead = [e._replace(begun=n) for e, n in zip(agenda.activations, before, strict=False)]
+        hasty.append(Agenda(agenda.actions, tuple(ahead), agenda.gradients))
+    assert stopping(hasty, 2, announced=False)
+
+
+def test_what_has_begun_elsewhere_may_come_meanwhile() -> None:
+    lists = build("1f1b", 2, 1, 3)  # F0 0, F1 1, B0 4, F2 6, B1 7, B2 10; F0 1, B0 2, F1 4, B1 5, F2 7, B2 8
+    first, last = agenda_of(0, lists), agenda_of(1, lists)
+    assert first.activations == last.gradients == ()
+    assert last.activations == ((0, 0, 0, 0), (0, 1, 0, 1), (0, 2, 4, 4))
+    assert first.gradients == ((0, 0, 2, 2), (0, 1, 3, 4), (0, 2, 5, 5))
