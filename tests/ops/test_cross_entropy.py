@@ -31,6 +31,16 @@ def test_bfloat16() -> None:
     check_cross_entropy(TORCH, "cpu", torch.bfloat16, 63, 97, 16)
 
 
+def test_memory_between_rows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in bf16 by a CPU with AMX did."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
+    hidden, weight = (torch.randn(rows, 32).bfloat16().requires_grad_() for rows in (48, 101))
+    linear_cross_entropy(hidden, weight, torch.arange(48), backend="torch").sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+
+
 def test_reference_equals_torch() -> None:
     hidden, weight = torch.randn(9, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
     labels = torch.randint(0, 11, (9,))

@@ -104,9 +104,12 @@ def _memory(device: torch.device) -> int:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[T, V]`` with rows that start at multiples of 128 bytes: unaligned vocabularies slow matrix products down."""
+    """``[T, V]``. On a GPU rows start at multiples of 128 bytes: unaligned vocabularies slow matrix products down.
+
+    On a CPU with AMX products in bf16 read what lies between such rows, and a NaN there spoils them (torch 2.13).
+    """
     size = weight.shape[0]
-    aligned = -(-size // 64) * 64
+    aligned = -(-size // 64) * 64 if hidden.is_cuda else size
     out = torch.empty(hidden.shape[0], aligned, dtype=hidden.dtype, device=hidden.device)[:, :size]
     weight = weight.to(hidden.dtype)
     if bias is None:
