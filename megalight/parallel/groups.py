@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from megalight.errors import LayoutError
+from megalight.errors import ConfigurationError, LayoutError
 
 
 def new_group(
@@ -29,7 +29,8 @@ def new_group(
         purpose: groups of the same ranks for the same purpose are counted.
         backend: ``"gloo"`` for a group on the host; None: that of the default group.
         max_ctas: most multiprocessors of a GPU that a message occupies, also while it waits for the other side; None:
-            NCCL's own choice.
+            NCCL's own choice. Other backends occupy none, and need not be told; where a user names a number,
+            :func:`check_max_ctas` comes first.
         urgent: messages get multiprocessors before computation that waits for them too.
 
     Raises:
@@ -49,6 +50,23 @@ def new_group(
         group = dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
+
+
+def check_max_ctas(name: str, value: int | None, backend: str) -> None:
+    """Refuse a limit on multiprocessors that a user has set where it would do nothing.
+
+    Args:
+        name: of the option, for the message.
+        backend: that the default process group has or will have; only NCCL's messages run on multiprocessors.
+
+    Raises:
+        ConfigurationError: ``value`` is set, and the backend is not ``"nccl"``.
+    """
+    if value is not None and backend != "nccl":
+        raise ConfigurationError(
+            f"{name}={value} limits the multiprocessors of a GPU that NCCL's messages occupy, and messages go by "
+            f"{backend} here. Leave it out, or train on GPUs with the backend nccl."
+        )
 
 
 @contextmanager

@@ -11,11 +11,17 @@ from megalight.parallel.ending import end_at_exit
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 
-def join(strategy: MeshStrategy, backend: str | None, timeout_seconds: float) -> None:
+def backend_of(strategy: MeshStrategy) -> str:
+    """What carries the messages of this run: the process group's backend, or the one it will be made with."""
+    if dist.is_initialized():
+        return str(dist.get_backend())
+    return strategy.process_group_backend or ("nccl" if strategy.root_device.type == "cuda" else "gloo")
+
+
+def join(strategy: MeshStrategy, timeout_seconds: float) -> None:
     """Make the process group of all ranks, unless there is one, or one process alone.
 
     Args:
-        backend: None: by device.
         timeout_seconds: of collectives.
     """
     if strategy.world_size == 1 or dist.is_initialized():
@@ -24,7 +30,7 @@ def join(strategy: MeshStrategy, backend: str | None, timeout_seconds: float) ->
     os.environ["MASTER_ADDR"] = strategy.cluster_environment.main_address  # workers and SLURM tasks have none yet
     os.environ["MASTER_PORT"] = str(strategy.cluster_environment.main_port)
     dist.init_process_group(  # no device_id: every rank would then have to take part in making every group
-        backend or ("nccl" if strategy.root_device.type == "cuda" else "gloo"),
+        backend_of(strategy),
         init_method="env://",
         rank=strategy.global_rank,
         world_size=strategy.world_size,

@@ -171,7 +171,7 @@ class MegatronStrategy(FolderCheckpoints):
         FAILED.clear()
         super().setup_environment()
         self.set_world_ranks()
-        join(self, self.process_group_backend, self.timeout_seconds)
+        join(self, self.timeout_seconds)
         if self.mesh.world_size != self.world_size:
             self.mesh = self.grid(self.world_size, self.global_rank)
         if self.streams is None:

@@ -28,8 +28,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     Attributes:
         tensor_parallel, sequence_parallel, tensor, context_parallel, context, pipeline_parallel, virtual_pipeline,
-        pipeline_layout, pipeline, recompute, data_parallel, plan: as the user asked; ``virtual_pipeline`` as a layout
-            string says.
+        pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: as the user asked;
+            ``virtual_pipeline`` as a layout string says.
         mesh: the grid of ranks.
         split: this rank's part of the model; None before it is set up.
         engine: the data-parallel engine; None outside ``fit``.
@@ -54,6 +54,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     recompute: Recompute
     data_parallel: DataParallel
     plan: Plan | None
+    process_group_backend: str | None
     num_nodes: int
     mesh: ParallelMesh
     split: Split | None

@@ -30,7 +30,7 @@ class DataParallel:
         edge_bucket_size: the same for the parameters that the model registers first, which are reduced last and
             gathered first, with little or nothing to hide under. None: ``bucket_size``.
         max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation. None: NCCL's own
-            choice.
+            choice. Under another backend a number is refused.
         overlap_grad_reduce: reduce buckets while the backward still runs.
         overlap_param_gather: gather parameters while the next forward already runs.
     """

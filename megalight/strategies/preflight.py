@@ -12,9 +12,11 @@ import torch
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
 from megalight.parallel.apply import check_overlap, parallelize
+from megalight.parallel.groups import check_max_ctas
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import check_recompute
 from megalight.strategies.contract import check_steps
+from megalight.strategies.joining import backend_of
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.persistence import Loaded
 from megalight.types.zigzag import check_length
@@ -29,6 +31,7 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
     Modules may bring checks of their own: ``check_data(datamodule)`` and ``check_checkpoint(entries)``.
 
     Raises:
+        ConfigurationError: a limit on multiprocessors, where messages do not go by NCCL.
         LayoutError: the model or the batch does not divide over the ranks.
         DataError: data that the model, or the cut of its sequences, cannot take.
         CheckpointError: the checkpoint is torn, foreign, or of another model.
@@ -36,6 +39,8 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     module: Any = given.get("model") or strategy.lightning_module
     data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
+    check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
+    check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
     mesh = strategy.grid(strategy.num_nodes * strategy.num_processes)
     check_steps(module, mesh)
     _split_on_meta(strategy, module, mesh)

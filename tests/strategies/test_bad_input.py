@@ -182,6 +182,14 @@ WORDS = {
         ],
         ["TensorOptions.pieces=3 does not divide tp=2", "Choose a divisor"],
     ),
+    "a limit for NCCL without it": (
+        ["--trainer.devices=2", f"{STRATEGY}data_parallel.max_ctas=4"],
+        ["data_parallel.max_ctas=4", "messages go by gloo here", "Leave it out"],
+    ),
+    "the same of tensor parallelism": (
+        ["--trainer.devices=2", f"{STRATEGY}tensor_parallel=2", f"{STRATEGY}tensor.max_ctas=16"],
+        ["TensorOptions.max_ctas=16", "messages go by gloo here", "Leave it out"],
+    ),
     "batch over ranks": (
         ["--trainer.devices=3"],
         ["global_batch_size is 4", "3 data-parallel ranks", "Change global_batch_size or the layout"],

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
+from megalight.errors import ConfigurationError
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies import MegatronStrategy, preflight
+from megalight.strategies import DataParallel, MegatronStrategy, preflight
 from tests.strategies.training import CONFIGS
+from tests.workers import run
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,45 @@ def test_overlap_is_chosen_for_weights_of_the_run(
     )
     preflight._split_on_meta(strategy, GPTModule(CONFIGS["gqa"]), ParallelMesh(2, 0, tp=2))
     assert seen == [{dtype}]
+
+
+def limited(ctas: int | None, device: str, backend: str | None = None) -> list[MegatronStrategy]:
+    """Strategies with a limit on messages' multiprocessors: of data parallelism, and of tensor parallelism."""
+    where = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": backend}
+    where["cluster_environment"] = LightningEnvironment()
+    return [
+        MegatronStrategy(data_parallel=DataParallel(max_ctas=ctas), **where),
+        MegatronStrategy(tensor_parallel=2, tensor=TensorOptions(max_ctas=ctas), **where),
+    ]
+
+
+def look(strategy: MegatronStrategy) -> None:
+    preflight.check(strategy, lambda model: None, GPTModule(CONFIGS["gqa"]))
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", None), ("cuda", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+def test_limits_on_multiprocessors_need_nccl(device: str, backend: str | None) -> None:
+    carrier = backend or "gloo"
+    for strategy, name in zip(limited(4, device, backend), ("data_parallel", "TensorOptions"), strict=True):
+        message = rf"^{name}\.max_ctas=4 limits.*messages go by {carrier} here\. Leave it out, or train on GPUs"
+        with pytest.raises(ConfigurationError, match=message):
+            look(strategy)
+
+
+@pytest.mark.parametrize(
+    ("ctas", "device", "backend"), [(None, "cpu", None), (4, "cuda", None), (4, "cuda", "nccl"), (None, "cuda", "gloo")]
+)
+def test_limits_on_multiprocessors_that_act(ctas: int | None, device: str, backend: str | None) -> None:
+    for strategy in limited(ctas, device, backend):
+        look(strategy)
+
+
+def _limited_among_ranks() -> None:
+    """The process group that is there already decides, whatever the strategy would have made."""
+    for strategy in limited(4, "cuda", "nccl"):
+        with pytest.raises(ConfigurationError, match="messages go by gloo here"):
+            look(strategy)
+
+
+def test_the_group_that_is_there_decides() -> None:
+    run(_limited_among_ranks, 2)

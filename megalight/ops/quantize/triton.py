@@ -12,9 +12,11 @@ from megalight.ops.quantize.reference import TINY
 from megalight.ops.quantize.types import Quantized, Scheme
 
 BLOCK = 128
-NONE, WHOLE, LINE, STRIP, SQUARE = 0, 1, 2, 3, 4
-"""What shares a scale: the matrix, a row of it, 128 elements of a row, 128 x 128 of them."""
-MODES = {(0, 0): WHOLE, (1, 0): LINE, (1, BLOCK): STRIP, (BLOCK, BLOCK): SQUARE}
+MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "square"}
+"""What shares a scale, by the tile of a scheme: the matrix, a row of it, 128 elements of a row, 128 x 128 of them.
+
+Kernels know it by these names, and ``"none"`` where nothing is written that way.
+"""
 
 
 @jit
@@ -38,11 +40,11 @@ def _codes(
     ``line`` numbers the tile's rows (columns for axis 0) in the matrix, of ``lines``; the tile is the ``strip``-th of
     ``strips`` along them, and the ``block``-th across.
     """
-    if MODE == 1:
+    if MODE == "whole":
         largest = tl.load(amax)
-    elif MODE == 2:
+    elif MODE == "line":
         largest = tl.load(amax + line, mask=line < lines, other=1.0)
-    elif MODE == 3:
+    elif MODE == "strip":
         largest = tl.max(tl.abs(x), AXIS)
     else:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
@@ -50,15 +52,15 @@ def _codes(
     if POWER:
         factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(1.0, factor)
-    if MODE == 1:
+    if MODE == "whole":
         tl.store(scale, inverse, mask=(strip == 0) & (block == 0))
-    elif MODE == 2:
+    elif MODE == "line":
         tl.store(scale + line, inverse, mask=(line < lines) & (strip == 0))
-    elif MODE == 3:
+    elif MODE == "strip":
         tl.store(scale + strip.to(tl.int64) * lines + line, inverse, mask=line < lines)
     else:
         tl.store(scale + block * strips + strip, inverse)
-    if MODE == 2 or MODE == 3:
+    if MODE == "line" or MODE == "strip":
         factor = tl.expand_dims(factor, AXIS)
     y = x * factor
     y = tl.where(y > LARGEST, LARGEST, y)  # comparisons let NaN through
@@ -97,15 +99,15 @@ def _cast(
     tile = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if TELL:
         tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
-    if ROWS != 0:
+    if ROWS != "none":
         codes = _codes(
             tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(features, BLOCK),
             1, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER,
         )  # fmt: skip
         where = row_codes + t.to(tl.int64)[:, None] * features + f[None, :]
         tl.store(where, codes.to(row_codes.dtype.element_ty), mask=inside)
-    if COLUMNS != 0:
-        if ROWS == COLUMNS and COLUMNS == 4 and x.dtype.element_ty == tl.float32:
+    if COLUMNS != "none":
+        if ROWS == COLUMNS and COLUMNS == "square" and x.dtype.element_ty == tl.float32:
             # Triton 3.6 for sm_90 garbles bytes of codes that are stored both ways; read again, they are computed twice
             tile = tl.load(source, mask=inside, other=0.0)
         codes = _codes(
@@ -148,8 +150,8 @@ def cast(
             padded,
             features,
             x.stride(0),
-            ROWS=NONE if rows is None else MODES[rows.tile],
-            COLUMNS=NONE if columns is None else MODES[columns.tile],
+            ROWS=_mode(rows),
+            COLUMNS=_mode(columns),
             ROW_LARGEST=1.0 if rows is None else LARGEST[rows.format],
             COLUMN_LARGEST=1.0 if columns is None else LARGEST[columns.format],
             SMALLEST=TINY,
@@ -185,26 +187,30 @@ def transpose(codes: Tensor) -> Tensor:
     return out
 
 
+def _mode(scheme: Scheme | None) -> str:
+    return "none" if scheme is None else MODES[scheme.tile]
+
+
 def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantized | None:
     if scheme is None:
         return None
     data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=x.device)
-    mode = MODES[scheme.tile]
+    mode = _mode(scheme)
     strips = cdiv(columns, BLOCK)
-    if mode == STRIP:  # in the order in memory that products read
+    if mode == "strip":  # in the order in memory that products read
         scale = torch.empty(strips, rows, device=x.device).t()
     else:
-        shape = {WHOLE: (1, 1), LINE: (rows, 1), SQUARE: (cdiv(rows, BLOCK), strips)}[mode]
+        shape = {"whole": (1, 1), "line": (rows, 1), "square": (cdiv(rows, BLOCK), strips)}[mode]
         scale = torch.empty(shape, device=x.device)
     return Quantized(data, scale, scheme)
 
 
 def _amax(x: Tensor, scheme: Scheme | None, given: Tensor | None, dim: int) -> Tensor | None:
     """What the kernel cannot find in one tile."""
-    mode = NONE if scheme is None else MODES[scheme.tile]
-    if given is not None or mode not in (WHOLE, LINE) or not x.numel():
+    mode = _mode(scheme)
+    if given is not None or mode not in ("whole", "line") or not x.numel():
         return given
-    dims = None if mode == WHOLE else dim
+    dims = None if mode == "whole" else dim
     found: Tensor = torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
@@ -13,7 +14,7 @@ from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
 from megalight.parallel.data_parallel.parameters import ShardedParameters
-from megalight.parallel.groups import new_group
+from megalight.parallel.groups import check_max_ctas, new_group
 from megalight.parallel.mesh import DATA_AXES, ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
@@ -48,7 +49,7 @@ class DataParallelEngine:
         edge_bucket_size: the same for the parameters that the model registers first: their gradients are reduced last,
             and they are gathered first, so that whole messages are exposed. None: ``bucket_size``.
         max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation, in a process
-            group of their own; None: NCCL's own choice.
+            group of their own; None: NCCL's own choice. Needs NCCL.
         overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. How
             often each parameter's gradient arrives is learned from the steps seen so far; the first one of all
             therefore never overlaps.
@@ -60,7 +61,8 @@ class DataParallelEngine:
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
 
     Raises:
-        ConfigurationError: a level or reduction that does not exist, or that do not fit together.
+        ConfigurationError: a level or reduction that does not exist, or that do not fit together; ``max_ctas`` under
+            another backend than NCCL.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class DataParallelEngine:
         self.infos = distinct_trainable(params)
         group = mesh.group(*DATA_AXES)
         if group is not None and max_ctas is not None:
+            check_max_ctas("max_ctas", max_ctas, dist.get_backend())
             group = new_group(mesh.ranks(*DATA_AXES), "data parallelism", max_ctas=max_ctas)
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]

@@ -7,18 +7,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.linear import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
-from megalight.parallel.groups import new_group
+from megalight.parallel.groups import check_max_ctas, new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Tokens
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap.kinds import choose
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
 
 
@@ -55,9 +56,15 @@ class Shared:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ``tp`` group, None for one rank. Made on first use: a model can be split, and looked at, without it."""
+        """The ``tp`` group, None for one rank. Made on first use: a model can be split, and looked at, without it.
+
+        Raises:
+            ConfigurationError: ``TensorOptions.max_ctas`` is set, and the backend is not NCCL.
+        """
         if self._group is None and self.mesh.tp > 1:
-            self._group = self.mesh.group("tp")
+            group = self.mesh.group("tp")
+            check_max_ctas("TensorOptions.max_ctas", self.tensor.max_ctas, dist.get_backend())
+            self._group = group
         return self._group
 
     @property
@@ -72,8 +79,8 @@ class Shared:
 
         Made on first use, by all of them.
         """
-        ranks, limit = self.mesh.ranks("tp"), self.tensor.max_ctas
-        return new_group(ranks, "tensor-parallel messages", max_ctas=limit, urgent=True)
+        limit = MAX_CTAS if self.tensor.max_ctas is None else self.tensor.max_ctas
+        return new_group(self.mesh.ranks("tp"), "tensor-parallel messages", max_ctas=limit, urgent=True)
 
     def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
         """The way to run the products and collectives of the split layer ``name``, for inputs like ``x``.

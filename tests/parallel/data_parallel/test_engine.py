@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.errors import MegalightError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.main_grad import add
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import engine as engine_module
@@ -40,11 +40,11 @@ def _edges_and_limits() -> list[int]:
 
     def group(ranks: tuple[int, ...], purpose: str, max_ctas: int | None = None) -> dist.ProcessGroup:
         asked.append((tuple(ranks), max_ctas))
-        made.append(new_group(ranks, purpose, max_ctas=max_ctas))
+        made.append(new_group(ranks, purpose))
         return made[-1]
 
     model, reference = build(), build()
-    with patch.object(engine_module, "new_group", group):
+    with patch.object(engine_module, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
         engine = DataParallelEngine(infos(model), mesh(), bucket_size=60, edge_bucket_size=8, max_ctas=3)
     assert asked == [((0, 1), 3)]
     inputs = batches(0, 2, 1)
@@ -68,6 +68,15 @@ def _edges_and_limits() -> list[int]:
 def test_small_buckets_at_the_edge_and_a_limit_on_multiprocessors() -> None:
     """Weights of 35, 7, 7, 7, 21 and 3 elements, last first: 80 in all, 56 of them at the edge."""
     assert run(_edges_and_limits, 2) == [[24, 14, 42]] * 2
+
+
+def _limited_without_nccl() -> None:
+    with pytest.raises(ConfigurationError, match=r"^max_ctas=3 limits.*messages go by gloo here\. Leave it out"):
+        DataParallelEngine(infos(build()), mesh(), max_ctas=3)
+
+
+def test_a_limit_on_multiprocessors_needs_nccl() -> None:
+    run(_limited_without_nccl, 2)
 
 
 def _trains_like_one_process(level: str) -> None:

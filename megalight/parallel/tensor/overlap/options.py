@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from megalight.errors import LayoutError, nearest
 
+MAX_CTAS = 16
+"""Multiprocessors that messages of ``pipelined`` occupy where nobody says another number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorOptions:
@@ -20,7 +23,8 @@ class TensorOptions:
         pieces: products that one product is cut into, where its communication runs under it; under sequence
             parallelism a divisor of tp. None: by the sizes of each product
             (:mod:`megalight.parallel.tensor.overlap.pieces`).
-        max_ctas: most multiprocessors that the messages of ``pipelined`` occupy.
+        max_ctas: most multiprocessors that the messages of ``pipelined`` occupy under NCCL; under another backend a
+            number is refused. None: 16.
         keep_gathered: keep the gathered input of a layer for its weight gradient, ``tp`` times what is kept otherwise,
             instead of gathering it again in the backward pass.
 
@@ -30,7 +34,7 @@ class TensorOptions:
 
     overlap: str | Mapping[str, str] = "auto"
     pieces: int | None = None
-    max_ctas: int = 16
+    max_ctas: int | None = None
     keep_gathered: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalight.errors import LayoutError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
@@ -21,7 +21,7 @@ from megalight.parallel.tensor import shared as shared_module
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.kinds import OVERLAPS
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import OverlapSpec
 from megalight.parallel.tensor.shared import Shared
 from tests.parallel.test_apply import BASE
@@ -101,7 +101,7 @@ def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs all ranks on one host, and tp=4 spans 2" in str(symmetric.why_not(spec))
 
 
-def per_layer() -> tuple[list[str], list[int | None]]:
+def per_layer(limit: int | None) -> tuple[list[str], list[int | None]]:
     """The ways of layers by pattern, and the limit of the group for messages."""
     asked: list[int | None] = []
 
@@ -110,10 +110,10 @@ def per_layer() -> tuple[list[str], list[int | None]]:
         asked.append(max_ctas)
         return dist.group.WORLD
 
-    options = TensorOptions(overlap={"*.qkv": "pipelined", "*.proj": "plain"}, max_ctas=5)
+    options = TensorOptions(overlap={"*.qkv": "pipelined", "*.proj": "plain"}, max_ctas=limit)
     shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
     x, weight = torch.zeros(2, 4), torch.zeros(6, 4)
-    with patch.object(shared_module, "new_group", group):
+    with patch.object(shared_module, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
         ways = [shared.overlap(f"layers.0.{name}", x, weight) for name in ("qkv", "proj", "up", "qkv")]
     assert ways[0] is ways[3]
     assert ways[1] is ways[2]
@@ -121,7 +121,20 @@ def per_layer() -> tuple[list[str], list[int | None]]:
 
 
 def test_patterns_and_the_limit_on_multiprocessors_act() -> None:
-    assert run(per_layer, 2) == [(["Pipelined", "Plain", "Plain", "Pipelined"], [5])] * 2
+    for limit, given in ((5, 5), (None, MAX_CTAS)):
+        assert run(per_layer, 2, limit) == [(["Pipelined", "Plain", "Plain", "Pipelined"], [given])] * 2
+
+
+def limited(way: str) -> None:
+    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=TensorOptions(overlap=way, max_ctas=5))
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"TensorOptions\.max_ctas=5 limits.*gloo here\. Leave it out"):
+            shared.overlap("qkv", torch.zeros(2, 4), torch.zeros(6, 4))
+
+
+@pytest.mark.parametrize("way", ["plain", "pipelined"])
+def test_a_limit_on_multiprocessors_needs_nccl(way: str) -> None:
+    run(limited, 2, way)
 
 
 def kept(keep: bool) -> tuple[int, int]:
