@@ -136,7 +136,7 @@ def bench(name: str, row: Row, peers: Sequence[str], folder: Path, limit: float)
     result["rows"] = [found for record in records for found in record["rows"]]
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{render.row_table(result)}\n{render.verdict(row, result)}{path}\n", flush=True)
+    print(f"\n{render.row_table(result)}\n{render.verdict(row, result, folder)}{path}\n", flush=True)
     return result
 
 
@@ -180,10 +180,10 @@ def show() -> None:
     wide = max(map(len, ROWS))
     for name, row in ROWS.items():
         needs = f"{row.gpus} GPU" if row.step.device == "cuda" else "CPU"
-        aim = f"aim {row.aim:.0f}" if row.aim else ""
+        aim = f"aim {row.aim:.0f}" if row.aim else f"aim {row.against[1]:g} x {row.against[0]}" if row.against else ""
         with contextlib.suppress(BrokenPipeError):
             beside = f"; beside it: {', '.join(row.peers)}" if row.peers else ""
-            print(f"{name:<{wide}}  {needs:<6} {aim:<8} {row.about}{beside}")
+            print(f"{name:<{wide}}  {needs:<6} {aim:<8}  {row.about}{beside}")
 
 
 def _now() -> str:

@@ -116,7 +116,11 @@ def page_table(found: dict[str, Record]) -> str:
         entry = found[name]
         ours = entry["peers"][OURS]
         bound = least(row, entry["device"])
-        beside = [f"{peer} {fitting(it['tflops'])}" for peer, it in entry["peers"].items() if peer != OURS]
+        beside = [
+            f"{peer} {fitting(it['tflops'])} ({it['peak_gib']:.1f} GiB)"
+            for peer, it in entry["peers"].items()
+            if peer != OURS
+        ]
         lines.append(
             [
                 f"`{name}`",
@@ -124,26 +128,49 @@ def page_table(found: dict[str, Record]) -> str:
                 number(ours["seconds"], ".3f"),
                 fitting(ours["tflops"]),
                 number(ours["tokens_per_second"]),
-                number(ours["peak_gib"]),
+                number(ours["peak_gib"], ".1f"),
                 number(bound),
                 number(bound and ours["tflops"] / bound, ".0%"),
-                aim_of(row, found),
+                aim_of(row, ours["tflops"], rate_of(found, row)),
+                "yes" if "twin_losses" in ours.get("checks", {}) else "",
                 ", ".join(beside),
                 ", ".join(f"{peer} {number(rate)}" for peer, rate in row.figures.items()),
                 f"[json](../../benchmarks/results/{entry['file']})",
             ]
         )
-    columns = ["row", "on", "s per step", "TFLOP/s", "tokens/s", "GiB", "roofline", "of it", "aim", "beside it",
-               "earlier", "from"]  # fmt: skip
+    columns = ["row", "on", "s per step", "TFLOP/s", "tokens/s", "GiB", "roofline", "of it", "aim", "checked",
+               "beside it", "earlier", "from"]  # fmt: skip
     return markdown(columns, lines)
 
 
-def aim_of(row: Row, found: dict[str, Record]) -> str:
+def rate_of(found: dict[str, Record], row: Row) -> float | None:
+    """TFLOP/s of the row that this one is measured against."""
+    if row.against is None or row.against[0] not in found:
+        return None
+    other: float | None = found[row.against[0]]["peers"].get(OURS, {}).get("tflops")
+    return other
+
+
+def aim_of(row: Row, tflops: float, other: float | None) -> str:
+    """What a row aims at, and whether it gets there.
+
+    Args:
+        other: TFLOP/s of the row that it is measured against.
+    """
+    aim, words = row.aim, number(row.aim)
     if row.against:
-        other, times = row.against
-        rate = found.get(other, {}).get("peers", {}).get(OURS, {}).get("tflops")
-        return f"{times:g} x `{other}`" + (f" = {rate * times:.0f}" if rate else "")
-    return number(row.aim)
+        name, times = row.against
+        aim = other and other * times
+        words = f"{times:g} x `{name}`" + (f" = {aim:.0f}" if aim else "")
+    if not aim:
+        return words
+    return f"{words}: met" if tflops >= aim else f"{words}: {1 - tflops / aim:.1%} short"
+
+
+def missing(found: dict[str, Record]) -> str:
+    """The rows that aim at something and were not measured."""
+    names = [f"`{name}`" for name, row in ROWS.items() if (row.aim or row.against) and name not in found]
+    return f"Not measured: {', '.join(names)}.\n\n" if names else ""
 
 
 def parts_table(found: dict[str, Record]) -> str:
@@ -193,11 +220,17 @@ def row_table(record: Record) -> str:
     return "\n".join([markdown(columns, lines), *notes])
 
 
-def verdict(row: Row, record: Record) -> str:
-    """Roofline and aim of one run, in a line; nothing where there is neither."""
+def verdict(row: Row, record: Record, folder: Path) -> str:
+    """Roofline and aim of one run, in a line; nothing where there is neither.
+
+    Args:
+        folder: where the results of other rows are.
+    """
     bound = least(row, record.get("device", ""))
     words = [f"roofline {bound:.0f} TFLOP/s"] if bound else []
-    words += [f"aim {row.aim:.0f}"] if row.aim else []
+    ours = next((found for found in record["rows"] if found["peer"] == OURS and "seconds" in found), None)
+    if (row.aim or row.against) and ours:
+        words.append(f"aim {aim_of(row, ours['tflops'], rate_of(collect(folder), row))}")
     words += [f"measured earlier: {peer} {rate:.0f}" for peer, rate in row.figures.items()]
     return "; ".join(words) + "\n" if words else ""
 
@@ -205,7 +238,7 @@ def verdict(row: Row, record: Record) -> str:
 def blocks(found: dict[str, Record]) -> str:
     """What stands between the page's markers."""
     return (
-        f"{page_table(found)}\n\n![TFLOP/s per GPU by row]({PLOT.name})\n\n"
+        f"{page_table(found)}\n\n{missing(found)}![TFLOP/s per GPU by row]({PLOT.name})\n\n"
         f"Where a step's time goes, Megalight, means over the ranks:\n\n{parts_table(found)}\n\n"
         f"The rows:\n\n{rows_table()}"
     )

@@ -51,10 +51,13 @@ def test_results_find_their_rows(tmp_path):
     }
     first, second = render.page_table(found).splitlines()[2:]
     cells = [cell.strip() for cell in first.split("|")[1:-1]]
-    assert cells[:10] == [
-        "`8b-16l-bf16`", "1 x H200", "1.000", "580", "10,000", "80", "596", "97%", "580", "hf-compile 490",
+    assert cells[:11] == [
+        "`8b-16l-bf16`", "1 x H200", "1.000", "580", "10,000", "80.0", "596", "97%", "580: met", "",
+        "hf-compile 490 (80.0 GiB)",
     ]  # fmt: skip
-    assert "| 850 |" in second
+    assert "| 850: 5.9% short |" in second
+    assert "`8b-8l-8k-fp8`" in render.missing(found)
+    assert "`8b-16l-bf16`" not in render.missing(found)
 
 
 def test_parts_of_ranks_are_averaged():
@@ -75,8 +78,16 @@ def test_parts_of_ranks_are_averaged():
 
 def test_an_aim_that_is_another_row():
     row = ROWS["125m-graph"]
-    assert render.aim_of(row, {"125m": {"peers": {"megalight": {"tflops": 100.0}}}}) == "1.25 x `125m` = 125"
-    assert render.aim_of(row, {}) == "1.25 x `125m`"
+    found = {"125m": {"peers": {"megalight": {"tflops": 100.0}}}}
+    assert render.aim_of(row, 125, render.rate_of(found, row)) == "1.25 x `125m` = 125: met"
+    assert render.aim_of(row, 100, render.rate_of(found, row)) == "1.25 x `125m` = 125: 20.0% short"
+    assert render.aim_of(row, 100, render.rate_of({}, row)) == "1.25 x `125m`"
+
+
+def test_a_run_is_told_of_its_aim(tmp_path):
+    record = {"device": "NVIDIA H200", "rows": [measured("megalight", 600)]}
+    assert "aim 580: met" in render.verdict(ROWS["8b-16l-bf16"], record, tmp_path)
+    assert "aim 1.25 x `125m`;" in render.verdict(ROWS["125m-graph"], record, tmp_path).replace("\n", ";")
 
 
 @pytest.mark.skipif(not has("matplotlib"), reason="matplotlib is not installed")

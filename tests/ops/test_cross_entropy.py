@@ -37,8 +37,9 @@ def test_memory_between_rows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
     hidden, weight = (torch.randn(rows, 32).bfloat16().requires_grad_() for rows in (48, 101))
     linear_cross_entropy(hidden, weight, torch.arange(48), backend="torch").sum().backward()
-    assert hidden.grad is not None and hidden.grad.isfinite().all()
-    assert weight.grad is not None and weight.grad.isfinite().all()
+    for parameter in (hidden, weight):
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
 
 
 def test_reference_equals_torch() -> None:
