@@ -136,13 +136,7 @@ class _Run:
         self.peak = 0
         edges, device = executor.edges, executor.device
         self.activations = Inbox(edges.activations_in, agenda.activations, self._known, self._ask, device)
-        self.gradients = Inbox(
-            edges.gradients_in,
-            agenda.gradients,
-            lambda chunk, index: self.flights[chunk, index].form,
-            lambda chunk, index: self.flights[chunk, index].form,
-            device,
-        )
+        self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, self._returning, device)
 
     def play(self) -> None:
         work = {
@@ -231,6 +225,10 @@ class _Run:
 
     def _known(self, chunk: int, index: int) -> Form | None:
         return self.executor.coming.get(self._key(self.executor.stages[chunk].index, index))
+
+    def _returning(self, chunk: int, index: int) -> Form:
+        """Gradients are of the form of what went out."""
+        return self.flights[chunk, index].form
 
     def _ask(self, chunk: int, index: int) -> Form:
         """Wait for the header that :meth:`_announce` sends."""
