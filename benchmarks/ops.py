@@ -4,8 +4,10 @@
 
 A backend whose outputs or gradients differ from the float64 reference is reported and not timed. Times are medians of
 CUDA graph replays, so that they hold no launch gaps; `floor` is the time that bytes at 4.3 TB/s or operations at
-800 TFLOP/s (measured ceilings of an H200) would take. `--sweep` also tries other settings: block shapes of the Triton
-kernels, and of cross entropy the memory for logits and the way to add up weight gradients. `--small` takes tiny shapes.
+800 TFLOP/s (measured ceilings of an H200) would take. With `--turns 5` backends take turns, five times, and the median
+of each stands: else the first would run on a cooler device. `--sweep` also tries other settings: block shapes of the
+Triton kernels, and of cross entropy the memory for logits and the way to add up weight gradients. `--small` takes tiny
+shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -376,12 +378,27 @@ def swept(case: Case, device: str) -> Iterator[Row]:
                     print(f"{case.op} {case.shape} {values}: {type(error).__name__}", flush=True)
 
 
+def in_turn(case: Case, backends: Sequence[str], device: str, turns: int) -> dict[str, list[Row]]:
+    """The rows of each backend; of several turns those of the median time."""
+    found: dict[str, list[tuple[Row, ...]]] = {backend: [] for backend in backends}
+    for _ in range(turns):
+        for backend in backends:
+            found[backend].append(tuple(timed(case, backend, device)))
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    return {
+        backend: [sorted(part, key=lambda row: row.microseconds)[turns // 2] for part in zip(*rounds, strict=True)]
+        for backend, rounds in found.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
     parser.add_argument("--backends", nargs="*", help="only these")
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script works")
     options = parser.parse_args()
@@ -392,24 +409,21 @@ def main() -> None:
     for case in Shapes(options.small, device).cases():
         if case.op not in options.only or options.shapes not in case.shape:
             continue
-        for backend in case.backends:
-            if options.backends and backend not in options.backends:
-                continue
-            if backend == "reference" and case.op == "attention":
-                continue  # the whole matrix of scores: for checks only
+        serving = []
+        for backend in options.backends or case.backends:
+            if backend not in case.backends or (backend == "reference" and case.op == "attention"):
+                continue  # the whole matrix of scores is for checks only
             reason = verdict(case, backend)
-            if reason is not None:
+            if reason is None:
+                serving.append(backend)
+            else:
                 refused.append(f"{case.op} {case.shape} {backend}: {reason}")
-                continue
-            found = list(timed(case, backend, device))
-            if options.sweep and backend == "triton":
-                found += swept(case, device)
+        for backend, found in in_turn(case, serving, device, options.turns).items():
+            found += swept(case, device) if options.sweep and backend == "triton" else ()
             rows += found
             for r in found:
                 head = f"{r.op:21}{r.shape:24}{r.part:9}{r.backend:13}"
                 print(f"{head}{r.microseconds:9.1f}{r.floor:9.1f}  {r.rate} {r.knobs}", flush=True)
-            if device == "cuda":
-                torch.cuda.empty_cache()
     print("\n".join(refused))
     about = {
         "command": " ".join(sys.argv),
