@@ -228,6 +228,7 @@ class Shapes:
         packs = {
             "uniform": [length] * self.batch,
             "ragged": [length // 2, length // 4 + 3, length // 4 - 3, length // 2 + 5, length // 2 - 5],
+            "documents": [max(1, (40 + 11 * (n % 16)) * self.tokens // 7840) for n in range(64)],
         }
         for label, lengths in packs.items():
 
@@ -238,7 +239,7 @@ class Shapes:
                 return tensors, lambda b, q, k, v: attention(q, k, v, sequences, backend=b)
 
             unit = sum(2.0 * n * n * self.heads * self.dim for n in lengths)  # causal: half of two products
-            yield Case("attention", f"{label} {len(lengths)} x {length}", names(ATTENTION), make, self.tokens,
+            yield Case("attention", f"{label} {len(lengths)} x {sum(lengths) // len(lengths)}", names(ATTENTION), make, self.tokens,
                        (unit, 3.5 * unit), "operations")  # fmt: skip
 
     def optimizer(self) -> Iterator[Case]:
