@@ -238,8 +238,9 @@ class Shapes:
                 tensors = [self.random(sequences.num_tokens, n, self.dim) for n in (self.heads, self.kv, self.kv)]
                 return tensors, lambda b, q, k, v: attention(q, k, v, sequences, backend=b)
 
+            shape = f"{label} {len(lengths)} x {sum(lengths) // len(lengths)}"
             unit = sum(2.0 * n * n * self.heads * self.dim for n in lengths)  # causal: half of two products
-            yield Case("attention", f"{label} {len(lengths)} x {sum(lengths) // len(lengths)}", names(ATTENTION), make, self.tokens,
+            yield Case("attention", shape, names(ATTENTION), make, self.tokens,
                        (unit, 3.5 * unit), "operations")  # fmt: skip
 
     def optimizer(self) -> Iterator[Case]:
