@@ -80,6 +80,24 @@ def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
         assert error(ours, theirs) < 1e-6
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_spoils_no_later_step(packages: Fakes, bad: float) -> None:
+    (weight, session), _ = weights("delayed")
+    found = []
+    for step in range(3):
+        x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(1)).bfloat16()
+        grad_y = torch.full((TOKENS, OUT), 2.0**-20).bfloat16()
+        if step == 1:
+            x[0, 0] = grad_y[0, 0] = bad
+        with session.step(step):
+            y = linear(x.requires_grad_(), weight)
+            y.backward(grad_y)
+        assert x.grad is not None
+        found.append((y.detach(), x.grad))
+    assert torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[0][1], found[2][1])
+
+
 def test_recomputed_inputs_are_cast_in_the_backward(packages: Fakes) -> None:
     (weight, _), (other, _) = weights("tensorwise")
     x, grad_y = torch.randn(TOKENS, IN).bfloat16(), torch.randn(TOKENS, OUT).bfloat16()
