@@ -165,6 +165,7 @@ KINDS_WITH_FAKES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
         ({"emulate": True}, "emulate"),
         ({"primary_weights": True}, "primary_weights"),
         ({"power_of_two": True}, "power_of_two"),
+        ({"recipe": "blockwise", "power_of_two": True}, "power_of_two"),
         ({"margin": 1}, "margin"),
     ],
 )

@@ -91,7 +91,7 @@ class TransformerEngineProducts(LowPrecision):
             ("primary_weights", options.get("primary", False)),
             ("reduce_amax", any(options.get("reduce_amax", ()))),
             ("margin for this recipe", options.get("margin", 0) and not recipe.delayed),
-            ("power_of_two", recipe.x.scale == "power" and recipe.one_scale),
+            ("power_of_two", recipe.x.scale == "power"),
         ):
             if asked:
                 raise ConfigurationError(
