@@ -123,7 +123,7 @@ def apply_low_precision(
         if not options.first_layers <= index < total - options.last_layers:
             continue
         for measuring in _measuring(layer):
-            measuring.measure = schemes.one_scale and not schemes.delayed
+            measuring.measure = kind.wants_magnitudes and schemes.one_scale and not schemes.delayed
         for name, module in _linears(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue

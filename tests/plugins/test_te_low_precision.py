@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.nn import Linear
+from megalight.nn import Linear, RMSNorm
 from megalight.nn.init import initialise
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
@@ -134,7 +134,8 @@ def test_the_device_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"up": Linear(32, 64, bias=False)})})
+        layer = torch.nn.ModuleDict({"norm": RMSNorm(32), "up": Linear(32, 64, bias=False)})
+        self.layers = torch.nn.ModuleDict({"0": layer})
 
 
 def prepared(options: LowPrecisionOptions) -> Any:
@@ -154,6 +155,14 @@ def test_the_plugin_hands_layers_over(packages: Fakes) -> None:
         prepared(LowPrecisionOptions(recipe=name))
     with pytest.raises(BackendError, match="has no recipe 'rowwise'"):
         prepared(LowPrecisionOptions(recipe="rowwise"))
+
+
+def test_nobody_measures_for_quantizers_that_do(packages: Fakes) -> None:
+    model = prepared(LowPrecisionOptions())
+    assert isinstance(model.layers["0"]["up"].weight.precision, TransformerEngineProducts)
+    assert not model.layers["0"]["norm"].measure
+    MegatronLowPrecision(LowPrecisionOptions(emulate=True)).prepare(model, ParallelMesh(), None)
+    assert model.layers["0"]["norm"].measure
 
 
 KINDS_WITH_FAKES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")

@@ -109,10 +109,13 @@ class LowPrecision:
 
     Attributes:
         scale: of a weight that is held as codes, ``[1, 1]``.
+        wants_magnitudes: whether casts by the values that are there read what makers of tensors tell of them.
 
     Raises:
         ConfigurationError: codes of this recipe's weights are not those of their transposes.
     """
+
+    wants_magnitudes = True
 
     def __init__(
         self,

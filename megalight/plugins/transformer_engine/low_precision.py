@@ -85,6 +85,8 @@ class TransformerEngineProducts(LowPrecision):
         ConfigurationError: an option that TransformerEngine's recipes do not have.
     """
 
+    wants_magnitudes = False  # its quantizers look for themselves
+
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         for name, asked in (
             ("emulate", options.get("emulate", False)),
