@@ -9,6 +9,8 @@ from torch import Tensor
 
 INPUT, WEIGHT, GRADIENT = range(3)
 """Rows of a history: the gradient is that of the output."""
+STEPS = 16
+"""How many it looks back, unless it is told."""
 
 
 class AmaxHistory:
