@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,6 +12,9 @@ import torch
 from megalight.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
+
+FULL = re.compile(r"out of memory|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED", re.IGNORECASE)
+"""What the driver and its libraries say, whose errors are no ``torch.OutOfMemoryError``."""
 
 
 class MemorySnapshot(pl.Callback):
@@ -82,7 +86,7 @@ class MemorySnapshot(pl.Callback):
 def ran_out(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is a device without memory left."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and FULL.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False

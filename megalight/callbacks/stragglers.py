@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-import statistics
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -42,8 +42,8 @@ class Slow:
     """A rank beside its like.
 
     Attributes:
-        ratio: of its seconds to the median of its pipeline stage's ranks.
-        median: that, seconds.
+        ratio: of its seconds to the median of the other ranks of its pipeline stage; 1 where there are none.
+        median: that, seconds; its own where there are no others.
     """
 
     worker: Worker
@@ -55,7 +55,7 @@ class Stragglers(TimedSteps):
     """Compares what a step costs each rank and names the slowest.
 
     Logged every few steps: ``straggler/rank`` (the one furthest above its like), ``straggler/ratio`` (its time over the
-    median of the ranks of its pipeline stage), ``straggler/seconds`` and ``straggler/median_s``. Where the ratio
+    median of the other ranks of its pipeline stage), ``straggler/seconds`` and ``straggler/median_s``. Where the ratio
     reaches ``warn_ratio``, rank 0 also says so in words, with hosts.
 
     A rank's time is that of its device in forward and backward passes, less pipeline receives, by events that are read
@@ -111,7 +111,7 @@ class Stragglers(TimedSteps):
         if worst.ratio >= self.warn_ratio:
             named = "; ".join(
                 f"rank {slow.worker.rank} on {slow.worker.place} {slow.worker.seconds:.3g} s, {slow.ratio:.2f} x the "
-                f"median of its stage"
+                f"median of the others of its stage"
                 for slow in self.latest
                 if slow.ratio >= self.warn_ratio
             )
@@ -119,12 +119,24 @@ class Stragglers(TimedSteps):
 
 
 def slowest(workers: list[Worker]) -> list[Slow]:
-    """Ranks by their ratio to the median of their pipeline stage, slowest first; without stages of no measured work."""
+    """Ranks by their ratio to the median of the others of their stage, slowest first; without stages of no work."""
     stages: dict[int, list[float]] = {}
-    for worker in workers:
+    for worker in sorted(workers, key=lambda worker: worker.seconds):
         stages.setdefault(worker.stage, []).append(worker.seconds)
-    medians = {stage: statistics.median(seconds) for stage, seconds in stages.items()}
+    medians = [median_of_others(stages[worker.stage], worker.seconds) for worker in workers]
     found = [
-        Slow(worker, worker.seconds / median, median) for worker in workers if (median := medians[worker.stage]) > 0
+        Slow(worker, worker.seconds / median, median)
+        for worker, median in zip(workers, medians, strict=True)
+        if median > 0
     ]
     return sorted(found, key=lambda slow: (-slow.ratio, slow.worker.rank))
+
+
+def median_of_others(ordered: list[float], one: float) -> float:
+    """The median of ``ordered``, which rises, without ``one`` of its values; that itself where it is alone."""
+    others = len(ordered) - 1
+    if not others:
+        return one
+    out = bisect_left(ordered, one)
+    low, high = (ordered[at + (at >= out)] for at in ((others - 1) // 2, others // 2))
+    return (low + high) / 2

@@ -17,10 +17,14 @@ from megalight.nn import LayerNorm, Linear, RMSNorm
 from megalight.nn.attention import Attention
 from megalight.nn.mlp import Activation
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
+
+MAX_MARGIN = 14
+"""448 / 2^14 is the least such quotient that e4m3 holds with all its bits."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,9 @@ class LowPrecisionOptions:
             :mod:`megalight.ops.quantize.recipes`.
         formats: ``hybrid`` (gradients e5m2) or ``e4m3``; None: as is usual for the recipe.
         power_of_two: scales are powers of two.
-        margin: scales leave room for values ``2 ** margin`` times as large; for ``tensorwise`` and ``delayed``.
-        history: steps that ``delayed`` looks back.
+        margin: scales leave room for values ``2 ** margin`` times as large, up to 14; for ``tensorwise`` and
+            ``delayed``.
+        history: steps that ``delayed`` looks back; None: 16.
         first_layers: layers at the beginning that stay in the weights' own type.
         last_layers: layers at the end that do.
         modules: patterns of the linear layers inside a layer that take part (``mlp.*``). Embeddings and the output
@@ -54,7 +59,7 @@ class LowPrecisionOptions:
     formats: Literal["hybrid", "e4m3"] | None = None
     power_of_two: bool = False
     margin: int = 0
-    history: int = 16
+    history: int | None = None
     first_layers: int = 0
     last_layers: int = 0
     modules: Sequence[str] = ("*",)
@@ -64,11 +69,15 @@ class LowPrecisionOptions:
 
     def __post_init__(self) -> None:
         self.schemes()
+        self._check_numbers()
+        self._check_modules()
         one_scale = self.recipe in ("tensorwise", "delayed")
         if self.margin and not one_scale:
             raise ConfigurationError(f"margin={self.margin} does nothing for recipe {self.recipe!r}; leave it out.")
-        if self.history < 1:
-            raise ConfigurationError(f"history={self.history}; it must be at least 1.")
+        if self.history is not None and self.recipe != "delayed":
+            raise ConfigurationError(
+                f"history={self.history} does nothing for recipe {self.recipe!r}; leave it out, or choose 'delayed'."
+            )
         if self.reduce_amax and self.recipe not in ("tensorwise", "rowwise"):
             raise ConfigurationError(f"reduce_amax does nothing for recipe {self.recipe!r}; leave it out.")
         if self.primary_weights and not one_scale:
@@ -76,12 +85,30 @@ class LowPrecisionOptions:
                 f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
                 "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
             )
-        if min(self.first_layers, self.last_layers) < 0:
-            raise ConfigurationError("first_layers and last_layers must not be negative.")
 
     def schemes(self) -> Recipe:
         """The recipe itself."""
         return recipe(self.recipe, self.formats, self.power_of_two)
+
+    def _check_numbers(self) -> None:
+        for name, least in (("margin", 0), ("history", 1), ("first_layers", 0), ("last_layers", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ConfigurationError(f"{name}={value!r}; give a whole number, at least {least}.")
+        if self.margin > MAX_MARGIN:
+            raise ConfigurationError(
+                f"margin={self.margin}; with more than {MAX_MARGIN} even the largest value is below e4m3's normal "
+                "numbers. Lower it; 0 leaves no room."
+            )
+
+    def _check_modules(self) -> None:
+        if isinstance(self.modules, str):
+            raise ConfigurationError(f"modules={self.modules!r} is one string; give a list: [{self.modules!r}].")
+        if not self.modules:
+            raise ConfigurationError(
+                f"modules={self.modules!r} names no layer, so that none would multiply in low precision; give patterns "
+                "such as 'mlp.*', leave modules out for all layers, or choose another precision."
+            )
 
 
 def apply_low_precision(
@@ -123,7 +150,7 @@ def apply_low_precision(
         if not options.first_layers <= index < total - options.last_layers:
             continue
         for measuring in _measuring(layer):
-            measuring.measure = schemes.one_scale and not schemes.delayed
+            measuring.measure = kind.wants_magnitudes and schemes.one_scale and not schemes.delayed
         for name, module in _linears(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
@@ -137,7 +164,7 @@ def apply_low_precision(
                 session,
                 emulate=options.emulate,
                 margin=options.margin,
-                history=options.history,
+                history=options.history or STEPS,
                 primary=options.primary_weights,
                 reduce_amax=(
                     reduce if isinstance(module, RowLinear) else None,

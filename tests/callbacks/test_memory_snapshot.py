@@ -74,6 +74,22 @@ def test_causes_are_looked_through():
     assert ran_out(error)
 
 
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("full"), True),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), False),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), False),
+        (ValueError("the tokenizer is out of memory cells"), False),
+    ],
+)
+def test_libraries_that_find_no_memory_count(error, full):
+    assert ran_out(error) is full
+
+
 def test_without_cuda_it_is_refused():
     with pytest.raises(ConfigurationError, match="this run is on cpu"):
         tiny_trainer(callbacks=[MemorySnapshot()]).fit(Tiny())

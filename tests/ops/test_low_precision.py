@@ -221,6 +221,29 @@ def test_delayed_casts_go_by_past_steps_alone() -> None:
     assert torch.equal(history.past[1], before[0])
 
 
+@pytest.mark.parametrize("history", [1, 4])
+@pytest.mark.parametrize("where", ["input", "gradient"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_spoils_no_later_step(history: int, where: str, bad: float) -> None:
+    reduced: list[Tensor] = []
+    session = Session(reduce_history=lambda seen: reduced.append(seen.clone()))
+    weight, x, grad_y = make("delayed", session, history=history)
+    found = []
+    for step in range(3):
+        leaf, gradient = x.detach().clone(), 1e-7 * grad_y
+        if step == 1:
+            (leaf if where == "input" else gradient)[3, 5] = bad
+        with session.step(step):
+            y = linear(leaf.requires_grad_(), weight)
+            y.backward(gradient)
+        found.append((y.detach(), leaf.grad))
+    assert torch.stack(reduced).isfinite().all()
+    for first, last in zip(found[0], found[2], strict=True):
+        assert first is not None
+        assert last is not None
+        assert torch.equal(first, last)
+
+
 def test_histories_are_reduced_once_for_all_layers() -> None:
     calls: list[Tensor] = []
 

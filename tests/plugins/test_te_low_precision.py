@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.nn import Linear
+from megalight.nn import Linear, RMSNorm
 from megalight.nn.init import initialise
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
@@ -80,6 +80,24 @@ def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
         assert error(ours, theirs) < 1e-6
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_spoils_no_later_step(packages: Fakes, bad: float) -> None:
+    (weight, session), _ = weights("delayed")
+    found = []
+    for step in range(3):
+        x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(1)).bfloat16()
+        grad_y = torch.full((TOKENS, OUT), 2.0**-20).bfloat16()
+        if step == 1:
+            x[0, 0] = grad_y[0, 0] = bad
+        with session.step(step):
+            y = linear(x.requires_grad_(), weight)
+            y.backward(grad_y)
+        assert x.grad is not None
+        found.append((y.detach(), x.grad))
+    assert torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[0][1], found[2][1])
+
+
 def test_recomputed_inputs_are_cast_in_the_backward(packages: Fakes) -> None:
     (weight, _), (other, _) = weights("tensorwise")
     x, grad_y = torch.randn(TOKENS, IN).bfloat16(), torch.randn(TOKENS, OUT).bfloat16()
@@ -116,7 +134,8 @@ def test_the_device_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"up": Linear(32, 64, bias=False)})})
+        layer = torch.nn.ModuleDict({"norm": RMSNorm(32), "up": Linear(32, 64, bias=False)})
+        self.layers = torch.nn.ModuleDict({"0": layer})
 
 
 def prepared(options: LowPrecisionOptions) -> Any:
@@ -138,6 +157,14 @@ def test_the_plugin_hands_layers_over(packages: Fakes) -> None:
         prepared(LowPrecisionOptions(recipe="rowwise"))
 
 
+def test_nobody_measures_for_quantizers_that_do(packages: Fakes) -> None:
+    model = prepared(LowPrecisionOptions())
+    assert isinstance(model.layers["0"]["up"].weight.precision, TransformerEngineProducts)
+    assert not model.layers["0"]["norm"].measure
+    MegatronLowPrecision(LowPrecisionOptions(emulate=True)).prepare(model, ParallelMesh(), None)
+    assert model.layers["0"]["norm"].measure
+
+
 KINDS_WITH_FAKES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 
@@ -147,6 +174,7 @@ KINDS_WITH_FAKES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
         ({"emulate": True}, "emulate"),
         ({"primary_weights": True}, "primary_weights"),
         ({"power_of_two": True}, "power_of_two"),
+        ({"recipe": "blockwise", "power_of_two": True}, "power_of_two"),
         ({"margin": 1}, "margin"),
     ],
 )

@@ -16,8 +16,10 @@ from megalight.models.gpt.config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
 from megalight.ops.linear.low_precision import Session
+from megalight.ops.quantize import quantize
+from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
+from megalight.parallel.precision import MAX_MARGIN, LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies.options import Pipeline
@@ -195,13 +197,35 @@ def test_what_cannot_be_is_refused(options: Any, changes: Any, error: type[Excep
         ({"recipe": "fp8"}, "not known; choose from tensorwise"),
         ({"recipe": "rowwise", "margin": 1}, "margin=1 does nothing"),
         ({"recipe": "blockwise", "reduce_amax": True}, "reduce_amax does nothing"),
-        ({"history": 0}, "at least 1"),
-        ({"first_layers": -1}, "negative"),
+        ({"history": 0}, "history=0; give a whole number, at least 1"),
+        ({"recipe": "delayed", "history": 1.5}, "history=1.5; give a whole number"),
+        ({"history": 99}, "history=99 does nothing for recipe 'tensorwise'"),
+        ({"margin": -20}, "margin=-20; give a whole number, at least 0"),
+        ({"margin": 15}, "margin=15; with more than 14"),
+        ({"first_layers": -1}, "first_layers=-1; give a whole number, at least 0"),
+        ({"last_layers": 0.5}, "last_layers=0.5; give a whole number"),
+        ({"modules": ()}, r"modules=\(\) names no layer"),
+        ({"modules": "mlp.*"}, r"modules='mlp\.\*' is one string; give a list: \['mlp\.\*'\]"),
     ],
 )
 def test_options_that_do_nothing_are_refused(options: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         LowPrecisionOptions(**options)
+
+
+def test_how_far_delayed_scales_look_back() -> None:
+    for options, length in (({}, 16), ({"history": 3}, 3)):
+        module = model()
+        apply_low_precision(module, LowPrecisionOptions("delayed", emulate=True, **options), ParallelMesh())
+        (found,) = {p.precision.history.length for p in module.parameters() if hasattr(p, "precision")}
+        assert found == length
+
+
+def test_the_largest_values_keep_their_bits_up_to_the_largest_margin() -> None:
+    x = (1 + torch.arange(7) / 8).expand(16, 7)  # what e4m3 has between its largest, 1.75 * 2^8, and 2^8
+    for margin, exact in ((MAX_MARGIN, True), (MAX_MARGIN + 1, False)):
+        codes = quantize(x, recipe("tensorwise").x, 2.0**margin * x.max())
+        assert torch.equal(codes.dequantize(x.dtype), x) == exact
 
 
 def test_foreign_models_are_refused() -> None:

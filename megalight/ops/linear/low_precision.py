@@ -19,7 +19,7 @@ from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear.inputs import Saveable
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES, LARGEST
-from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
 from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
@@ -109,10 +109,13 @@ class LowPrecision:
 
     Attributes:
         scale: of a weight that is held as codes, ``[1, 1]``.
+        wants_magnitudes: whether casts by the values that are there read what makers of tensors tell of them.
 
     Raises:
         ConfigurationError: codes of this recipe's weights are not those of their transposes.
     """
+
+    wants_magnitudes = True
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class LowPrecision:
         *,
         emulate: bool = False,
         margin: int = 0,
-        history: int = 16,
+        history: int = STEPS,
         reduce_amax: tuple[Reduce | None, Reduce | None] = (None, None),
         primary: bool = False,
     ) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 INPUT, WEIGHT, GRADIENT = range(3)
 """Rows of a history: the gradient is that of the output."""
+STEPS = 16
+"""How many it looks back, unless it is told."""
 
 
 class AmaxHistory:
@@ -58,15 +60,18 @@ class AmaxHistory:
 
     @staticmethod
     def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
-        """End a step: every history's oldest step makes room for this one, reduced over ranks all at once."""
-        used = [history.current for history in histories if history.current is not None]
+        """End a step: every history's oldest step makes room for this one, reduced over ranks all at once.
+
+        A magnitude that is not finite would spoil scales for as long as it is remembered: the step before stands in.
+        """
+        used = [(h, h.past, h.current) for h in histories if h.past is not None and h.current is not None]
         if not used:
             return
-        seen = torch.stack(used)
+        seen = torch.stack([current for _, _, current in used])
+        seen = torch.where(seen.isfinite(), seen, torch.stack([past[0] for _, past, _ in used]))
         if reduce is not None:
             reduce(seen)
-        for history, row in zip([h for h in histories if h.current is not None], seen, strict=True):
-            assert history.past is not None and history.current is not None
-            history.past.copy_(torch.cat([row[None], history.past[:-1]]))
-            history.current.zero_()
+        for (history, past, current), row in zip(used, seen, strict=True):
+            past.copy_(torch.cat([row[None], past[:-1]]))
+            current.zero_()
             history.rolled = True

@@ -85,13 +85,15 @@ class TransformerEngineProducts(LowPrecision):
         ConfigurationError: an option that TransformerEngine's recipes do not have.
     """
 
+    wants_magnitudes = False  # its quantizers look for themselves
+
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         for name, asked in (
             ("emulate", options.get("emulate", False)),
             ("primary_weights", options.get("primary", False)),
             ("reduce_amax", any(options.get("reduce_amax", ()))),
             ("margin for this recipe", options.get("margin", 0) and not recipe.delayed),
-            ("power_of_two", recipe.x.scale == "power" and recipe.one_scale),
+            ("power_of_two", recipe.x.scale == "power"),
         ):
             if asked:
                 raise ConfigurationError(
