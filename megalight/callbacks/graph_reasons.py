@@ -26,7 +26,7 @@ OURS = ("lightning", "megalight")
 def of_environment(on_gpu: bool) -> Iterator[str]:
     """Of the process."""
     for name in ALLOCATOR:
-        if "expandable_segments:true" in os.environ.get(name, "").lower():
+        if "expandable_segments:true" in "".join(os.environ.get(name, "").split()).lower():
             yield f"{name} switches expandable_segments on, whose memory may move; take it out"
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         yield "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"

@@ -360,9 +360,10 @@ def test_dropout_is_not_recomputed_in_a_graph() -> None:
     assert "recompute of layers.0.attention draws dropout masks" in found["reasons"][0]
 
 
-def test_memory_that_may_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segments", ["expandable_segments:True", " expandable_segments: True"])
+def test_memory_that_may_move_is_refused(segments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(of_environment(False)) == []
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"max_split_size_mb:64,{segments}")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert [reason.split()[0] for reason in of_environment(False)] == ["PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"]
 
