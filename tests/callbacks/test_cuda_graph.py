@@ -69,12 +69,14 @@ def train_parts(config: Any, scope: Any, warmup: int, options: dict[str, Any]) -
     return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
 
 
-def low_precision(recipe: str, **more: Any) -> dict[str, Any]:
+def low_precision(recipe: str, precision: str = "64-true", **more: Any) -> dict[str, Any]:
     """Emulated: one cast of each weight per step, histories, and generators for stochastic rounding."""
-    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe, **more), "64-true")
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe, **more), precision)
     return {"micro_batch_size": 2, "trainer_options": {"precision": None}, "precision_plugin": plugin}
 
 
+MIXED = {**low_precision("delayed", "bf16-mixed", first_layers=1), "pipeline_parallel": 2, "virtual_pipeline": 2}
+"""Of four layers the first stays in bf16, and its rank has another one in FP8."""
 RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
     "one device": (1, DROPPING, {"micro_batch_size": 2}, STEPS - 2, 1),
     "dp": (2, DROPPING, {"micro_batch_size": 1}, STEPS - 2, 1),
@@ -111,6 +113,7 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
         1,
     ),
     "delayed scales": (1, WIDE, low_precision("delayed"), STEPS - 2, 1),
+    "vpp, first layer in bf16": (2, replace(WIDE, num_layers=4), MIXED, STEPS - 2, 1),
     "stochastic rounding": (1, WIDE, low_precision("nvfp4"), STEPS - 2, 1),
     "weights as codes": (2, WIDE, low_precision("tensorwise", primary_weights=True), STEPS - 2, 1),
 }
@@ -161,6 +164,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer, validation": ("layer", 1, DROPPING, {"micro_batch_size": 2, "trainer_options": EVALUATING}, 2 * 2, 2 * 2),
     "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
     "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),
+    "layer, vpp, first layer in bf16": ("layer", 2, replace(WIDE, num_layers=4), MIXED, 2 * 2, 0),
     "layer, weights as codes": (
         "layer",
         2,
