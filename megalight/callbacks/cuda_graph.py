@@ -30,6 +30,8 @@ CHOICES = {
     "backend": ("own", "transformer_engine"),
     "on_refusal": ("eager", "error"),
 }
+COUNTERS = ("global_step", "current_epoch")
+"""What of the trainer changes from step to step."""
 
 
 class CUDAGraph(pl.Callback):
@@ -117,9 +119,11 @@ class CUDAGraph(pl.Callback):
         self._recorder = self.recorder or CUDARecorder(strategy.root_device)
         self._recorder.enter()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what cannot be, or take the steps over."""
-        if self._recorder is None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Before the first step, when others have put their hooks on: say what cannot be, or take the steps over."""
+        if self._recorder is None or self._graphs is not None or self.reasons:
             return
         strategy = _strategy(trainer)
         reasons, lanes = self._look_ahead(trainer, pl_module, strategy)
@@ -166,7 +170,7 @@ class CUDAGraph(pl.Callback):
             warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
             refuse=self._refuse,
-            looking=lambda reasons: _logging_noticed(module, reasons),
+            looking=lambda reasons: _noticed(module, reasons),
         )
 
         def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
@@ -265,17 +269,33 @@ class CUDAGraph(pl.Callback):
 
 
 @contextmanager
-def _logging_noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
-    """Note whether the module's steps log, which replays would not do."""
+def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
+    """Note what replays would leave out, the module's logging, or freeze: reads of the trainer's counters."""
+    trainer, kind = module.trainer, type(module.trainer)
+    found: list[str] = []
 
     def noted(name: Any, *args: Any, **kwargs: Any) -> None:
-        reasons.append(f"the step logs {name!r} by self.log; return it as one of loss_step's metrics")
+        found.append(f"the step logs {name!r} by self.log; return it as one of loss_step's metrics")
 
+    def counter(name: str) -> property:
+        def read(trainer: pl.Trainer) -> Any:
+            found.append(
+                f"the step reads {name}, of which replays would repeat this step's value; keep it in a buffer of the "
+                "module, written in on_train_batch_start"
+            )
+            return getattr(super(noticing, trainer), name)
+
+        return property(read)
+
+    noticing = type(kind.__name__, (kind,), {name: counter(name) for name in COUNTERS})
     module.log = module.log_dict = noted  # type: ignore[method-assign, assignment]
+    trainer.__class__ = noticing
     try:
         yield
     finally:
+        trainer.__class__ = kind
         del module.log, module.log_dict
+        reasons += dict.fromkeys(found)
 
 
 def _strategy(trainer: pl.Trainer) -> MegatronStrategy:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +27,7 @@ OURS = ("lightning", "megalight")
 def of_environment(on_gpu: bool) -> Iterator[str]:
     """Of the process."""
     for name in ALLOCATOR:
-        if "expandable_segments:true" in os.environ.get(name, "").lower():
+        if "expandable_segments:true" in "".join(os.environ.get(name, "").split()).lower():
             yield f"{name} switches expandable_segments on, whose memory may move; take it out"
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         yield "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
@@ -64,6 +65,7 @@ def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: Me
         yield f"{type(module).__name__}.varying_carry lets stages tell each other shapes in the step, on the host"
     for chunk in strategy.chunks:
         yield from of_hooks(chunk.named_modules())
+        yield from of_parameter_hooks(chunk.named_parameters())
 
 
 def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tuple[str, nn.Module]]]) -> Iterator[str]:
@@ -80,8 +82,14 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
             yield f"{kind.__name__} keeps the casts of {name}'s weights to itself; use scope='iteration', not {scope!r}"
         if "forward" in module.__dict__:
             yield f"{name} is recomputed as a whole; recompute modules inside it, or leave it out"
-        inside = ((f"{name}.{part}", child) for part, child in module.named_modules() if part)
-        yield from of_hooks(inside)
+    yield from of_hooks_in([named for lane in lanes for named in lane])
+
+
+def of_hooks_in(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Of hooks inside parts. Those on a part itself are called around its replay; those on its parameters are not."""
+    for name, module in parts:
+        yield from of_hooks((f"{name}.{part}", child) for part, child in module.named_modules() if part)
+    yield from of_parameter_hooks(pair for name, module in parts for pair in module.named_parameters(name))
 
 
 def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
@@ -116,8 +124,27 @@ def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
             *module._backward_hooks.values(),
             *module._backward_pre_hooks.values(),
         ]
-        for hook in found:
-            inner = getattr(hook, "func", hook)
-            if str(getattr(inner, "__module__", "")).partition(".")[0] not in OURS:
-                yield f"{name or 'the model'} ({type(module).__name__}) has a hook, which a replay does not call"
-                break
+        if any(_foreign(hook) for hook in found):
+            yield f"{name or 'the model'} ({type(module).__name__}) has a hook, which a replay does not call"
+
+
+def of_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
+    """The same of parameters, one reason for all. The data-parallel engine has hooks there, which may be recorded."""
+    found = [
+        name
+        for name, parameter in parameters
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if any(_foreign(hook) for hook in (hooks or {}).values())
+    ]
+    names = list(dict.fromkeys(found))
+    if names:
+        others = f" (and {len(names) - 1} more)" if names[1:] else ""
+        yield (
+            f"parameter {names[0]}{others} has a hook, which a replay does not call; remove it: freeze by "
+            "requires_grad_(False) before fit, and look at gradients in on_before_optimizer_step"
+        )
+
+
+def _foreign(hook: Any) -> bool:
+    inner = getattr(hook, "func", hook)
+    return str(getattr(inner, "__module__", "")).partition(".")[0] not in OURS

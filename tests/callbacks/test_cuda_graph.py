@@ -69,12 +69,14 @@ def train_parts(config: Any, scope: Any, warmup: int, options: dict[str, Any]) -
     return {**found, "replays": callback.replays, "made": tape.made, "reasons": callback.reasons}
 
 
-def low_precision(recipe: str, **more: Any) -> dict[str, Any]:
+def low_precision(recipe: str, precision: str = "64-true", **more: Any) -> dict[str, Any]:
     """Emulated: one cast of each weight per step, histories, and generators for stochastic rounding."""
-    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe, **more), "64-true")
+    plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, recipe=recipe, **more), precision)
     return {"micro_batch_size": 2, "trainer_options": {"precision": None}, "precision_plugin": plugin}
 
 
+MIXED = {**low_precision("delayed", "bf16-mixed", first_layers=1), "pipeline_parallel": 2, "virtual_pipeline": 2}
+"""Of four layers the first stays in bf16, and its rank has another one in FP8."""
 RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
     "one device": (1, DROPPING, {"micro_batch_size": 2}, STEPS - 2, 1),
     "dp": (2, DROPPING, {"micro_batch_size": 1}, STEPS - 2, 1),
@@ -111,6 +113,7 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
         1,
     ),
     "delayed scales": (1, WIDE, low_precision("delayed"), STEPS - 2, 1),
+    "vpp, first layer in bf16": (2, replace(WIDE, num_layers=4), MIXED, STEPS - 2, 1),
     "stochastic rounding": (1, WIDE, low_precision("nvfp4"), STEPS - 2, 1),
     "weights as codes": (2, WIDE, low_precision("tensorwise", primary_weights=True), STEPS - 2, 1),
 }
@@ -161,6 +164,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer, validation": ("layer", 1, DROPPING, {"micro_batch_size": 2, "trainer_options": EVALUATING}, 2 * 2, 2 * 2),
     "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
     "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),
+    "layer, vpp, first layer in bf16": ("layer", 2, replace(WIDE, num_layers=4), MIXED, 2 * 2, 0),
     "layer, weights as codes": (
         "layer",
         2,
@@ -263,6 +267,41 @@ class Masking(Quiet):
         return Loss(error[error > 0].square().sum())
 
 
+class Scheduled(Quiet):
+    """Its loss weighs more with every step, by a number on the host."""
+
+    def weight(self) -> float:
+        return 1.0 + 10.0 * self.trainer.global_step
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss_step(carry, batch)
+        return Loss(self.weight() * loss.sum, loss.auxiliary)
+
+
+class Counting(Scheduled):
+    def weight(self) -> float:
+        return 1.0 + 10.0 * self.global_step
+
+
+class Ageing(Scheduled):
+    def weight(self) -> float:
+        return 1.0 + 10.0 * self.current_epoch
+
+
+class InABuffer(Scheduled):
+    """The same weight, as a graph can read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("now", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.now.fill_(1.0 + 10.0 * self.trainer.global_step)
+
+    def weight(self) -> Any:
+        return self.now
+
+
 class Own(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx)
@@ -278,8 +317,41 @@ class Hooking(pl.Callback):
         pl_module.model.head.register_forward_hook(lambda *given: None)
 
 
-def refused(module: Any, also: list[pl.Callback], on_refusal: Any, tape: bool, options: dict[str, Any]) -> Any:
-    callback = CUDAGraph(warmup_steps=2, on_refusal=on_refusal)
+class Freezing(pl.Callback):
+    """Takes all gradients of the third step on away, on the host."""
+
+    def __init__(self, when: str, inside: str = "", kind: str = "register_hook") -> None:
+        self.when, self.inside, self.kind = when, inside, kind
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._hook("fit", trainer, pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._hook("train", trainer, pl_module)
+
+    def _hook(self, when: str, trainer: pl.Trainer, pl_module: Any) -> None:
+        def gone(gradient: Tensor) -> Tensor:
+            return gradient * (trainer.global_step < 2)
+
+        def emptied(parameter: Tensor) -> None:
+            parameter.main_grad.mul_(trainer.global_step < 2)
+
+        for name, parameter in pl_module.model.named_parameters() if when == self.when else ():
+            if self.inside in name:
+                getattr(parameter, self.kind)(gone if self.kind == "register_hook" else emptied)
+
+
+def refused(
+    module: Any,
+    also: list[pl.Callback],
+    on_refusal: Any,
+    tape: bool,
+    options: dict[str, Any],
+    scope: Any = "iteration",
+    warmup: int = 2,
+) -> Any:
+    """Why steps ran eagerly, or the error; replays; and where parameters ended."""
+    callback = CUDAGraph(scope, warmup_steps=warmup, on_refusal=on_refusal)
     callback.recorder = Tape() if tape else None
     torch.manual_seed(0)
     try:
@@ -292,10 +364,11 @@ def refused(module: Any, also: list[pl.Callback], on_refusal: Any, tape: bool, o
             use_distributed_sampler=False,
         ).fit(module)
     except ConfigurationError as error:
-        return str(error), callback.replays
-    return "; ".join(callback.reasons), callback.replays
+        return str(error), callback.replays, None
+    return "; ".join(callback.reasons), callback.replays, [p.tolist() for p in module.model.parameters()]
 
 
+POST = "register_post_accumulate_grad_hook"
 REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
     (Reading, [], r"reads a value of a tensor .* at toy.py:\d+ \(loss_step\)"),
     (Masking, [], r"indexes with a mask.* at test_cuda_graph.py:\d+ \(loss_step\)"),
@@ -303,24 +376,51 @@ REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
     (Own, [], "Own has a training_step of its own"),
     (Quiet, [Watching()], "Watching defines on_before_backward"),
     (Quiet, [Hooking()], r"head \(Linear\) has a hook"),
+    (Quiet, [Freezing("fit")], r"parameter scale \(and 12 more\) has a hook"),
+    (Quiet, [Freezing("train", "head.bias")], r"parameter head.bias has a hook"),
+    (Quiet, [Freezing("train", "head.bias", POST)], r"parameter head.bias has a hook.*; remove it"),
+    (Scheduled, [], "reads global_step.*; keep it in a buffer"),
+    (Counting, [], "reads global_step"),
+    (Ageing, [], "reads current_epoch"),
 ]
 
 
 @pytest.mark.parametrize(("module", "also", "match"), REFUSALS, ids=lambda value: getattr(value, "__name__", None))
 def test_what_cannot_be_recorded_runs_eagerly_and_says_why(module: Any, also: Any, match: str) -> None:
-    found, replays = run(refused, 1, module(), also, "eager", True, {})[0]
+    found, replays, parameters = run(refused, 1, module(), also, "eager", True, {})[0]
     assert replays == 0
     assert re.search(match, found), found
-    found, _ = run(refused, 1, module(), also, "error", True, {})[0]
+    assert parameters == run(refused, 1, module(), also, "eager", True, {}, "iteration", NEVER)[0][2]
+    found, _, _ = run(refused, 1, module(), also, "error", True, {})[0]
     assert found.startswith("CUDAGraph cannot record")
 
 
-def test_a_module_that_can_be_recorded_is() -> None:
-    assert run(refused, 1, Quiet(), [], "error", True, {})[0] == ("", 2)
+@pytest.mark.parametrize(
+    ("inside", "match", "replays"),
+    [
+        ("layers", r"parameter layers.0.weight \(and 7 more\) has a hook", 0),
+        ("head", "^$", 2 * 3 * 4),
+    ],
+)
+def test_hooks_on_parameters_of_layers_are_refused_and_others_called(inside: str, match: str, replays: int) -> None:
+    also = [Freezing("train", inside)]
+    expected = run(refused, 1, Quiet(), also, "eager", True, {}, "layer", NEVER)[0]
+    found = run(refused, 1, Quiet(), also, "eager", True, {}, "layer")[0]
+    assert re.search(match, found[0]), found[0]
+    assert found[1] == replays
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("module", [Quiet, InABuffer])
+def test_a_module_that_can_be_recorded_is(module: Any) -> None:
+    found, replays, parameters = run(refused, 1, module(), [], "error", True, {})[0]
+    assert (found, replays) == ("", 2)
+    expected = run(refused, 1, module(), [], "error", True, {}, "iteration", NEVER)[0][2]
+    torch.testing.assert_close(parameters, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_there_is_no_cuda_here() -> None:
-    assert run(refused, 1, Quiet(), [], "eager", False, {})[0] == ("there are no CUDA graphs on cpu", 0)
+    assert run(refused, 1, Quiet(), [], "eager", False, {})[0][:2] == ("there are no CUDA graphs on cpu", 0)
 
 
 @pytest.mark.parametrize(
@@ -360,9 +460,10 @@ def test_dropout_is_not_recomputed_in_a_graph() -> None:
     assert "recompute of layers.0.attention draws dropout masks" in found["reasons"][0]
 
 
-def test_memory_that_may_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segments", ["expandable_segments:True", " expandable_segments: True"])
+def test_memory_that_may_move_is_refused(segments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(of_environment(False)) == []
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"max_split_size_mb:64,{segments}")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert [reason.split()[0] for reason in of_environment(False)] == ["PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"]
 
