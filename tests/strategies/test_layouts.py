@@ -13,7 +13,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies.options import Pipeline
-from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
+from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.workers import run
 
 WINDOWED = replace(CONFIGS["mha"], attention=AttentionConfig(window=3))
@@ -147,15 +147,20 @@ def options_of(row: Row) -> dict[str, Any]:
 
 
 def _rank(row: Row) -> dict[str, Any]:
-    model = replace(MODELS[row.config], num_layers=row.layers)
-    return fit(model, options={"level": row.level}, packed=row.packed, **options_of(row))
+    model, gradients = replace(MODELS[row.config], num_layers=row.layers), Gradients()
+    found = fit(
+        model, options={"level": row.level}, packed=row.packed, extra_callbacks=[gradients], **options_of(row)
+    )
+    return {**found, "gradients": gradients.first}
 
 
 def check(row: Row) -> None:
     found = run(_rank, row.world, row, timeout=120)
     for rank in found:
         assert rank["losses"] == found[0]["losses"], "ranks report different losses"
-    assert_same_run(found[0], expected(row.config, row.layers, row.packed))
+    wanted = expected(row.config, row.layers, row.packed)
+    assert_same_gradients(found[0]["gradients"], wanted["gradients"])
+    assert_same_run(found[0], wanted)
 
 
 @pytest.mark.parametrize("row", COVER, ids=str)
