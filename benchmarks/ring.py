@@ -127,7 +127,8 @@ def main() -> None:
     plain, urgent = ContextGroups(mesh, arguments.inner), ContextGroups(mesh, arguments.inner)
     urgent.__dict__["all"] = urgent_group()
     inner = InnerAttention(causal=True)
-    spec = ContextSpec(size, arguments.inner, (HEADS, KV_HEADS), True, window=False, softcap=False, dropout=False)
+    plain_attention = {"causal": True, "window": False, "softcap": False, "dropout": False, "backend": inner.backend}
+    spec = ContextSpec(size, arguments.inner, (HEADS, KV_HEADS), **plain_attention)
 
     def bound(attend: Attend, groups: ContextGroups) -> Callable[..., Tensor]:
         return lambda q, k, v, sequences: attend(inner, q, k, v, sequences, groups)

@@ -117,11 +117,16 @@ class BackendRegistry(Generic[SpecT, FnT]):
         """
         load_plugins()
         if name != "auto" and name not in self._backends:
-            known = ", ".join(backend.name for backend in self._ordered())
+            known = ", ".join(self.names)
             raise BackendError(f"{self.op} has no backend {name!r}; it has {known}." + nearest(name, self._backends))
         self._preferred = name
         for forget in _remembered:
             forget()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all backends, highest priority first."""
+        return [backend.name for backend in self._ordered()]
 
     def _ordered(self) -> list[Backend[SpecT, FnT]]:
         load_plugins()

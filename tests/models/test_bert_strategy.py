@@ -20,6 +20,7 @@ from megalight.data.prepare import prepare
 from megalight.models.bert import Bert, BertConfig
 from megalight.models.bert.module import BertModule
 from megalight.nn.init import initialise
+from megalight.parallel.context.options import ContextOptions
 from megalight.strategies import DataParallel, MegatronStrategy
 from tests.data.bert.conftest import SPECIALS, texts
 from tests.environment import trainer
@@ -144,7 +145,9 @@ LAYOUTS = [
         | {"micro_batch_size": 1},
     ),
     ("order", 2, {"context_parallel": 2, "micro_batch_size": 4}),
+    ("order", 2, {"context_parallel": 2, "context": ContextOptions("ring"), "micro_batch_size": 4}),
     ("order", 4, {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "micro_batch_size": 4}),
+    ("order", 4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 2}),
     ("untied", 4, {"tensor_parallel": 4, "sequence_parallel": True, "micro_batch_size": 3}),
 ]
 

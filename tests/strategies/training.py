@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
@@ -17,6 +18,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialise
 from megalight.nn.names import parts
 from megalight.optim import AdamConfig
+from megalight.parallel.mesh import DATA_AXES
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
@@ -92,6 +94,32 @@ class Losses(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self.losses.append(float(trainer.strategy.report.loss))
         self.norms.append(float(trainer.callback_metrics["grad_norm"]))
+
+
+class Gradients(pl.Callback):
+    """Keeps the first step's gradients, summed over all ranks and not clipped yet."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, np.ndarray[Any, Any]] = {}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.first = self.first or reduced(trainer.strategy)
+
+
+def reduced(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The whole model's reduced gradients by canonical name."""
+    engine, mesh = strategy.engine, strategy.mesh
+    replicas = mesh.group(*DATA_AXES) if engine.level.state else None
+    named = {}
+    for bucket, gradient in zip(engine.buckets, engine.gradients, strict=True):
+        flat = gradient.new_zeros(bucket.layout.numel)
+        flat[bucket.shard.start : bucket.shard.stop] = gradient
+        if replicas is not None:  # each holds an interval
+            dist.all_reduce(flat, group=replicas)
+        for info, (spec, start) in zip(bucket.infos, bucket.shard.slots, strict=True):
+            named[info.name] = flat[start : start + spec.numel]
+    whole = gather_canonical(named, strategy.specs, mesh, sum_partial=False)
+    return {name: value.numpy() for name, value in whole.items()}
 
 
 def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -191,7 +219,7 @@ def by_hand(
         eps=ADAM.eps,
     )
     initial = whole(model)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for step in range(steps):
         batch = global_batch(step, packed=packed).to(device)
         output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
@@ -199,15 +227,21 @@ def by_hand(
         loss = (output.losses * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
+        gradients = gradients or canonical(model, {name: p.grad for name, p in model.named_parameters()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model)}
+    found = {"losses": losses, "norms": norms, "gradients": gradients}
+    return {**found, "initial": initial, "final": whole(model)}
 
 
 def whole(model: torch.nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     """A one-device model by canonical name."""
-    named = dict(model.named_parameters())
+    return canonical(model, dict(model.named_parameters()))
+
+
+def canonical(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    """Tensors by parameter name of a one-device model, by canonical name."""
     return {
         "model." + part.name: named[part.parameter]
         .detach()
@@ -231,3 +265,14 @@ def assert_same_run(found: dict[str, Any], expected: dict[str, Any], tolerance: 
         # a key bias cancels in the softmax: all it ever holds is rounding
         error = np.linalg.norm(found["final"][name] - value) / max(float(np.linalg.norm(value)), 1e-3)
         assert error <= tolerance, f"final {name} differs by {error:.2e}"
+
+
+def assert_same_gradients(
+    found: Mapping[str, np.ndarray[Any, Any]], expected: Mapping[str, np.ndarray[Any, Any]], tolerance: float = 1e-9
+) -> None:
+    """Every tensor's to a relative norm."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        # a key bias cancels in the softmax: its gradient is rounding
+        error = np.linalg.norm(found[name] - value) / max(float(np.linalg.norm(value)), 1e-6)
+        assert error <= tolerance, f"the gradient of {name} differs by {error:.2e}"

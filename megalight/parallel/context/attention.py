@@ -75,6 +75,7 @@ class ContextAttention(nn.Module):
                 window=inner.window is not None,
                 softcap=inner.softcap is not None,
                 dropout=inner.dropout > 0,
+                backend=inner.backend,
             )
             self._chosen[heads] = choose(self.name, spec, self.kind).fn
         return self._chosen[heads]

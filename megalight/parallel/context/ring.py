@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
-from megalight.ops.attention_block import block_attention, block_attention_backward
+from megalight.ops.attention_block import REGISTRIES, block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
 from megalight.ops.common import once_differentiable, wide
 from megalight.parallel.context.blocks import Block, Blocks, Rows, blocks_of
@@ -27,13 +27,17 @@ from megalight.types import PackedSequences
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """Blocks of scores have neither cap nor dropout, and the ring brings all keys, near or far."""
+    """Blocks have neither cap nor dropout, and backends of their own; the ring brings all keys, near or far."""
     if spec.window:
         return "has no window: it would send all keys past every rank, of which few see them; all_gather has"
     if spec.softcap:
         return "has no soft cap on scores"
     if spec.dropout:
         return "has no dropout of attention weights"
+    for registry in REGISTRIES:
+        if spec.backend not in ("auto", *registry.names):
+            known = ", ".join(registry.names)
+            return f"has no attention backend {spec.backend!r}: {registry.op} has {known}"
     return None
 
 

@@ -24,6 +24,7 @@ class ContextSpec:
         window: a query sees a limited number of earlier keys.
         softcap: scores are capped.
         dropout: attention weights are dropped while training.
+        backend: of the attention op, as the layer names it.
     """
 
     cp: int
@@ -33,6 +34,7 @@ class ContextSpec:
     window: bool
     softcap: bool
     dropout: bool
+    backend: str
 
 
 class ContextGroups:

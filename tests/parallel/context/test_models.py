@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.models.gpt.config import AttentionConfig, NormConfig, PositionConfig
+from megalight.models.gpt.config import AttentionConfig, BackendConfig, NormConfig, PositionConfig
 from megalight.parallel.context.options import ContextOptions
 from tests.parallel.context.parity import check, gpt_errors
 from tests.workers import run
@@ -24,6 +24,7 @@ VARIANTS = {
         "position": PositionConfig(kind="learned"),
         "max_sequence_length": 20,
     },
+    "odd_heads_sdpa": {"num_heads": 3, "num_kv_heads": 3, "backends": BackendConfig(attention="sdpa")},
 }
 
 
@@ -40,6 +41,7 @@ VARIANTS = {
         ({"*layers.0.*": "all_gather"}, "gpt2", ROWS, 1, False, 2),
         ("ring", "gqa", PACKED, 2, True, 4),
         ("ring", "gpt2", ODD_ROWS, 1, False, 2),
+        ("auto", "odd_heads_sdpa", ROWS, 1, False, 2),
         ("all_to_all_ring", "gqa", PACKED, 1, False, 4),
         ({"*layers.1.*": "all_to_all_ring", "*": "all_gather"}, "gpt2", ODD_ROWS, 1, False, 4),
     ],

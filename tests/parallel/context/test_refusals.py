@@ -9,7 +9,7 @@ import torch
 
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.config import AttentionConfig, DropoutConfig
+from megalight.models.gpt.config import AttentionConfig, BackendConfig, DropoutConfig
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
 from megalight.parallel.apply import parallelize
@@ -26,6 +26,7 @@ from tests.parallel.test_apply import BASE
 WINDOW = {"attention": AttentionConfig(window=3, window_pattern=(False, True))}
 SOFTCAP = {"attention": AttentionConfig(softcap=3.0)}
 DROPOUT = {"dropout": DropoutConfig(attention=0.1)}
+SDPA = {"backends": BackendConfig(attention="sdpa")}
 
 
 def meta(**options) -> GPT:
@@ -50,7 +51,10 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         (WINDOW, 1, {"kind": "ring"}, r"layers\.1\.attention\.inner: .*ring: has no window"),
         (SOFTCAP, 1, {"kind": "ring"}, r"ring: has no soft cap"),
         (DROPOUT, 1, {"kind": "ring"}, r"ring: has no dropout"),
+        (SDPA, 1, {"kind": "ring"}, r"ring: has no attention backend 'sdpa': attention_block has cudnn, varlen, ref"),
         (WINDOW, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no window"),
+        (SDPA, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no attention backend 'sdpa'"),
+        ({"backends": BackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
         ({}, 1, {"kind": "all_to_all_ring"}, r"set ContextOptions\.inner"),
         ({}, 1, {"kind": "all_to_all_ring", "inner": 4}, r"it must divide cp and be smaller"),
         ({}, 1, {"kind": "all_to_all_ring", "inner": 3}, r"it must divide cp and be smaller"),
@@ -86,7 +90,7 @@ def test_layers_have_their_own_kinds() -> None:
 
 @pytest.mark.parametrize(
     ("options", "tp", "chosen"),
-    [({}, 1, "exchange"), ({}, 2, "ring"), ({**SOFTCAP, "num_kv_heads": 2}, 2, "gather")],
+    [({}, 1, "exchange"), ({}, 2, "ring"), ({**SOFTCAP, "num_kv_heads": 2}, 2, "gather"), (SDPA, 2, "gather")],
 )
 def test_auto_takes_the_first_that_can(options: dict, tp: int, chosen: str) -> None:
     inner = made(meta(**options), tp).layers["0"].attention.inner

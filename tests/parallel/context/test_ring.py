@@ -110,10 +110,11 @@ def test_refusals() -> None:
         ring_attention(q, q, q, sequences.zigzag(0, 1)[0], None, causal=True, backend="cudnn")
 
 
-@pytest.mark.parametrize("option", ["window", "softcap", "dropout"])
-def test_why_not(option: str) -> None:
-    plain = {"causal": True, "window": False, "softcap": False, "dropout": False}
-    assert why_not(ContextSpec(2, None, (4, 2), **plain)) is None
-    answer = why_not(ContextSpec(2, None, (4, 2), **(plain | {option: True})))
+@pytest.mark.parametrize("option", [{"window": True}, {"softcap": True}, {"dropout": True}, {"backend": "sdpa"}])
+def test_why_not(option: dict) -> None:
+    plain = {"causal": True, "window": False, "softcap": False, "dropout": False, "backend": "auto"}
+    for backend in ("auto", "cudnn", "varlen", "reference"):
+        assert why_not(ContextSpec(2, None, (4, 2), **(plain | {"backend": backend}))) is None
+    answer = why_not(ContextSpec(2, None, (4, 2), **(plain | option)))
     assert answer is not None
     assert answer.startswith("has no")
