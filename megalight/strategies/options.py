@@ -82,8 +82,13 @@ class Pipeline:
 
         Raises:
             LayoutError: a schedule that cannot run on so many ranks and chunks, or a layout that cannot be read.
-            ConfigurationError: two ways of dividing the layers at once.
+            ConfigurationError: a schedule without a backward; two ways of dividing the layers at once.
         """
+        if self.schedule == "forward_only":
+            raise ConfigurationError(
+                "pipeline schedule 'forward_only' has no backward, so nothing would be trained; evaluation uses it by "
+                "itself. Choose a schedule of training, or leave it at 'auto'."
+            )
         uneven = self.first_layers is not None or self.last_layers is not None
         counted = self.count_embedding or self.count_loss
         if text is not None and (uneven or counted):

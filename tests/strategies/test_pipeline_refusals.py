@@ -87,6 +87,10 @@ BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception],
     "layers in a string": (
         ToyModule, 2, {**PP, "pipeline_layout": "Et|ttL"}, LayoutError, r"(?s)layout 'Et\|ttL'.*3.*4.*rank 1",
     ),
+    "a schedule without a backward": (
+        ToyModule, 2, {**PP, "pipeline": Pipeline(schedule="forward_only")}, ConfigurationError,  # type: ignore[arg-type]
+        r"'forward_only' has no backward.*evaluation uses it by itself",
+    ),
     "uneven layers": (
         ToyModule, 2, {**PP, "pipeline": Pipeline(first_layers=4)}, LayoutError, r"4 layers with first=4",
     ),
