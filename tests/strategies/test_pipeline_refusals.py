@@ -87,6 +87,12 @@ BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception],
     "layers in a string": (
         ToyModule, 2, {**PP, "pipeline_layout": "Et|ttL"}, LayoutError, r"(?s)layout 'Et\|ttL'.*3.*4.*rank 1",
     ),
+    "layers in a string without a pipeline": (
+        ToyModule, 2, {"pipeline_layout": "EttL"}, LayoutError, r"layout 'EttL'.* 2 layers 't', but the model has 4",
+    ),
+    "a string without a pipeline for what has no layers": (
+        lambda: of(Headless), 2, {"pipeline_layout": "EttttL"}, LayoutError, r"Headless has no attribute 'head'",
+    ),
     "a schedule without a backward": (
         ToyModule, 2, {**PP, "pipeline": Pipeline(schedule="forward_only")}, ConfigurationError,  # type: ignore[arg-type]
         r"'forward_only' has no backward.*evaluation uses it by itself",
@@ -129,6 +135,17 @@ def test_refused_before_a_process_starts(case: Any, monkeypatch: pytest.MonkeyPa
         ).fit(make(), datamodule=Rows())
     assert not dist.is_initialized()
     assert "WORLD_SIZE" not in os.environ
+
+
+def _on_one_device(text: str) -> None:
+    strategy = MegatronStrategy(pipeline_layout=text)
+    trainer(strategy, max_steps=1, use_distributed_sampler=False, limit_val_batches=0).fit(ToyModule())
+
+
+def test_a_layout_string_for_one_device_must_fit_the_model() -> None:
+    run(_on_one_device, 1, "EttttL")
+    with pytest.raises(AssertionError, match=r"layout 'EtttttL'.* 5 layers 't', but the model has 4: 1 too many"):
+        run(_on_one_device, 1, "EtttttL")
 
 
 class Wrong(ToyModule):
