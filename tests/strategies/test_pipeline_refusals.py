@@ -7,10 +7,12 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from megalight.types import Loss
 from tests.environment import trainer
 from tests.strategies.regression import Plain
 from tests.strategies.toy import Toy, ToyModule
-from tests.strategies.training import BASE
+from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.workers import run
 
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
@@ -238,23 +240,63 @@ def test_the_layer_is_named() -> None:
         run(_in_layer, 2)
 
 
-def _warnings(size: int | None) -> list[str]:
+def _warnings(room: str, module: Callable[[], MegalightModule], **options: Any) -> list[str]:
     told: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("megalight.strategies.timetable")
+    log = logging.getLogger(f"megalight.strategies.{room}")
     log.addHandler(handler)
     try:
-        strategy = MegatronStrategy(pipeline_parallel=2, micro_batch_size=size)
-        trainer(strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=0).fit(ToyModule())
+        strategy = MegatronStrategy(pipeline_parallel=2, **options)
+        trainer(strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=0).fit(module())
     finally:
         log.removeHandler(handler)
-    return [text for text in told if "micro-batch" in text]
+    return told
 
 
 def test_too_few_micro_batches_are_told_once_by_the_first_rank() -> None:
-    first, second = run(_warnings, 2, None)
+    first, second = run(_warnings, 2, "timetable", ToyModule)
     assert len(first) == 1
     assert "1 micro-batch in a pipeline of 2 ranks: they wait 100% of the time they work" in first[0]
     assert second == []
-    assert run(_warnings, 2, 1) == [[], []]
+    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "timetable", ToyModule) == [[], []]
+
+
+class Frozen(ToyModule):
+    """Only its head is trained."""
+
+    def build_model(self) -> nn.Module:
+        model = Toy(4)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head"))
+        return model
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [p for p in self.parameters() if p.requires_grad]}])
+
+
+def _own_layers() -> MegalightModule:
+    module = WithData(replace(BASE, num_layers=2), optimizer=ADAM, seed=SEED)
+    module.steps, module.packed = 2, False
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule", "told"),
+    [
+        (
+            ToyModule,
+            "zero_bubble",
+            r"6 linear layers compute .* at once.*: embed, layers\.0, layers\.1 \.\.\.; use mega",
+        ),
+        (Frozen, "zero_bubble", r"1 linear layer computes .*: head; use megalight\.nn\.Linear"),
+        (ToyModule, "1f1b", None),
+        (_own_layers, "zero_bubble", None),
+    ],
+)
+def test_layers_that_defer_nothing_are_told_once(module: Any, schedule: Any, told: str | None) -> None:
+    options = {"micro_batch_size": 1, "pipeline": Pipeline(schedule=schedule)}
+    first, second = run(functools.partial(_warnings, **options), 2, "setup", module)
+    assert second == []
+    assert len(first) == (told is not None)
+    assert all(re.search(str(told), text) for text in first), first
