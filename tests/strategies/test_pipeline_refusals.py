@@ -216,6 +216,41 @@ def test_a_carry_may_vary_where_the_module_says_so() -> None:
     assert found == run(_step, 2, "nothing", 0, {})
 
 
+class Sparse(ToyModule):
+    """Nothing is trained but the head; an optimizer of a list of parameters, or of a group."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.grouped = grouped
+
+    def build_model(self) -> nn.Module:
+        model = Toy(4)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head"))
+        return model
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW([{"params": trained}] if self.grouped else trained)
+
+
+def _sparse(pp: int, vpp: int, grouped: bool) -> float:
+    strategy = MegatronStrategy(pipeline_parallel=pp, virtual_pipeline=vpp, micro_batch_size=1)
+    runner = trainer(strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=0)
+    runner.fit(Sparse(grouped))
+    return float(runner.callback_metrics["train_loss"])
+
+
+def test_a_stage_that_trains_nothing_needs_a_group() -> None:
+    message = (
+        r"no trainable parameters on stage 0 \(embed, layers 0 to 0\) and stage 2 \(layers 2 to 2\)\. Pass .*group"
+    )
+    with pytest.raises(AssertionError, match=r"rank 0 of 2 failed") as error:
+        run(_sparse, 2, 2, 2, False)
+    assert re.search(message, str(error.value)), str(error.value)
+    assert run(_sparse, 2, 2, 2, True) == pytest.approx(run(_sparse, 1, 1, 1, False) * 2, rel=1e-9)
+
+
 class Shaky(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         raise ArithmeticError("too much")
@@ -262,19 +297,6 @@ def test_too_few_micro_batches_are_told_once_by_the_first_rank() -> None:
     assert run(functools.partial(_warnings, micro_batch_size=1), 2, "timetable", ToyModule) == [[], []]
 
 
-class Frozen(ToyModule):
-    """Only its head is trained."""
-
-    def build_model(self) -> nn.Module:
-        model = Toy(4)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("head"))
-        return model
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([{"params": [p for p in self.parameters() if p.requires_grad]}])
-
-
 def _own_layers() -> MegalightModule:
     module = WithData(replace(BASE, num_layers=2), optimizer=ADAM, seed=SEED)
     module.steps, module.packed = 2, False
@@ -289,7 +311,11 @@ def _own_layers() -> MegalightModule:
             "zero_bubble",
             r"6 linear layers compute .* at once.*: embed, layers\.0, layers\.1 \.\.\.; use mega",
         ),
-        (Frozen, "zero_bubble", r"1 linear layer computes .*: head; use megalight\.nn\.Linear"),
+        (
+            functools.partial(Sparse, True),
+            "zero_bubble",
+            r"1 linear layer computes .*: head; use megalight\.nn\.Linear",
+        ),
         (ToyModule, "1f1b", None),
         (_own_layers, "zero_bubble", None),
     ],
