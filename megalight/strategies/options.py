@@ -86,7 +86,7 @@ class Pipeline:
                 division among one rank.
             ConfigurationError: a schedule without a backward; two ways of dividing the layers at once.
         """
-        if str(self.schedule) == "forward_only":  # its type says so too, where types are checked
+        if str(self.schedule) == "forward_only":  # str: the type excludes it, but only mypy reads that
             raise ConfigurationError(
                 "pipeline schedule 'forward_only' has no backward, so nothing would be trained; evaluation uses it by "
                 "itself. Choose a schedule of training, or leave it at 'auto'."

@@ -167,7 +167,7 @@ def test_samples_shorter_than_the_chunks_are_padded() -> None:
     shares = [whole.context_share(rank, 4) for rank in range(4)]
     assert [share.sequences.lengths for share in shares] == [(2, 2)] * 4
     assert sorted(int(token) for share in shares for token in share.tokens if token) == [1, 2, 3, 4, 5]
-    with pytest.raises(DataError, match="a share, .* cannot be cut"):
+    with pytest.raises(DataError, match=r"a share, .* cannot be cut"):
         shares[0].context_share(0, 2)
 
 
