@@ -115,18 +115,22 @@ class BackendRegistry(Generic[SpecT, FnT]):
         Raises:
             BackendError: there is no such backend.
         """
-        load_plugins()
-        if name != "auto" and name not in self._backends:
-            known = ", ".join(self.names)
-            raise BackendError(f"{self.op} has no backend {name!r}; it has {known}." + nearest(name, self._backends))
+        self.check(name)
         self._preferred = name
         for forget in _remembered:
             forget()
 
-    @property
-    def names(self) -> list[str]:
-        """Of all backends, highest priority first."""
-        return [backend.name for backend in self._ordered()]
+    def check(self, name: str) -> None:
+        """Refuse a name that is neither ``auto`` nor a backend's.
+
+        Raises:
+            BackendError: names those that there are.
+        """
+        if name == "auto" or name in self._backends:
+            return
+        known = self.names  # with those of plugins
+        if name not in known:
+            raise BackendError(f"{self.op} has no backend {name!r}; it has {', '.join(known)}." + nearest(name, known))
 
     def _ordered(self) -> list[Backend[SpecT, FnT]]:
         load_plugins()

@@ -228,8 +228,8 @@ class MegatronStrategy(FolderCheckpoints):
             loop.inference_mode = False  # inference tensors cannot meet views of flat buffers
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        with refusals.one_optimizer():
+        assert self.lightning_module is not None and self.split is not None
+        with refusals.one_optimizer(self.split.layout.of_rank(self.mesh.rank("pp")) if self.mesh.pp > 1 else ()):
             self.setup_optimizers(trainer)
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self.engine = setup.build_engine(self, self.lightning_module, self.optimizers[0])

@@ -90,6 +90,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
             LayoutError: they cannot be divided so, or the model cannot be cut.
         """
         if self.pipeline_parallel == 1:
+            if self.pipeline_layout is not None:
+                PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1)  # refuses another model's
             return PipelineLayout((Stage(0, 0, 0, embed=True, layers=(), head=True),), 1, 1)
         return self.pipeline.layout(
             check_protocol(model), self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout

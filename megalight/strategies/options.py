@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import check
@@ -68,6 +68,7 @@ class Pipeline:
         group_size: micro-batches that go through one chunk before the next chunk's turn; None: the pipeline's ranks.
         first_layers, last_layers: layers on the first and the last rank, where they differ from the others.
         count_embedding, count_loss: the embedding, or the head with the loss, counts as a layer in an even division.
+            These four are refused without a pipeline.
     """
 
     schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble"] = "auto"
@@ -81,15 +82,28 @@ class Pipeline:
         """Refuse what cannot work for any model; returns the chunks per rank.
 
         Raises:
-            LayoutError: a schedule that cannot run on so many ranks and chunks, or a layout that cannot be read.
-            ConfigurationError: two ways of dividing the layers at once.
+            LayoutError: a schedule that cannot run on so many ranks and chunks, a layout that cannot be read, or a
+                division among one rank.
+            ConfigurationError: a schedule without a backward; two ways of dividing the layers at once.
         """
+        if str(self.schedule) == "forward_only":  # str: the type excludes it, but only mypy reads that
+            raise ConfigurationError(
+                "pipeline schedule 'forward_only' has no backward, so nothing would be trained; evaluation uses it by "
+                "itself. Choose a schedule of training, or leave it at 'auto'."
+            )
         uneven = self.first_layers is not None or self.last_layers is not None
         counted = self.count_embedding or self.count_loss
         if text is not None and (uneven or counted):
             raise ConfigurationError(
                 "pipeline_layout says where every layer goes; leave first_layers, last_layers, count_embedding and "
                 "count_loss out."
+            )
+        if pp == 1 and (uneven or counted):
+            names = ("first_layers", "last_layers", "count_embedding", "count_loss")
+            given = {name: value for name in names if (value := getattr(self, name)) is not None and value is not False}
+            raise LayoutError(
+                f"{', '.join(f'{name}={value}' for name, value in given.items())} with pp=1; there is no pipeline to "
+                "divide. Raise pipeline_parallel, or leave them out."
             )
         if uneven and counted:
             raise ConfigurationError(

@@ -68,8 +68,8 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
         model = module.build_model()
         module.check_model(model)
         plan = strategy.plan or module.plan(model)
-        stages = strategy.layout(model).stages if mesh.pp > 1 else ()
-        check_recompute(model, strategy.recompute, [stage.layers for stage in stages])
+        layout = strategy.layout(model)
+        check_recompute(model, strategy.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
         parallelize(
             model,
             plan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.parallel.pipeline.layout import Stage
 
 
 def check_degrees(
@@ -93,10 +94,24 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def one_optimizer() -> Iterator[None]:
-    """Around Lightning's call of ``configure_optimizers``, which advises manual optimization for several."""
+def one_optimizer(stages: Sequence[Stage]) -> Iterator[None]:
+    """Around Lightning's call of ``configure_optimizers``: one optimizer, of parameters or of groups of them.
+
+    Args:
+        stages: those of a pipeline that lie here; empty where there is none.
+
+    Raises:
+        ConfigurationError: several optimizers; one of no parameters, on these stages.
+    """
     try:
         yield
+    except ValueError as error:
+        if "empty parameter list" not in str(error) or not stages:
+            raise
+        raise ConfigurationError(
+            f"configure_optimizers found no trainable parameters on {' and '.join(map(str, stages))}. Pass the "
+            'optimizer a parameter group, [{"params": ...}], which may be empty, or move a layer here.'
+        ) from error
     except RuntimeError as error:
         if "multiple optimizers" not in str(error):
             raise

@@ -98,9 +98,29 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
     if strategy.mesh.pp > 1:
         check_recompute(root, strategy.recompute, [stage.layers for stage in layout.stages])
         log.info("pipeline layout %s\n%s", layout, layout.draw())
+        if strategy.pipeline.schedule == "zero_bubble" and strategy.mesh.global_rank == 0:
+            _tell_undeferred(root)
         specs, chunks = cut(root, specs, layout, strategy.mesh)
     split = root.__dict__[SPLIT] = Split(_asked(strategy), specs, layout, chunks)
     return split
+
+
+def _tell_undeferred(root: nn.Module) -> None:
+    """Name the linear layers of the whole model whose weight gradients wait in no queue: torch's own."""
+    names = [
+        name
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
+    ]
+    if names:
+        log.warning(
+            "schedule 'zero_bubble': %d linear layer%s weight gradients at once, where they fill no pause: %s%s; use "
+            "megalight.nn.Linear, or another schedule",
+            len(names),
+            "s compute" if len(names) > 1 else " computes",
+            ", ".join(names[:3]),
+            " ..." if names[3:] else "",
+        )
 
 
 SPLIT = "megalight_split"

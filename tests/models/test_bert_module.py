@@ -161,6 +161,16 @@ def test_shares_of_the_context_hold_everything_once() -> None:
         shares[0].split(2)
 
 
+def test_samples_shorter_than_the_chunks_are_padded() -> None:
+    tokens = torch.arange(1, 6)
+    whole = BertBatch(tokens, torch.zeros_like(tokens), tokens, torch.zeros(2, dtype=torch.long), (3, 2))
+    shares = [whole.context_share(rank, 4) for rank in range(4)]
+    assert [share.sequences.lengths for share in shares] == [(2, 2)] * 4
+    assert sorted(int(token) for share in shares for token in share.tokens if token) == [1, 2, 3, 4, 5]
+    with pytest.raises(DataError, match=r"a share, .* cannot be cut"):
+        shares[0].context_share(0, 2)
+
+
 def test_a_model_without_order_has_no_such_loss() -> None:
     made, whole = module(sentence_order=False), batch()
     loss = made.loss_step(made.forward_step(made.model, whole), whole)

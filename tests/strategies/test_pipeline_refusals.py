@@ -7,10 +7,12 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from megalight.types import Loss
 from tests.environment import trainer
 from tests.strategies.regression import Plain
 from tests.strategies.toy import Toy, ToyModule
-from tests.strategies.training import BASE
+from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.workers import run
 
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
@@ -87,6 +89,16 @@ BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception],
     "layers in a string": (
         ToyModule, 2, {**PP, "pipeline_layout": "Et|ttL"}, LayoutError, r"(?s)layout 'Et\|ttL'.*3.*4.*rank 1",
     ),
+    "layers in a string without a pipeline": (
+        ToyModule, 2, {"pipeline_layout": "EttL"}, LayoutError, r"layout 'EttL'.* 2 layers 't', but the model has 4",
+    ),
+    "a string without a pipeline for what has no layers": (
+        lambda: of(Headless), 2, {"pipeline_layout": "EttttL"}, LayoutError, r"Headless has no attribute 'head'",
+    ),
+    "a schedule without a backward": (
+        ToyModule, 2, {**PP, "pipeline": Pipeline(schedule="forward_only")}, ConfigurationError,  # type: ignore[arg-type]
+        r"'forward_only' has no backward.*evaluation uses it by itself",
+    ),
     "uneven layers": (
         ToyModule, 2, {**PP, "pipeline": Pipeline(first_layers=4)}, LayoutError, r"4 layers with first=4",
     ),
@@ -125,6 +137,17 @@ def test_refused_before_a_process_starts(case: Any, monkeypatch: pytest.MonkeyPa
         ).fit(make(), datamodule=Rows())
     assert not dist.is_initialized()
     assert "WORLD_SIZE" not in os.environ
+
+
+def _on_one_device(text: str) -> None:
+    strategy = MegatronStrategy(pipeline_layout=text)
+    trainer(strategy, max_steps=1, use_distributed_sampler=False, limit_val_batches=0).fit(ToyModule())
+
+
+def test_a_layout_string_for_one_device_must_fit_the_model() -> None:
+    run(_on_one_device, 1, "EttttL")
+    with pytest.raises(AssertionError, match=r"layout 'EtttttL'.* 5 layers 't', but the model has 4: 1 too many"):
+        run(_on_one_device, 1, "EtttttL")
 
 
 class Wrong(ToyModule):
@@ -193,6 +216,41 @@ def test_a_carry_may_vary_where_the_module_says_so() -> None:
     assert found == run(_step, 2, "nothing", 0, {})
 
 
+class Sparse(ToyModule):
+    """Nothing is trained but the head; an optimizer of a list of parameters, or of a group."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.grouped = grouped
+
+    def build_model(self) -> nn.Module:
+        model = Toy(4)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head"))
+        return model
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW([{"params": trained}] if self.grouped else trained)
+
+
+def _sparse(pp: int, vpp: int, grouped: bool) -> float:
+    strategy = MegatronStrategy(pipeline_parallel=pp, virtual_pipeline=vpp, micro_batch_size=1)
+    runner = trainer(strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=0)
+    runner.fit(Sparse(grouped))
+    return float(runner.callback_metrics["train_loss"])
+
+
+def test_a_stage_that_trains_nothing_needs_a_group() -> None:
+    message = (
+        r"no trainable parameters on stage 0 \(embed, layers 0 to 0\) and stage 2 \(layers 2 to 2\)\. Pass .*group"
+    )
+    with pytest.raises(AssertionError, match=r"rank 0 of 2 failed") as error:
+        run(_sparse, 2, 2, 2, False)
+    assert re.search(message, str(error.value)), str(error.value)
+    assert run(_sparse, 2, 2, 2, True) == pytest.approx(run(_sparse, 1, 1, 1, False) * 2, rel=1e-9)
+
+
 class Shaky(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         raise ArithmeticError("too much")
@@ -217,23 +275,54 @@ def test_the_layer_is_named() -> None:
         run(_in_layer, 2)
 
 
-def _warnings(size: int | None) -> list[str]:
+def _warnings(room: str, module: Callable[[], MegalightModule], **options: Any) -> list[str]:
     told: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("megalight.strategies.timetable")
+    log = logging.getLogger(f"megalight.strategies.{room}")
     log.addHandler(handler)
     try:
-        strategy = MegatronStrategy(pipeline_parallel=2, micro_batch_size=size)
-        trainer(strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=0).fit(ToyModule())
+        strategy = MegatronStrategy(pipeline_parallel=2, **options)
+        trainer(strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=0).fit(module())
     finally:
         log.removeHandler(handler)
-    return [text for text in told if "micro-batch" in text]
+    return told
 
 
 def test_too_few_micro_batches_are_told_once_by_the_first_rank() -> None:
-    first, second = run(_warnings, 2, None)
+    first, second = run(_warnings, 2, "timetable", ToyModule)
     assert len(first) == 1
     assert "1 micro-batch in a pipeline of 2 ranks: they wait 100% of the time they work" in first[0]
     assert second == []
-    assert run(_warnings, 2, 1) == [[], []]
+    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "timetable", ToyModule) == [[], []]
+
+
+def _own_layers() -> MegalightModule:
+    module = WithData(replace(BASE, num_layers=2), optimizer=ADAM, seed=SEED)
+    module.steps, module.packed = 2, False
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule", "told"),
+    [
+        (
+            ToyModule,
+            "zero_bubble",
+            r"6 linear layers compute .* at once.*: embed, layers\.0, layers\.1 \.\.\.; use mega",
+        ),
+        (
+            functools.partial(Sparse, True),
+            "zero_bubble",
+            r"1 linear layer computes .*: head; use megalight\.nn\.Linear",
+        ),
+        (ToyModule, "1f1b", None),
+        (_own_layers, "zero_bubble", None),
+    ],
+)
+def test_layers_that_defer_nothing_are_told_once(module: Any, schedule: Any, told: str | None) -> None:
+    options = {"micro_batch_size": 1, "pipeline": Pipeline(schedule=schedule)}
+    first, second = run(functools.partial(_warnings, **options), 2, "setup", module)
+    assert second == []
+    assert len(first) == (told is not None)
+    assert all(re.search(str(told), text) for text in first), first

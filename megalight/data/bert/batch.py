@@ -97,6 +97,7 @@ class BertBatch:
         """Share ``rank`` of ``size`` of every sample, by :meth:`PackedSequences.zigzag`; its padding has no loss.
 
         The first share has the first token of every sample, and alone answers for the order of segments: for all.
+        Samples of fewer tokens than there are chunks are padded, even where all are so short.
 
         Args:
             rank: which share.
@@ -104,7 +105,7 @@ class BertBatch:
             multiple: the share's token count is a multiple of this.
 
         Raises:
-            DataError: no sample is as long as there are chunks.
+            DataError: the batch is a share already.
         """
         if size == 1:
             return self

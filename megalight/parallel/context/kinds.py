@@ -21,6 +21,9 @@ KINDS.register(Backend("ring", ring.attend, 20, ring.why_not))
 KINDS.register(Backend("all_gather", gather.attend, 10, gather.why_not))
 KINDS.register(Backend("all_to_all_ring", two_level.attend, 0, two_level.why_not))
 
+ONE_LEVEL = frozenset({"auto", "all_to_all", "ring", "all_gather"})
+"""What has no use for an inner size: ``auto`` takes the two-level kind nowhere, and a plugin's kind may have one."""
+
 
 def choose(layer: str, spec: ContextSpec, kind: str) -> Backend[ContextSpec, Attend]:
     """The kind that serves a layer; ``auto`` takes the first by priority that can.

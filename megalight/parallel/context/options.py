@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megalight.errors import LayoutError, nearest
+from megalight.errors import BackendError, LayoutError, nearest
+from megalight.parallel.context.kinds import KINDS, ONE_LEVEL
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class ContextOptions:
             ``cp / inner`` steps. Put ranks of one host here.
 
     Raises:
-        LayoutError: ``inner`` is below 2.
+        LayoutError: there is no such kind; ``inner`` is below 2, or no kind has use for it.
     """
 
     kind: str | Mapping[str, str] = "auto"
@@ -32,6 +33,18 @@ class ContextOptions:
             raise LayoutError(
                 f"the inner all-to-all of context parallelism has inner={self.inner} ranks; it needs at least 2. "
                 "Leave inner out for kinds of one level."
+            )
+        kinds = {"kind": self.kind} if isinstance(self.kind, str) else self.kind
+        for what, kind in kinds.items():
+            try:
+                KINDS.check(kind)
+            except BackendError as error:
+                raise LayoutError(f"ContextOptions({what!r}): {error}") from error
+        if self.inner is not None and ONE_LEVEL.issuperset(kinds.values()):
+            raise LayoutError(
+                f"inner={self.inner} acts in the kind 'all_to_all_ring' alone, and ContextOptions asks for "
+                f"{', '.join(map(repr, kinds.values())) or 'none'}. Name that kind, for all layers or "
+                "by a pattern, or leave inner out."
             )
 
     def kind_of(self, name: str) -> str:

@@ -14,12 +14,14 @@ from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
 from megalight.parallel.apply import parallelize
 from megalight.parallel.context.attention import ContextAttention
+from megalight.parallel.context.kinds import KINDS
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ContextRegion, Plan
 from megalight.parallel.plans import gpt
 from megalight.parallel.tensor.dropout import OwnStream
+from megalight.registry import Backend
 from megalight.types import PackedSequences
 from tests.parallel.test_apply import BASE
 
@@ -133,6 +135,20 @@ def test_made_parallel_once() -> None:
 def test_inner_size() -> None:
     with pytest.raises(LayoutError, match=r"inner=1 ranks; it needs at least 2"):
         ContextOptions(inner=1)
+    for kind, said in (("auto", "'auto'"), ("ring", "'ring'"), ({"*.1.*": "ring", "*": "all_gather"}, "'all_gather'")):
+        with pytest.raises(LayoutError, match=rf"inner=3 acts in the kind 'all_to_all_ring' alone.*{said}\. Name that"):
+            ContextOptions(kind, inner=3)
+    assert ContextOptions({"*.1.*": "all_to_all_ring"}, inner=3).kind_of("layers.0.attention.inner") == "auto"
+
+
+def test_names_of_kinds_are_known_without_a_model() -> None:
+    with pytest.raises(LayoutError, match=r"ContextOptions\('kind'\): .*'rinng'; it has .*Did you mean 'ring'"):
+        ContextOptions("rinng")
+
+
+def test_a_kind_of_a_plugin_may_have_use_for_an_inner_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS._backends, "theirs", Backend("theirs", KINDS._backends["ring"].fn, 0, lambda spec: None))
+    assert ContextOptions("theirs", inner=3).inner == 3
 
 
 def test_shares_for_other_ranks_and_for_plain_attention() -> None:

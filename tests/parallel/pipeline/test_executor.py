@@ -190,9 +190,11 @@ ROWS_OF_SCHEDULES = [
     ("interleaved", 2, 2, 5, None),
     ("interleaved", 4, 2, 6, None),
     ("interleaved", 2, 3, 7, 3),
+    ("interleaved", 4, 2, 2, None),
     ("zero_bubble", 2, 1, 6, None),
     ("zero_bubble", 4, 1, 7, None),
     ("zero_bubble", 2, 2, 5, None),
+    ("zero_bubble", 4, 2, 1, None),
 ]
 
 
