@@ -132,6 +132,11 @@ class BackendRegistry(Generic[SpecT, FnT]):
         if name not in known:
             raise BackendError(f"{self.op} has no backend {name!r}; it has {', '.join(known)}." + nearest(name, known))
 
+    @property
+    def names(self) -> list[str]:
+        """Of all backends, highest priority first."""
+        return [backend.name for backend in self._ordered()]
+
     def _ordered(self) -> list[Backend[SpecT, FnT]]:
         load_plugins()
         return sorted(self._backends.values(), key=lambda backend: -backend.priority)
