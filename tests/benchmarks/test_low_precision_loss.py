@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from benchmarks import low_precision_loss
+from megalight.errors import BackendError
 
 
 def test_recipes_beside_bf16(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    words = [str(path), "--small", "--steps", "30", "--bound", "0.03", "--recipes", "tensorwise", "tensorwise+primary"]
+    words = [
+        str(path),
+        "--size=small",
+        "--steps",
+        "30",
+        "--bound",
+        "0.03",
+        "--recipes",
+        "tensorwise",
+        "tensorwise+primary",
+    ]
     assert low_precision_loss.main(words) == 0
     result = json.loads(path.read_text())
     bf16, tensorwise, primary = result["runs"]
@@ -21,6 +35,20 @@ def test_recipes_beside_bf16(tmp_path: Path) -> None:
         assert len(run["losses"]) == 30
         assert run["last"] < run["losses"][0] - 1
     assert low_precision_loss.main([*words[:3], "20", "--bound", "1e-9", "--recipes", "delayed"]) == 1
+
+
+def test_a_recipe_without_products_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(recipe: str, *_: Any) -> dict[str, Any]:
+        if recipe == "nvfp4":
+            raise BackendError("no products here")
+        return {"recipe": recipe, "losses": [2.0, 1.0], "seconds_per_step": 0.1}
+
+    monkeypatch.setattr(low_precision_loss, "train", train)
+    path = tmp_path / "loss.json"
+    assert low_precision_loss.main([str(path), "--size=small", "--recipes", "nvfp4", "delayed"]) == 0
+    result = json.loads(path.read_text())
+    assert result["refused"] == {"nvfp4": "no products here"}
+    assert [run["recipe"] for run in result["runs"]] == ["bf16", "delayed"]
 
 
 def test_a_loss_that_is_no_number_does_not_pass() -> None:

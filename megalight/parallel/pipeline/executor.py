@@ -150,9 +150,9 @@ class _Run:
             with self._named(action), span:
                 self.gradients.post(number)
                 self.activations.post(number)
+                self.sent = {place: message for place, message in self.sent.items() if not message.done()}
                 work[action.kind](action.chunk, action.micro_batch)
             self.peak = max(self.peak, len(self.flights))
-            self.sent = {place: message for place, message in self.sent.items() if not message.done()}
         for message in self.sent.values():
             message.wait()
         del self.activations, self.gradients  # they refer to this run: now all that it holds is freed with it, at once

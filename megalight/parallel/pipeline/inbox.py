@@ -42,13 +42,10 @@ class Inbox:
 
     def post(self, number: int) -> None:
         """Start to receive what may come during the action of this number, and what that action needs."""
-        while self.expected and number >= self.expected[0].begun:
-            chunk, index, _, sent = self.expected[0]
+        while self.expected and number >= self.expected[0].before:
+            chunk, index, _ = self.expected.popleft()
             form = self.form(chunk, index)
-            if form is None and number < sent:
-                return
             self._start(self.ask(chunk, index) if form is None else form)
-            self.expected.popleft()
 
     @spanned("receive")
     def take(self) -> tuple[Form, list[Tensor]]:

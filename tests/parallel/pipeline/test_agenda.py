@@ -17,8 +17,7 @@ def stopping(agendas: Sequence[Agenda], vpp: int, announced: bool) -> list[str]:
     """Play a step in which every rank, before each action, waits until all that it has posted and sent is through.
 
     Args:
-        announced: every activation is asked for: it is received ahead no earlier than it is sent, and whoever asks
-            waits for the answer before it posts more.
+        announced: every activation is asked for: whoever asks waits for the answer before it posts more.
 
     Returns:
         what each rank that is stuck was about to do; empty if all come to the end.
@@ -40,7 +39,7 @@ def stopping(agendas: Sequence[Agenda], vpp: int, announced: bool) -> list[str]:
             return
         for kind, inbox in zip((Kind.BACKWARD, Kind.FORWARD), inboxes[rank], strict=True):
             asks = announced and kind is Kind.FORWARD
-            while inbox and doing[rank] >= (inbox[0].sent if asks else inbox[0].begun):
+            while inbox and doing[rank] >= inbox[0].before:
                 place = source(rank, kind, inbox[0])
                 if asks and place not in sent:
                     return
@@ -93,14 +92,14 @@ def test_one_message_ahead_without_thought_would_stop_for_good() -> None:
         agenda = agenda_of(rank, lists)
         uses = {action[1:]: n for n, action in enumerate(agenda.actions) if action.kind is Kind.FORWARD}
         before = [0, *(uses[e.chunk, e.micro_batch] for e in agenda.activations)]
-        ahead = [e._replace(begun=n) for e, n in zip(agenda.activations, before, strict=False)]
+        ahead = [e._replace(before=n) for e, n in zip(agenda.activations, before, strict=False)]
         hasty.append(Agenda(agenda.actions, tuple(ahead), agenda.gradients))
     assert stopping(hasty, 2, announced=False)
 
 
-def test_what_has_begun_elsewhere_may_come_meanwhile() -> None:
-    lists = build("1f1b", 2, 1, 3)  # F0 0, F1 1, B0 4, F2 6, B1 7, B2 10; F0 1, B0 2, F1 4, B1 5, F2 7, B2 8
+def test_what_is_sent_may_come_meanwhile() -> None:
+    lists = build("1f1b", 2, 1, 3)  # they begin at 0 1 4 6 7 10 and at 1 2 4 5 7 8
     first, last = agenda_of(0, lists), agenda_of(1, lists)
     assert first.activations == last.gradients == ()
-    assert last.activations == ((0, 0, 0, 0), (0, 1, 0, 1), (0, 2, 4, 4))
-    assert first.gradients == ((0, 0, 2, 2), (0, 1, 3, 4), (0, 2, 5, 5))
+    assert last.activations == ((0, 0, 0), (0, 1, 1), (0, 2, 4))
+    assert first.gradients == ((0, 0, 2), (0, 1, 4), (0, 2, 5))
