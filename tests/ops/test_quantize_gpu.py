@@ -42,7 +42,9 @@ def test_not_a_number_stays() -> None:
         assert bool(columns.data.float()[5, 3].isnan()) or bool(columns.scale.isnan().any())
 
 
-@pytest.mark.parametrize("backend", ["torch_tensorwise", "torch_rowwise", "torch_blockwise"])
+@pytest.mark.parametrize(
+    "backend", ["torch_tensorwise", "torch_rowwise", "torch_blockwise", "torch_blockwise_unpadded"]
+)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("shape", [(150, 144, 272), (4096, 1024, 2048), (17, 16, 16)])
 def test_products_equal_the_reference(backend: str, gradient: Any, shape: tuple[int, int, int]) -> None:

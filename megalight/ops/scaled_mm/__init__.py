@@ -103,23 +103,23 @@ def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tens
     return y.to(dtype)
 
 
-def _blockwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+def _blockwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, multiple: int) -> Tensor:
     y = torch._scaled_mm(
         a.data,
         b.data.t(),
-        scale_a=_block_scales(a),
-        scale_b=_block_scales(b).t(),
+        scale_a=_block_scales(a, multiple),
+        scale_b=_block_scales(b, multiple).t(),
         out_dtype=torch.bfloat16,
     )
     return y.to(dtype)
 
 
-def _block_scales(q: Quantized) -> Tensor:
-    """In the order in memory that cuBLAS reads: 1 x 128 by columns, 128 x 128 by rows padded to a multiple of four."""
+def _block_scales(q: Quantized, multiple: int) -> Tensor:
+    """In the order in memory that torch asks for: 1 x 128 by columns, 128 x 128 by rows padded to ``multiple``."""
     if q.scheme.tile == (1, 128):
         return q.scale.t().contiguous().t()
     columns = q.scale.shape[1]
-    return F.pad(q.scale, (0, -columns % 4))[:, :columns]
+    return F.pad(q.scale, (0, -columns % multiple))[:, :columns]
 
 
 FP32 = ("fp32", "power")
@@ -175,7 +175,8 @@ def _register(
 
 _register("torch_tensorwise", _tensorwise, 30, ((0, 0),), 8.9)
 _register("torch_rowwise", _rowwise, 20, ((1, 0),), 9.0)
-_register("torch_blockwise", _blockwise, 10, ((1, 128), (128, 128)), 9.0)
+_register("torch_blockwise", partial(_blockwise, multiple=4), 10, ((1, 128), (128, 128)), 9.0)
+_register("torch_blockwise_unpadded", partial(_blockwise, multiple=1), 9, ((1, 128), (128, 128)), 9.0)  # older torch
 _register("torch_mxfp8", microscaled.product, 10, ((1, 32),), 10.0, ("e8m0",))
 _register("torch_nvfp4", microscaled.product, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
 SCALED_MM.register(Backend("reference", _reference, 0, serve_all))
