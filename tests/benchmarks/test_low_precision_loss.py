@@ -27,8 +27,9 @@ def test_recipes_beside_bf16(tmp_path: Path) -> None:
     ]
     assert low_precision_loss.main(words) == 0
     result = json.loads(path.read_text())
-    bf16, tensorwise, primary = result["runs"]
+    bf16, nudged, tensorwise, primary = result["runs"]
     assert bf16["difference"] == 0
+    assert nudged["losses"] != bf16["losses"]
     assert tensorwise["losses"] != bf16["losses"]
     assert primary["losses"] != bf16["losses"]
     for run in result["runs"]:
@@ -48,7 +49,7 @@ def test_a_recipe_without_products_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert low_precision_loss.main([str(path), "--size=small", "--recipes", "nvfp4", "delayed"]) == 0
     result = json.loads(path.read_text())
     assert result["refused"] == {"nvfp4": "no products here"}
-    assert [run["recipe"] for run in result["runs"]] == ["bf16", "delayed"]
+    assert [run["recipe"] for run in result["runs"]] == ["bf16", "bf16 nudged", "delayed"]
 
 
 def test_a_loss_that_is_no_number_does_not_pass() -> None:
