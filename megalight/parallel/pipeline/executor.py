@@ -135,8 +135,8 @@ class _Run:
         self.sent: dict[tuple[Kind | None, int, int], Message] = {}
         self.peak = 0
         edges, device = executor.edges, executor.device
-        self.activations = Inbox(edges.activations_in, agenda.activations, self._known, self._ask, device)
-        self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, self._returning, device)
+        self.activations = Inbox(edges.activations_in, agenda.activations, self._incoming, device)
+        self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, device)
 
     def play(self) -> None:
         work = {
@@ -223,19 +223,19 @@ class _Run:
         seen = self.signatures[micro_batch]
         return None if seen is None else (stage_index, seen, torch.is_grad_enabled())
 
-    def _known(self, chunk: int, index: int) -> Form | None:
-        return self.executor.coming.get(self._key(self.executor.stages[chunk].index, index))
+    def _incoming(self, chunk: int, index: int) -> Form:
+        """Of activations: the one remembered, else wait for the header that :meth:`_announce` sends."""
+        assert self.executor.edges.activations_in is not None
+        key = self._key(self.executor.stages[chunk].index, index)
+        form = self.executor.coming.get(key)
+        if form is None:
+            form = decode(self.executor.edges.activations_in.receive_text())
+            self.executor.coming.put(key, form)
+        return form
 
     def _returning(self, chunk: int, index: int) -> Form:
         """Gradients are of the form of what went out."""
         return self.flights[chunk, index].form
-
-    def _ask(self, chunk: int, index: int) -> Form:
-        """Wait for the header that :meth:`_announce` sends."""
-        assert self.executor.edges.activations_in is not None
-        form = decode(self.executor.edges.activations_in.receive_text())
-        self.executor.coming.put(self._key(self.executor.stages[chunk].index, index), form)
-        return form
 
     def _announce(self, stage: Stage, index: int, form: Form) -> None:
         """Tell the next stage the form of what comes, unless it knows."""

@@ -20,8 +20,7 @@ class Inbox:
     Args:
         channel: where they come from; None where nothing is expected.
         expected: the messages.
-        form: what a message consists of; None: not known yet.
-        ask: the same where the other side must be asked, which waits for it.
+        form: what a message consists of, by ``(chunk, micro_batch)``; may ask the other side, and wait for the answer.
         device: where messages go.
     """
 
@@ -29,30 +28,25 @@ class Inbox:
         self,
         channel: Channel | None,
         expected: Iterable[Expected],
-        form: Callable[[int, int], Form | None],
-        ask: Callable[[int, int], Form],
+        form: Callable[[int, int], Form],
         device: torch.device,
     ) -> None:
         self.channel = channel
         self.expected = deque(expected)
         self.form = form
-        self.ask = ask
         self.device = device
         self._coming: deque[tuple[Form, Message]] = deque()
 
     def post(self, number: int) -> None:
         """Start to receive what may come during the action of this number, and what that action needs."""
         while self.expected and number >= self.expected[0].before:
+            assert self.channel is not None
             chunk, index, _ = self.expected.popleft()
             form = self.form(chunk, index)
-            self._start(self.ask(chunk, index) if form is None else form)
+            self._coming.append((form, self.channel.receive([entry.buffer(self.device) for entry in form])))
 
     @spanned("receive")
     def take(self) -> tuple[Form, list[Tensor]]:
         """The next message, and what it consists of."""
         form, message = self._coming.popleft()
         return form, message.wait()
-
-    def _start(self, form: Form) -> None:
-        assert self.channel is not None
-        self._coming.append((form, self.channel.receive([entry.buffer(self.device) for entry in form])))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megalight.parallel.pipeline.actions import Kind
-from megalight.parallel.pipeline.agenda import Agenda, Expected, agenda_of
+from megalight.parallel.pipeline.actions import Action, Kind
+from megalight.parallel.pipeline.agenda import Agenda, agenda_of
 from megalight.parallel.pipeline.schedules import SCHEDULES, build
 from megalight.parallel.pipeline.timeline import Place, comes, gives
 from tests.parallel.pipeline.test_schedules import Case, cases
@@ -30,17 +30,14 @@ def stopping(agendas: Sequence[Agenda], vpp: int, announced: bool) -> list[str]:
     waits: list[set[Place]] = [set() for _ in range(pp)]
     inboxes = [[list(agenda.gradients), list(agenda.activations)] for agenda in agendas]
 
-    def source(rank: int, kind: Kind, expected: Expected) -> Place:
-        stage = expected.chunk * pp + rank + (-1 if kind is Kind.FORWARD else 1)
-        return ("F" if kind is Kind.FORWARD else "I"), stage, expected.micro_batch
-
     def step(rank: int) -> None:
         if doing[rank] == len(agendas[rank].actions):
             return
         for kind, inbox in zip((Kind.BACKWARD, Kind.FORWARD), inboxes[rank], strict=True):
             asks = announced and kind is Kind.FORWARD
             while inbox and doing[rank] >= inbox[0].before:
-                place = source(rank, kind, inbox[0])
+                place = comes(Action(kind, inbox[0].chunk, inbox[0].micro_batch), rank, pp, vpp)
+                assert place is not None
                 if asks and place not in sent:
                     return
                 posted.add(place)
