@@ -15,6 +15,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.ops.linear import precision_of
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.parallel.layers import layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.contract import own_steps
@@ -98,13 +99,8 @@ def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
     Raises:
         ConfigurationError: it has no layers, or they have no attention.
     """
-    found = getattr(chunk, "layers", None)
-    if not isinstance(found, nn.ModuleDict | nn.ModuleList):
-        raise ConfigurationError(
-            f"{type(chunk).__name__} has no `layers`, a ModuleDict by global index; give it that attribute, or use "
-            "scope='iteration'"
-        )
-    layers = [(f"layers.{index}", layer) for index, layer in found.named_children()]
+    found = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
+    layers = [(f"layers.{index}", layer) for index, layer in found.items()]
     if scope == "layer":
         return layers
     for name, layer in layers:

@@ -12,6 +12,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import Output
 from megalight.nn import LayerCache
 from megalight.parallel.apply import whole_tokens
+from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
@@ -58,7 +59,7 @@ class ParallelGPT(nn.Module):
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The layers on this rank, by global index: those that need a cache here."""
-        return {name: layer for chunk in self.chunks for name, layer in chunk.layers.named_children()}  # type: ignore[union-attr]
+        return {str(index): layer for chunk in self.chunks for index, layer in layers_of(chunk).items()}
 
     @torch.no_grad()
     def forward(

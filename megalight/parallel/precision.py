@@ -19,6 +19,7 @@ from megalight.nn.mlp import Activation
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
+from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -133,7 +134,7 @@ def apply_low_precision(
         BackendError: the device has no such products.
     """
     remove_low_precision(model)
-    layers = _layers(model)
+    layers = layers_of(model, "low precision")
     total = len(layers) if num_layers is None else num_layers
     kept = options.first_layers + options.last_layers
     if kept >= total:
@@ -187,16 +188,6 @@ def _measuring(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation | Atte
     """What makes tensors for linear layers to cast: not the norms of queries and keys, which lie deeper than others."""
     norms = [module for module in layer.children() if isinstance(module, RMSNorm | LayerNorm)]
     return norms + [module for module in layer.modules() if isinstance(module, Activation | Attention)]
-
-
-def _layers(model: nn.Module) -> dict[int, nn.Module]:
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
-        raise ConfigurationError(
-            f"products in 8 bits need a model with `layers`, a ModuleDict by global index, and {type(model).__name__} "
-            "has none; give it that attribute, or choose another precision."
-        )
-    return {int(index): layer for index, layer in layers.named_children()}
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, Linear | ColumnLinear | RowLinear]]:

@@ -445,7 +445,7 @@ def test_layers_that_cannot_be_recorded(scope: str, ranks: int, options: dict[st
 
 def test_layers_and_attention_are_found_by_name() -> None:
     model = nn.Module()
-    with pytest.raises(ConfigurationError, match="Module has no `layers`"):
+    with pytest.raises(ConfigurationError, match=r"CUDAGraph\(scope='layer'\) needs a model with `layers`"):
         parts_of(model, "layer")
     model.layers = nn.ModuleDict({"3": nn.Linear(2, 2)})
     assert [name for name, _ in parts_of(model, "layer")] == ["layers.3"]

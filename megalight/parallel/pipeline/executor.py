@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalight.errors import ConfigurationError
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel import trace
+from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.actions import Action, Kind
 from megalight.parallel.pipeline.agenda import Agenda
@@ -276,9 +277,8 @@ class _Run:
             raise
 
 
-def layer_of(error: Exception, chunk: nn.Module) -> str | None:
+def layer_of(error: Exception, chunk: nn.Module) -> int | None:
     """The global index of the layer in whose forward an error came up."""
-    layers = getattr(chunk, "layers", None)
-    names = {id(layer): name for name, layer in layers.named_children()} if isinstance(layers, nn.Module) else {}
+    names = {id(layer): index for index, layer in layers_of(chunk).items()}
     called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((names[id(module)] for module in called if id(module) in names), None)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megalight.errors import LayoutError
+from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.shard import ShardSpec
@@ -30,14 +31,14 @@ def check_protocol(model: nn.Module) -> int:
             f"{name} has no attribute {missing[0]!r}: a pipeline cuts models made of embed | layers | head. Give it "
             "these three (embed and head may be None), or wrap it in a module that has them."
         )
-    layers = model.layers
-    keys = list(layers) if isinstance(layers, nn.ModuleDict) else []
-    if not isinstance(layers, nn.ModuleDict) or keys != [str(index) for index in range(len(keys))]:
+    indices = list(layers_of(model))
+    if not isinstance(model.layers, nn.ModuleDict) or indices != list(range(len(model.layers))):
+        keys = f" with keys {list(model.layers)[:4]}" if isinstance(model.layers, nn.ModuleDict) else ""
         raise LayoutError(
-            f"{name}.layers is a {type(layers).__name__}{f' with keys {keys[:4]}' if keys else ''}; a pipeline needs "
-            "an nn.ModuleDict keyed '0', '1', ... by global index, so that names stay the same."
+            f"{name}.layers is a {type(model.layers).__name__}{keys}; a pipeline needs an nn.ModuleDict keyed "
+            "'0', '1', ... by global index, so that names stay the same."
         )
-    return len(keys)
+    return len(indices)
 
 
 def shell(model: nn.Module) -> nn.Module:
@@ -90,10 +91,8 @@ def cut(
 def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
     """The model with the parts of some stages only."""
     part = shell(model)
-    layers = model._modules["layers"]
-    assert isinstance(layers, nn.ModuleDict)
-    held = [str(index) for stage in stages for index in stage.layers]
-    part._modules["layers"] = nn.ModuleDict({key: layers[key] for key in held})
+    layers = layers_of(model)
+    part._modules["layers"] = nn.ModuleDict({str(i): layers[i] for stage in stages for i in stage.layers})
     for name in ENDS:
         if not any(getattr(stage, name) for stage in stages) and name in part._modules:
             part._modules[name] = None

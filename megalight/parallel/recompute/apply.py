@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.layers import layers_of
 from megalight.parallel.recompute.discard import Discarding
 from megalight.parallel.recompute.group import make_group
 from megalight.parallel.recompute.options import Recompute
 from megalight.parallel.recompute.override import Override
 from megalight.parallel.recompute.region import Region
-from megalight.parallel.recompute.selection import DISCARDED, Layer, check_pattern, layers_of, selected
+from megalight.parallel.recompute.selection import DISCARDED, Layer, check_pattern, selected
 
 
 def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Sequence[int]] = ()) -> None:
@@ -27,7 +28,7 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
     """
     if recompute.granularity == "none":
         return
-    layers = layers_of(model)
+    layers = list(layers_of(model, "recompute").items())
     if recompute.granularity == "full":
         _check_number(layers, recompute)
         for chunk in chunks:
@@ -59,7 +60,7 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
         return
     if whole:
         check_recompute(chunk, recompute)
-    layers = layers_of(chunk)
+    layers = list(layers_of(chunk, "recompute").items())
     if recompute.granularity == "full":
         _apply_full(layers, recompute)
         return

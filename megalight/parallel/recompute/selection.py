@@ -14,7 +14,7 @@ from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.row import RowLinear
 
-Layer: TypeAlias = tuple[str, nn.Module]
+Layer: TypeAlias = tuple[int, nn.Module]
 """Global index and layer."""
 DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)
 """Modules whose output the next linear layer makes again."""
@@ -25,21 +25,6 @@ USELESS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.ModuleDict, nn.ModuleList): "it is a container, which nobody calls",
 }
 """Modules whose recompute saves nothing, and why."""
-
-
-def layers_of(model: nn.Module) -> list[Layer]:
-    """The layers of a model by global index.
-
-    Raises:
-        ConfigurationError: it has none.
-    """
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleDict | nn.ModuleList):
-        raise ConfigurationError(
-            f"recompute needs a model with `layers`, a ModuleDict by global index, and {type(model).__name__} has "
-            "none; give it that attribute, or leave recompute out."
-        )
-    return list(layers.named_children())
 
 
 def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:

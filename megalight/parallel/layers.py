@@ -1,0 +1,32 @@
+"""Finding the layers of a model, or of a part of one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megalight.errors import ConfigurationError
+
+
+def layers_of(model: nn.Module, needed_by: str | None = None) -> dict[int, nn.Module]:
+    """The layers that a model has under ``layers``, by global index, in order.
+
+    Args:
+        model: a whole model or a chunk of one.
+        needed_by: what cannot do without layers, in words for the error; None: a model may have none.
+
+    Raises:
+        ConfigurationError: ``layers`` is neither a ``ModuleList`` nor a ``ModuleDict`` whose keys are numbers, and
+            something needs it.
+    """
+    layers = getattr(model, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return dict(enumerate(layers))
+    if isinstance(layers, nn.ModuleDict) and all(map(str.isdecimal, layers)):
+        return {int(index): layer for index, layer in layers.items()}
+    if needed_by is None:
+        return {}
+    found = "has none" if layers is None else f"holds {type(layers).__name__} there"
+    raise ConfigurationError(
+        f"{needed_by} needs a model with `layers`, an nn.ModuleDict keyed by global index ('0', '1', ...), and "
+        f"{type(model).__name__} {found}. Give it that attribute, or do without {needed_by}."
+    )
