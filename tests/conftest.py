@@ -1,4 +1,4 @@
-"""What every test gets: seeds, GPU tests skipped where there is none, poisoned memory on request, a written summary."""
+"""Set-up of every test: seeds, skipped GPU tests, Hypothesis without time limits, poisoned memory, a summary."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.summary import Summary
+
+# No test depends on speed: on a busy machine examples may take any time. `pytest-timeout` ends what hangs.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # the tests' matrices are small, and pools of ranks share the cores
+    torch.set_num_threads(1)  # the matrices of the tests are small, and pools of ranks share the cores
     if path := config.getoption("--summary"):
         config.pluginmanager.register(Summary(path))
 
@@ -34,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
-    """Every test starts from the same random state, whichever tests ran before it."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # left by commands that ran in this process
+    """Start every test from the same random state, whichever tests ran before it."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # commands that ran in this process leave them behind
         os.environ.pop(name, None)
     random.seed(0)
     np.random.seed(0)
@@ -44,7 +49,7 @@ def _seeds() -> None:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Fresh memory of ``torch.empty`` and its kin holds NaN: what reads before it writes shows itself."""
+    """Fill fresh memory (``torch.empty`` and the like) with NaN, so that a read before the first write shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -130,10 +130,10 @@ def test_the_console_script_exists() -> None:
     assert callable(script.load())
 
 
-def test_continuous_integration_runs_make_test() -> None:
+def test_continuous_integration_runs_checks_and_tests() -> None:
     run = ROOT / ".ci" / "run"
     assert run.stat().st_mode & 0o100, ".ci/run is not executable"
-    assert run.read_text(encoding="utf-8").rstrip().endswith("exec make test")
+    assert run.read_text(encoding="utf-8").splitlines()[-2:] == ["make checks", "exec make test"]
 
 
 @pytest.mark.parametrize(

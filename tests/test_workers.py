@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import workers
 from tests.workers import run
 
 
@@ -99,5 +98,5 @@ def test_a_dead_rank_is_told_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(AssertionError, match="rank 0 of 2 failed in _die_on_first:\nthe process died with exit code 7"):
         run(_die_on_first, 2)
-    assert time.monotonic() - started < workers.GRACE + 15
+    assert time.monotonic() - started < 150  # less than the timeout of a job: the parent saw the death itself
     assert run(_sum_of_ranks, 2, 0) == [1, 1]

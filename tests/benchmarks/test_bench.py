@@ -88,12 +88,8 @@ def test_a_failing_peer_leaves_its_words(tmp_path, monkeypatch, capsys):
 
 
 def test_what_hangs_is_ended_with_its_children(tmp_path):
-    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    log = tmp_path / "log"
-    begin = time.monotonic()
-    assert bench.call([sys.executable, "-c", code], {}, log, 4.0) == "not done after 4 s"
-    assert time.monotonic() - begin < 20
+    log = tmp_path / "log"  # a shell starts at once, also on a busy machine
+    assert bench.call(["sh", "-c", "sh -c 'echo $$; exec sleep 1000'; true"], {}, log, 4.0) == "not done after 4 s"
     assert gone(log.read_text().strip())
 
 

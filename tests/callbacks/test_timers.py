@@ -332,6 +332,7 @@ def test_timers_on_cuda_need_no_synchronisation():
     table = TimerTable(torch.device("cuda"), 1)
     big = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
+    start = time.perf_counter()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
@@ -341,9 +342,8 @@ def test_timers_on_cuda_need_no_synchronisation():
         times = table.close(1, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    start = time.perf_counter()
-    seconds = times.seconds()["forward"]
-    assert 1e-3 < seconds < time.perf_counter() - start + 1
+    seconds = times.seconds()["forward"]  # waits for the device
+    assert 0 < seconds < time.perf_counter() - start
 
 
 @pytest.mark.gpu

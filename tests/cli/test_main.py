@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,26 +11,21 @@ from megalight.cli.verbs.doctor import _print_plugins
 
 LIGHT = [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]
 PROBE = """
-import json, sys, time
+import json, sys
 from megalight.cli.main import main
-begin = time.process_time()
 codes = [main(words) for words in json.loads(sys.argv[1])]
 heavy = sorted({"torch", "lightning", "numpy", "rich", "yaml"} & set(sys.modules))
-print(json.dumps([codes, heavy, time.process_time() - begin]))
+print(json.dumps([codes, heavy]))
 """
 
 
-def test_help_of_light_verbs_loads_nothing_heavy_and_is_instant():
-    begin = time.monotonic()
+def test_help_of_light_verbs_loads_nothing_heavy():
     out = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(LIGHT)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROBE, json.dumps(LIGHT)], capture_output=True, text=True, check=True
     ).stdout
-    wall = time.monotonic() - begin
-    codes, heavy, seconds = json.loads(out.splitlines()[-1])
+    codes, heavy = json.loads(out.splitlines()[-1])
     assert codes == [0] * len(LIGHT)
     assert heavy == []
-    assert seconds < 1  # all of them together, in processor time: other work on the machine does not count
-    assert wall < 5
 
 
 def test_overview_names_every_verb(capsys):

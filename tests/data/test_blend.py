@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.data.blend import (
@@ -57,7 +57,6 @@ def test_golden() -> None:
     assert blend_index([3, 1, 2], 6, [3, 1, 2]).tolist() == [0, 2, 1, 0, 2, 0]
 
 
-@settings(deadline=None)
 @given(weights=st.lists(st.integers(1, 12), min_size=1, max_size=5), steps=st.integers(0, 150))
 def test_index_is_the_greedy_rule(weights: list[int], steps: int) -> None:
     index = blend_index(weights, steps)
@@ -65,7 +64,6 @@ def test_index_is_the_greedy_rule(weights: list[int], steps: int) -> None:
     assert index.tolist() == greedy(weights, steps)
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5))
 def test_everything_once(sizes: list[int]) -> None:
     index = blend_index(sizes, sum(sizes), sizes)
@@ -73,7 +71,6 @@ def test_everything_once(sizes: list[int]) -> None:
     assert np.bincount(index, minlength=len(sizes)).tolist() == sizes
 
 
-@settings(deadline=None)
 @given(weights=st.lists(st.integers(1, 9), min_size=1, max_size=4), steps=st.integers(1, 200))
 def test_a_blend_never_lacks_samples(weights: list[int], steps: int) -> None:
     index = blend_index(weights, steps)
@@ -98,7 +95,6 @@ def test_longest_blend_of_a_data_set_that_comes_late() -> None:
     assert np.bincount(longest_blend([1, 1, 2, 7], [2, 1, 3, 10])).tolist() == [2, 1, 3, 10]
 
 
-@settings(deadline=None)
 @given(data=st.data(), n=st.integers(1, 4))
 def test_longest_blend_stops_before_a_repetition(data: st.DataObject, n: int) -> None:
     weights = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))

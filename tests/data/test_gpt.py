@@ -34,7 +34,7 @@ def test_golden_samples(tmp_path: Path) -> None:
             dataset[index]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda found: sum(found) > 1),
     s=st.integers(1, 10),

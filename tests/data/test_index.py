@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.data.index import SamplePlan, build, sample_index
@@ -43,7 +43,6 @@ def walk(lengths: list[int], s: int, drop_last_partial: bool) -> list[list[tuple
     return samples
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda found: sum(found) > 1),
     s=st.integers(1, 12),
@@ -82,7 +81,6 @@ def test_counts_of_large_data_are_exact() -> None:
     assert SamplePlan.make(p + 1, 2, None, drop_last_partial=False).num_samples == (p - 1) // 2 + 1
 
 
-@settings(deadline=None)
 @given(samples=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
 def test_every_document_comes_once_per_epoch_and_every_sample_once(samples: int, seed: int) -> None:
     plan = SamplePlan.make(18, 4, samples)

@@ -88,7 +88,7 @@ def test_modes(tmp_path: Path) -> None:
     assert (tmp_path / "a.idx").stat().st_size == 34 + 2 * 12 + 2 * 8 + 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     documents=st.lists(st.lists(st.integers(0, 6), max_size=4), max_size=6),
     dtype=st.sampled_from(["uint8", "int8", "int16", "int32", "int64", "float32", "float64", "uint16"]),

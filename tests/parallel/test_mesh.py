@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 
 import pytest
 import torch
@@ -129,10 +128,9 @@ def test_description() -> None:
     assert ParallelMesh(8, tp=2, pp=2, ep=2).describe() == "8 ranks: pp2 x dp2 x tp2 x ep2"
 
 
-def test_four_thousand_ranks_in_seconds() -> None:
+def test_four_thousand_ranks() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=4096)
     try:
-        start = time.perf_counter()
         mesh = ParallelMesh(4096, 1234, tp=8, cp=2, pp=16, ep=8)
         for axes in [("tp",), ("dp",), ("dp", "cp"), ("pp",), ("cp",), ("ep",), ("edp",), ("tp%2",), ("tp", "cp")]:
             group = mesh.group(*axes)
@@ -141,7 +139,6 @@ def test_four_thousand_ranks_in_seconds() -> None:
             assert mesh.group(*axes) is group
         assert mesh.group("pp", "dp", "cp", "tp") is dist.group.WORLD
         assert mesh.group("etp") is None
-        assert time.perf_counter() - start < 5
     finally:
         dist.destroy_process_group()
 

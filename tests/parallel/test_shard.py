@@ -11,7 +11,7 @@ from megalight.parallel.shard import Piece, ShardSpec, boxes
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(shapes, st.data())
 def test_boxes_tile_the_interval_in_order_and_are_few(shape: tuple[int, ...], data: st.DataObject) -> None:
     total = prod(shape)

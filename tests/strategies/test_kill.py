@@ -55,7 +55,7 @@ def start(folder: Path) -> list[Any]:
 
 def kill_during_a_save(folder: Path, processes: list[Any], victims: list[int], draw: random.Random) -> None:
     """SIGKILL at a random moment after the saves of a random step have begun: there are two, which take most of it."""
-    begun, deadline = f"step={draw.randrange(1, STEPS - 1)}.ckpt", time.monotonic() + 60
+    begun, deadline = f"step={draw.randrange(1, STEPS - 1)}.ckpt", time.monotonic() + 240
     while not folder.is_dir() or not any(name.startswith(begun) for name in os.listdir(folder)):
         assert time.monotonic() < deadline
         assert all(process.is_alive() for process in processes)
@@ -126,4 +126,4 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(tmp_path: Path, rank: int)
     assert process.returncode != 0
     assert f"ArithmeticError: rank {rank} has had enough" in text
     assert "on_train_batch_start" in text  # its traceback
-    assert seconds < 30
+    assert seconds < 180  # far below the 1,800 that a collective waits for a dead peer

@@ -20,7 +20,7 @@ from megalight.parallel.data_parallel.layout import (
 KINDS = [Kind(torch.bfloat16, torch.float32, 0), Kind(torch.bfloat16, torch.float32, 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     params=st.lists(st.tuples(st.integers(1, 900), st.sampled_from(KINDS)), max_size=20),
     world=st.integers(1, 5),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
@@ -61,7 +61,6 @@ def test_what_cannot_be_read_is_pointed_at(text: str, place: int, rule: str) -> 
     assert mark.index("^") == place + 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.text("EtmL", max_size=8), min_size=1, max_size=8).flatmap(lambda s: st.permutations(s * 2)))
 def test_what_is_written_reads_back(stages: list[str]) -> None:
     assert parse(compose(stages)) == tuple(stages)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import time
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
@@ -173,7 +171,6 @@ def test_drawing() -> None:
     assert lines == ["rank 0  E", "rank 1  0", "...     ...", "rank 5  4", "rank 6  (nothing)", "rank 7  L"]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 400), st.integers(2, 32), st.integers(1, 4))
 def test_what_errors_suggest_works(layers: int, pp: int, vpp: int) -> None:
     if layers + 2 < pp * vpp:
@@ -184,7 +181,6 @@ def test_what_errors_suggest_works(layers: int, pp: int, vpp: int) -> None:
     assert max(weights) - min(weights) <= 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(2, 16), st.integers(1, 4))
 def test_suggested_ends_divide(layers: int, pp: int, vpp: int) -> None:
     try:
@@ -197,9 +193,7 @@ def test_suggested_ends_divide(layers: int, pp: int, vpp: int) -> None:
 
 
 def test_many_stages_at_once() -> None:
-    start = time.perf_counter()
     PipelineLayout.even(1024, 128, 8)
     with pytest.raises(LayoutError, match="or give this layout"):
         PipelineLayout.even(1000, 128, 4)
     PipelineLayout.of_string("E|(t|)*126L", 126, 128).draw()
-    assert time.perf_counter() - start < 1
