@@ -270,7 +270,10 @@ class CUDAGraph(pl.Callback):
 
 @contextmanager
 def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
-    """Note what replays would leave out, the module's logging, or freeze: reads of the trainer's counters."""
+    """Note what replays would leave out or freeze: the module's logging, and its reads of the trainer's counters.
+
+    The module sees a second trainer meanwhile, which shares all that the first one holds.
+    """
     trainer, kind = module.trainer, type(module.trainer)
     found: list[str] = []
 
@@ -283,17 +286,19 @@ def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
                 f"the step reads {name}, of which replays would repeat this step's value; keep it in a buffer of the "
                 "module, written in on_train_batch_start"
             )
-            return getattr(super(noticing, trainer), name)
+            return getattr(super(watched, trainer), name)
 
         return property(read)
 
-    noticing = type(kind.__name__, (kind,), {name: counter(name) for name in COUNTERS})
+    watched: type[pl.Trainer] = type(kind.__name__, (kind,), {name: counter(name) for name in COUNTERS})
+    second = watched.__new__(watched)
+    second.__dict__ = trainer.__dict__
     module.log = module.log_dict = noted  # type: ignore[method-assign, assignment]
-    trainer.__class__ = noticing
+    module.trainer = second
     try:
         yield
     finally:
-        trainer.__class__ = kind
+        module.trainer = trainer
         del module.log, module.log_dict
         reasons += dict.fromkeys(found)
 

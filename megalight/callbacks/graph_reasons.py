@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,10 +18,10 @@ from megalight.parallel.layers import layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.contract import own_steps
+from megalight.strategies.hooks import defines, is_ours
 from megalight.strategies.megatron import MegatronStrategy
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-OURS = ("lightning", "megalight")
 
 
 def of_environment(on_gpu: bool) -> Iterator[str]:
@@ -60,7 +59,7 @@ def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
     """Of code that runs between the beginning and the end of a step."""
     for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
-        if type(owner).on_before_backward.__module__.partition(".")[0] not in OURS:
+        if defines(owner, "on_before_backward"):
             yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
     if getattr(module, "varying_carry", False) and strategy.mesh.pp > 1:
         yield f"{type(module).__name__}.varying_carry lets stages tell each other shapes in the step, on the host"
@@ -120,7 +119,7 @@ def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
             *module._backward_hooks.values(),
             *module._backward_pre_hooks.values(),
         ]
-        if any(_foreign(hook) for hook in found):
+        if not all(map(is_ours, found)):
             yield f"{name or 'the model'} ({type(module).__name__}) has a hook, which a replay does not call"
 
 
@@ -130,7 +129,7 @@ def of_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterat
         name
         for name, parameter in parameters
         for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        if any(_foreign(hook) for hook in (hooks or {}).values())
+        if not all(map(is_ours, (hooks or {}).values()))
     ]
     names = list(dict.fromkeys(found))
     if names:
@@ -139,8 +138,3 @@ def of_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterat
             f"parameter {names[0]}{others} has a hook, which a replay does not call; remove it: freeze by "
             "requires_grad_(False) before fit, and look at gradients in on_before_optimizer_step"
         )
-
-
-def _foreign(hook: Any) -> bool:
-    inner = getattr(hook, "func", hook)
-    return str(getattr(inner, "__module__", "")).partition(".")[0] not in OURS

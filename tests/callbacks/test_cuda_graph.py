@@ -11,6 +11,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
@@ -307,6 +308,10 @@ class Own(Quiet):
         return super().training_step(batch, batch_idx)
 
 
+def ignore(*args: Any) -> None:
+    """A hook that does nothing."""
+
+
 class Watching(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         pass
@@ -375,6 +380,7 @@ REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
     (Logging, [], "logs 'seen' by self.log"),
     (Own, [], "Own has a training_step of its own"),
     (Quiet, [Watching()], "Watching defines on_before_backward"),
+    (Quiet, [LambdaCallback(on_before_backward=ignore)], "LambdaCallback defines on_before_backward"),
     (Quiet, [Hooking()], r"head \(Linear\) has a hook"),
     (Quiet, [Freezing("fit")], r"parameter scale \(and 12 more\) has a hook"),
     (Quiet, [Freezing("train", "head.bias")], r"parameter head.bias has a hook"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalight.strategies import DataParallel, MegatronStrategy, _lightning
+from megalight.strategies.hooks import defines
 from megalight.strategies.setup import reads_weights_between_steps
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, strategy
@@ -303,6 +305,21 @@ class Harmless(Between):
     """The same, which reads no weights."""
 
     reads_weights = False
+
+
+def test_hooks_are_found_on_the_class_and_on_the_object() -> None:
+    module, callback = WithData(CONFIGS["gqa"]), Between()
+    assert [name for name in ("on_train_batch_end", "on_train_start") if defines(callback, name)] == [
+        "on_train_batch_end"
+    ]
+    callback.on_train_start = functools.partial(print, "begins")
+    assert defines(callback, "on_train_start")
+    assert defines(LambdaCallback(on_before_backward=lambda *_: None), "on_before_backward")
+    assert not defines(LambdaCallback(on_fit_start=lambda *_: None), "on_before_backward")
+    assert not defines(module, "optimizer_step")
+    module.optimizer_step = lambda *_: None
+    assert defines(module, "optimizer_step")
+    assert not defines(LearningRateMonitor(), "on_train_batch_start"), "Lightning's own callbacks are known"
 
 
 def test_gathering_goes_on_under_callbacks_that_read_no_weights() -> None:
