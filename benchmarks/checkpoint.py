@@ -77,7 +77,7 @@ def views(tensors: dict[str, Tensor]) -> dict[str, checkpoint.View]:
 
 
 def load_ours(tensors: dict[str, Tensor], path: Path) -> None:
-    checkpoint.open(path).load(views(tensors))
+    checkpoint.open(path).fill(checkpoint.targets_of(views(tensors)))
 
 
 def save_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
@@ -87,7 +87,7 @@ def save_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
 
 def load_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
     with patch.object(datafile.DataFile, "verify", lambda *_: None):
-        checkpoint.open(path).load(views(tensors))
+        checkpoint.open(path).fill(checkpoint.targets_of(views(tensors)))
 
 
 def summing(tensors: dict[str, Tensor]) -> float:

@@ -1,7 +1,7 @@
 """Checkpoints: sharded, atomic, checksummed folders on canonical tensor names, without pickle.
 
-``save(path, views, common=..., rank_state=..., files=...)`` and ``open(path).load(views)`` work under any layout; what
-one layout saved, another loads. Importing this package does not import torch; its members do, on first use.
+``save(path, views, common=..., rank_state=..., files=...)`` and ``open(path).fill(targets)`` work under any layout:
+what one layout saved, another loads. Importing this package does not import torch; its members do, on first use.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalight.checkpoint.index import TensorInfo
-    from megalight.checkpoint.loading import Checkpoint, Loaded, open
+    from megalight.checkpoint.loading import Checkpoint, open
     from megalight.checkpoint.publish import finished, is_complete, latest, remove
     from megalight.checkpoint.saving import save
-    from megalight.checkpoint.view import Box, View, views_of_parameters, views_of_shards
+    from megalight.checkpoint.view import Box, View, targets_of, views_of_parameters, views_of_shards
 
 _MEMBERS = {
     "Box": "view",
     "Checkpoint": "loading",
-    "Loaded": "loading",
     "TensorInfo": "index",
     "View": "view",
     "finished": "publish",
@@ -28,6 +27,7 @@ _MEMBERS = {
     "open": "loading",
     "remove": "publish",
     "save": "saving",
+    "targets_of": "view",
     "views_of_parameters": "view",
     "views_of_shards": "view",
 }
@@ -35,7 +35,6 @@ _MEMBERS = {
 __all__ = [
     "Box",
     "Checkpoint",
-    "Loaded",
     "TensorInfo",
     "View",
     "finished",
@@ -44,6 +43,7 @@ __all__ = [
     "open",
     "remove",
     "save",
+    "targets_of",
     "views_of_parameters",
     "views_of_shards",
 ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,25 +20,13 @@ from megalight.checkpoint.index import TensorInfo
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.saving import collectives
-from megalight.checkpoint.view import View
+from megalight.checkpoint.view import View, views_to_fill
 from megalight.errors import CheckpointError, nearest
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a load that was not strict left out.
-
-    Attributes:
-        missing: asked for on this rank, but not in the checkpoint: unchanged.
-        unexpected: in the checkpoint, but asked for by no rank.
-    """
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+from megalight.parallel.source import Filled, Target
 
 
 class Checkpoint:
-    """An opened checkpoint: its metadata is read and verified, its tensors are on disk until :meth:`load`.
+    """An opened checkpoint: a source whose metadata is verified and whose tensors are on disk until :meth:`fill`.
 
     Attributes:
         path: the name it goes by.
@@ -89,31 +76,23 @@ class Checkpoint:
             )
         return self._bytes(f"files/{name}")
 
-    def load(
+    def fill(
         self,
-        views: Mapping[str, View],
+        targets: Iterable[Target],
         *,
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Loaded:
-        """Fill the views' memory, whatever layout saved it. All ranks of the group call it together.
+    ) -> Filled:
+        """Read this rank's boxes, whatever layout saved them; see :meth:`megalight.parallel.source.Source.fill`.
 
-        Values are converted to the views' dtypes where those differ.
-
-        Args:
-            views: this rank's views, by canonical name.
-            strict: names must agree: all views are in the checkpoint, and the views of all ranks together ask for
-                every tensor in it.
-            prefix: only tensors whose names begin so must be asked for.
-            process_group: who loads; None means the default group, or this process alone.
+        Every block that any rank will read is verified before any memory changes.
 
         Raises:
-            CheckpointError: on every rank, before any tensor has changed: names or shapes differ, or a file that any
-                rank needs is torn.
+            CheckpointError: on every rank: names or shapes differ, or a file that any rank needs is torn.
         """
-        ranks = Ranks(process_group)
-        loaded = self._compare(ranks, views, strict, prefix)
+        ranks, views = Ranks(process_group), views_to_fill(targets)
+        filled = self._compare(ranks, views, strict, prefix)
         present = {name: view for name, view in views.items() if name in self.tensors}
         try:
             with collectives(f"loading {self.path}"):
@@ -126,9 +105,9 @@ class Checkpoint:
                 )
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_alternative(self.path)}") from error
-        return loaded
+        return filled
 
-    def _compare(self, ranks: Ranks, views: Mapping[str, View], strict: bool, prefix: str) -> Loaded:
+    def _compare(self, ranks: Ranks, views: Mapping[str, View], strict: bool, prefix: str) -> Filled:
         def check() -> list[str]:
             missing = sorted(views.keys() - self.tensors.keys())
             if strict and missing:
@@ -157,7 +136,7 @@ class Checkpoint:
                 f"checkpoint {self.path} holds {_some(unexpected)} that this model does not ask for. Is it a "
                 "checkpoint of another model? strict=False ignores such tensors."
             )
-        return Loaded(tuple(sorted(views.keys() - self.tensors.keys())), unexpected)
+        return Filled(tuple(sorted(views.keys() - self.tensors.keys())), unexpected)
 
     def _bytes(self, name: str) -> bytes:
         if name not in self.manifest.files:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megalight.errors import CheckpointError, nearest
 from megalight.parallel.mesh import DATA_AXES, ParallelMesh
-from megalight.parallel.shard import Piece, ShardSpec, boxes
+from megalight.parallel.shard import ShardSpec, boxes
+from megalight.parallel.source import FlatShard, Target, shard_boxes
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,6 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.data.shape)
 
 
-class FlatShard(Protocol):
-    """A rank's flat share of parameters or optimizer state, and which canonical elements lie where in it."""
-
-    def intervals(self) -> Iterable[tuple[Piece, int, int, int]]:
-        """``(piece, first, last, shard_start)``: elements ``[first, last)`` of the flattened piece lie at
-        ``shard_start`` in the shard.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class _Held:
     """A box with the canonical tensor it belongs to."""
@@ -183,14 +174,21 @@ def views_of_shards(
     """
     held = []
     for tensor, shard in zip(tensors, shards, strict=True):
-        flat = tensor.detach().view(-1)
-        for piece, first, last, start in shard.intervals():
-            for offset, size, element in boxes(piece.size, first, last):
-                position = start + element - first
-                data = flat[position : position + prod(size)].view(size)
-                box = Box(tuple(a + b for a, b in zip(piece.offset, offset, strict=True)), data, piece.owner)
-                held.append(_Held(prefix + piece.name, piece.shape, box))
+        held += [
+            _Held(prefix + piece.name, piece.shape, Box(offset, data, piece.owner))
+            for piece, offset, data in shard_boxes(tensor, shard)
+        ]
     return _collect(_share(held, replicated or ParallelMesh()))
+
+
+def targets_of(views: Mapping[str, View]) -> list[Target]:
+    """The memory of views, to be filled from a source: what one save wrote from them, a load reads into them."""
+    return [Target(name, tuple(view.shape), box.offset, box.data) for name, view in views.items() for box in view.boxes]
+
+
+def views_to_fill(targets: Iterable[Target]) -> dict[str, View]:
+    """What DCP fills. Writes nothing."""
+    return _collect(_Held(t.name, t.shape, Box(t.offset, t.data, write=False)) for t in targets)
 
 
 def _share(held: Sequence[_Held], mesh: ParallelMesh) -> Iterator[_Held]:

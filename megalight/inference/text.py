@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megalight import checkpoint
-from megalight.checkpoint import Checkpoint, publish, views_of_parameters
+from megalight.checkpoint import Checkpoint, publish
 from megalight.checkpoint.ranks import alone
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
@@ -20,6 +20,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.initialise import materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
+from megalight.parallel.source import parameter_targets
 from megalight.registry import Registry
 
 PREFIX = "model."
@@ -63,11 +64,10 @@ def _load(opened: Checkpoint, device: torch.device, dtype: torch.dtype | None) -
         )
     with torch.device("meta"):
         model = FAMILIES[described["family"]](described["config"])
-    mesh = ParallelMesh()
-    specs = parallelize(model, Plan(), mesh, prefix=PREFIX)
+    specs = parallelize(model, Plan(), ParallelMesh(), prefix=PREFIX)
     materialise(model.to(dtype or _saved_dtype(opened)), device)
     with alone() as group:
-        opened.load(views_of_parameters(model.named_parameters(), specs, mesh), prefix=PREFIX, process_group=group)
+        opened.fill(parameter_targets(model.named_parameters(), specs), prefix=PREFIX, process_group=group)
     return model.eval()
 
 

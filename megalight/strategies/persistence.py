@@ -15,13 +15,14 @@ from torch import Tensor
 
 from megalight import __version__, checkpoint
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
+from megalight.checkpoint.view import View, targets_of, views_of_parameters, views_of_shards
 from megalight.errors import CheckpointError
 from megalight.imports import version
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
+from megalight.parallel.source import Renamed, parameter_targets
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.tree import root_of, tensors_of
 
@@ -113,9 +114,8 @@ def _load_whole(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
         stored = saved.tensors.get(specs[name].pieces[0].name)
         if stored is not None:
             tensor.data = tensor.data.to(getattr(torch, stored.dtype))
-    views = views_of_parameters(tensors.items(), specs, ParallelMesh())
     with alone() as group:
-        saved.load(views, prefix=CANONICAL_PREFIX, process_group=group)
+        saved.fill(parameter_targets(tensors.items(), specs), prefix=CANONICAL_PREFIX, process_group=group)
     return saved
 
 
@@ -155,10 +155,12 @@ class Loaded:
         """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
         _clear_padding(strategy)
         views = model_views(strategy, to_fill=True)
-        self.saved.load(views, strict=self.strict, prefix=CANONICAL_PREFIX)
-        wide = {MASTER + name: view for name, view in views.items() if view.dtype in (torch.float32, torch.float64)}
-        if not wide.keys().isdisjoint(self.saved.tensors):
-            self.saved.load(_renamed(wide), strict=False)
+        targets = targets_of(views)
+        self.saved.fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
+        masters = Renamed(self.saved, CANONICAL_PREFIX, MASTER + CANONICAL_PREFIX)
+        if masters.tensors:
+            wide = [target for target in targets if target.data.dtype in (torch.float32, torch.float64)]
+            masters.fill(wide, strict=False)
 
     def read_optimizer(self, strategy: MeshStrategy) -> None:
         """Masters, optimizer state, group options and random states.
@@ -193,7 +195,7 @@ class Loaded:
             raise CheckpointError(
                 f"{self.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
             )
-        self.saved.load(views, strict=False)
+        self.saved.fill(targets_of(views), strict=False)
         random = self.saved.rank_state(strategy.global_rank)
         if random is not None:
             strategy.streams.load_state_dict(random["random"])
@@ -204,7 +206,7 @@ class Loaded:
             name: name.removeprefix(MASTER) if name.startswith(MASTER) and name not in self.saved.tensors else name
             for name in views
         }
-        return {wanted[name]: View(wanted[name], view.shape, view.boxes) for name, view in views.items()}
+        return {wanted[name]: view for name, view in views.items()}
 
 
 MASTER = "optimizer.master."
@@ -276,11 +278,6 @@ def _is_flat(value: Any, master: Tensor) -> bool:
 
 def _scalar(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _renamed(views: dict[str, View]) -> dict[str, View]:
-    """Views under the names they are read by."""
-    return {name: View(name, view.shape, view.boxes) for name, view in views.items()}
 
 
 def _files(strategy: MeshStrategy) -> dict[str, bytes]:

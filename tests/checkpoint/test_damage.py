@@ -87,7 +87,7 @@ def damaged(directory: Path, rounds: int) -> None:
         assert Path(name).name in str(error.value) or "manifest" in str(error.value), (name, damage)
         if name.startswith("data/"):
             with pytest.raises(CheckpointError, match=r"newest finished checkpoint beside it is .*good\.ckpt"):
-                checkpoint.open(bad).load(simple.views(values))
+                checkpoint.open(bad).fill(checkpoint.targets_of(simple.views(values)))
             with pytest.raises(CheckpointError):
                 describe(bad, norms=True)
         assert all((value == -1).all() for value in values.values())
@@ -223,7 +223,7 @@ def test_chunks_beyond_their_file(start: int, tmp_path: Path) -> None:
     forge_index(tmp_path / "a.ckpt", lambda content: chunk(content).update(start=start))
     values = simple.tensors(-1)
     with pytest.raises(CheckpointError, match="torn"):
-        checkpoint.open(tmp_path / "a.ckpt").load(simple.views(values))
+        checkpoint.open(tmp_path / "a.ckpt").fill(checkpoint.targets_of(simple.views(values)))
     assert all((value == -1).all() for value in values.values())
 
 
@@ -232,7 +232,7 @@ def test_a_chunk_in_a_file_that_the_manifest_does_not_list(tmp_path: Path) -> No
     shutil.copy(tmp_path / "a.ckpt/data/0-0.safetensors", tmp_path / "a.ckpt/data/9-0.safetensors")
     forge_index(tmp_path / "a.ckpt", lambda content: chunk(content).update(file="data/9-0.safetensors"))
     with pytest.raises(CheckpointError, match="does not list"):
-        checkpoint.open(tmp_path / "a.ckpt").load(simple.views(simple.tensors(-1)))
+        checkpoint.open(tmp_path / "a.ckpt").fill(checkpoint.targets_of(simple.views(simple.tensors(-1))))
 
 
 HEADERS = [

@@ -47,7 +47,7 @@ def test_boxes_across_blocks_and_files(block: int, dtype: torch.dtype, tmp_path:
         ((5, 6), (0, 5), (3, 4)),
     ):
         wanted = box(torch.zeros(SHAPE, dtype=dtype), *ranges)
-        opened.load({"x": View("x", SHAPE, [wanted])})
+        opened.fill(checkpoint.targets_of({"x": View("x", SHAPE, [wanted])}))
         assert torch.equal(wanted.data, box(whole, *ranges).data)
 
 
@@ -62,11 +62,11 @@ def test_a_rank_verifies_what_it_reads_and_no_more(block: int, tmp_path: Path) -
     file.write_bytes(data)
     if block < 4096:
         part = torch.zeros(1000 - block)
-        opened.load({"x": View("x", (1000,), [Box((block,), part)])})
+        opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((block,), part)])}))
         assert torch.equal(part, whole[block:])
     part = torch.zeros(20)
     with pytest.raises(CheckpointError, match="torn: bytes"):
-        opened.load({"x": View("x", (1000,), [Box((5,), part)])})
+        opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((5,), part)])}))
     assert not part.any()
 
 
@@ -79,7 +79,7 @@ def test_a_disk_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(datafile.os, "preadv", broken)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        opened.load({"x": View("x", (9,), [Box((0,), torch.zeros(9))])})
+        opened.fill(checkpoint.targets_of({"x": View("x", (9,), [Box((0,), torch.zeros(9))])}))
 
 
 def test_what_ranks_hold_must_make_whole_tensors(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_tensors_on_the_device(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a.ckpt", {"x": View("x", (3000, 700), [Box((0, 0), whole)])})
     opened = checkpoint.open(tmp_path / "a.ckpt")
     again = torch.zeros_like(whole)
-    opened.load({"x": View("x", (3000, 700), [Box((0, 0), again)])})
+    opened.fill(checkpoint.targets_of({"x": View("x", (3000, 700), [Box((0, 0), again)])}))
     assert torch.equal(whole, again)
     part = torch.zeros(3000, 100, device="cuda", dtype=torch.float32)
-    opened.load({"x": View("x", (3000, 700), [Box((0, 300), part)])})
+    opened.fill(checkpoint.targets_of({"x": View("x", (3000, 700), [Box((0, 300), part)])}))
     assert torch.equal(part, whole[:, 300:400].float())

@@ -33,7 +33,7 @@ def load_all(layout: Layout, directory: Path) -> list[tuple[int, list[str]]]:
     for number in range(len(LAYOUTS)):
         model = Model(layout, rank(), filled=False)
         opened = checkpoint.open(directory / f"{number}.ckpt")
-        opened.load(model.views())
+        opened.fill(checkpoint.targets_of(model.views()))
         if found := model.differs(Model(layout, rank(), filled=True)):
             wrong.append((number, found))
         own = opened.rank_state(rank())
@@ -140,7 +140,7 @@ def load_errors(layout: Layout, path: Path) -> list[str]:
         if kind == "unexpected":
             del views["optimizer.exp_avg.temperature"]
         with pytest.raises(CheckpointError) as error:
-            opened.load(views)
+            opened.fill(checkpoint.targets_of(views))
         assert not model.differs(Model(layout, rank(), filled=False)) or all_nan(model)
         messages.append(str(error.value))
     return messages
@@ -163,13 +163,12 @@ def test_a_load_may_be_partial(saved: Path) -> None:
     opened = checkpoint.open(saved / "6.ckpt")
     model = Model(layout, 0, filled=False)
     weights = {name: view for name, view in model.views().items() if name.startswith("model.")}
-    opened.load(weights, prefix="model.")
+    opened.fill(checkpoint.targets_of(weights), prefix="model.")
     assert {name[:6] for name in model.differs(Model(layout, 0, filled=True))} == {"master", "exp_av"}
-    loaded = opened.load(
-        {**weights, "model.new": View("model.new", (), weights["model.temperature"].boxes)}, strict=False
-    )
-    assert loaded.missing == ("model.new",)
-    assert set(loaded.unexpected) == NAMES - weights.keys()
+    new = View("model.new", (), weights["model.temperature"].boxes)
+    filled = opened.fill(checkpoint.targets_of({**weights, "model.new": new}), strict=False)
+    assert filled.missing == ("model.new",)
+    assert set(filled.unexpected) == NAMES - weights.keys()
 
 
 def test_values_are_converted_to_the_views_dtype(saved: Path) -> None:
@@ -177,6 +176,6 @@ def test_values_are_converted_to_the_views_dtype(saved: Path) -> None:
     model = Model(layout, 0, filled=False)
     model.parameters = {name: value.bfloat16() for name, value in model.parameters.items()}
     weights = {name: view for name, view in model.views().items() if name.startswith("model.")}
-    checkpoint.open(saved / "11.ckpt").load(weights, prefix="model.")
+    checkpoint.open(saved / "11.ckpt").fill(checkpoint.targets_of(weights), prefix="model.")
     for name, value in Model(layout, 0, filled=True).parameters.items():
         assert torch.equal(model.parameters[name], value.bfloat16())
