@@ -21,7 +21,8 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Column, Plan, Row
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, Row
 
 PATCHES, PIXELS, HIDDEN = 16, 9, 32
 BATCH, STEPS = 32, 150

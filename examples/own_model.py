@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.plan import Column, Plan, Row
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, Row
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 

@@ -12,14 +12,13 @@ from megalight.errors import LayoutError, nearest
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Column, ContextRegion, Plan, Row
+from megalight.parallel.plan import Plan
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.splitter import Splitter
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
-from megalight.parallel.tensor.splitter import Splitter
-from megalight.parallel.tensor.styles import style_module
 
 
 def parallelize(
@@ -55,7 +54,7 @@ def parallelize(
         LayoutError: the model is parallel already; something does not divide; a pattern matches nothing; a style does
             not fit its module; under sequence parallelism, a module with parameters has no rule; under context
             parallelism, the plan names no attention, or a kind cannot serve a layer; options of ``tensor`` that cannot
-        act.
+            act.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -83,7 +82,7 @@ def parallelize(
         found = plan.styles_of(name, module)
         if not found and any(parameter is not None for parameter in module._parameters.values()):
             unknown.append(f"{name or 'the model'} ({type(module).__name__})")
-        style_module(splitter, name, module, found)
+        splitter.apply(name, module, found)
     if unknown and shared.sequence_parallel:
         raise LayoutError(
             f"sequence parallelism needs a rule for every module with parameters, and the plan has none for "
@@ -95,7 +94,9 @@ def parallelize(
 
 def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
     """Some attention looks at all shares, and what the options say of it matches something."""
-    regions = [name for name, module in modules.items() if ContextRegion() in plan.styles_of(name, module)]
+    regions = [
+        name for name, module in modules.items() if any(style.axis == "cp" for style in plan.styles_of(name, module))
+    ]
     if shared.mesh.cp > 1 and not regions:
         raise LayoutError(
             f"cp={shared.mesh.cp} gives each rank a share of every sequence, but the plan has ContextRegion() for no "
@@ -106,12 +107,7 @@ def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
 
 def _check_tensor(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
     """What the options say of split layers acts on some."""
-    styles = {name: plan.styles_of(name, module) for name, module in modules.items()}
-    split = [
-        name
-        for name, found in styles.items()
-        if any(isinstance(style, Row) or (isinstance(style, Column) and style.tokens == "share") for style in found)
-    ]
+    split = [name for name, module in modules.items() if any(style.overlaps for style in plan.styles_of(name, module))]
     if shared.mesh.tp > 1:
         shared.tensor.check(split, shared.mesh.tp, shared.sequence_parallel)
 

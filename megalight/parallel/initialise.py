@@ -18,8 +18,8 @@ from megalight.errors import ConfigurationError
 from megalight.nn.init import draw, initializers, key
 from megalight.nn.names import Part
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.splitter import Origin, on_meta
 from megalight.parallel.tensor.split import take
-from megalight.parallel.tensor.splitter import Origin, on_meta
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:

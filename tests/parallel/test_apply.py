@@ -16,8 +16,9 @@ from megalight.nn.names import parts
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Column, HeadRegion, Plan, Replicated, Row, SequenceRegion, Vocab, VocabHead
+from megalight.parallel.plan import Plan
 from megalight.parallel.plans import gpt, plan_for
+from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, SequenceRegion, Vocab, VocabHead
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error

@@ -13,7 +13,8 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.bridge.lanes import Lane, lanes
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Column, Plan, Row
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, Row
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.workers import run
 

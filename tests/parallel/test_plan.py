@@ -5,8 +5,9 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT
-from megalight.parallel.plan import Column, Plan, Replicated, Row, SequenceRegion
+from megalight.parallel.plan import Plan
 from megalight.parallel.plans import PLANS, gpt, plan_for
+from megalight.parallel.styles import Column, Replicated, Row, SequenceRegion
 
 
 class Sub(nn.Linear):

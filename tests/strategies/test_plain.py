@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from megalight.parallel.plan import Column, Plan, Row
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, Row
 from tests.environment import trainer
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead
-from megalight.parallel.plan import (
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import (
     Boundary,
     Column,
     ContextRegion,
     Dropout,
-    Plan,
     Replicated,
     Row,
     SequenceRegion,

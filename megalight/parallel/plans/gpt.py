@@ -5,17 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm
-from megalight.parallel.plan import (
-    Column,
-    ContextRegion,
-    Dropout,
-    HeadRegion,
-    Plan,
-    Row,
-    SequenceRegion,
-    Vocab,
-    VocabHead,
-)
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column, ContextRegion, Dropout, HeadRegion, Row, SequenceRegion, Vocab, VocabHead
 
 FAMILY = Plan(
     {

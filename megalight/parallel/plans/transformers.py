@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.plan import (
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import (
     Attributes,
     Boundary,
     Column,
-    Plan,
     Replicated,
     Row,
     SequenceRegion,

@@ -13,10 +13,9 @@ from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gra
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_input, saved_input
 from megalight.parallel.collectives import join
-from megalight.parallel.plan import Tokens
 from megalight.parallel.tensor.codes import GatheredCodes, casts_shares
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.tensor.shared import Shared, Tokens
 
 
 class ColumnLinear(nn.Module):

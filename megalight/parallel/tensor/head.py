@@ -11,9 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.parallel.collectives import all_gather, copy, join
-from megalight.parallel.plan import Tokens
 from megalight.parallel.tensor.column import column_linear
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.tensor.shared import Shared, Tokens
 
 
 class VocabLinear(nn.Module):

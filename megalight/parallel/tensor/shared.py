@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,15 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.groups import check_max_ctas, new_group
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Tokens
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap.kinds import choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
+
+Tokens: TypeAlias = Literal["share", "gathered", "whole"]
+"""Which tokens a split layer is fed under sequence parallelism: this rank's ``share``, which the layer gathers; all,
+``gathered`` by a ``Boundary`` above it, which sums the gradient as well; or the ``whole`` sequence that every rank
+holds anyhow. Without sequence parallelism everything is whole."""
 
 
 @dataclass

@@ -18,8 +18,9 @@ from megalight.parallel.context.kinds import KINDS
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import ContextRegion, Plan
+from megalight.parallel.plan import Plan
 from megalight.parallel.plans import gpt
+from megalight.parallel.styles import ContextRegion
 from megalight.parallel.tensor.dropout import OwnStream
 from megalight.registry import Backend
 from megalight.types import PackedSequences

@@ -7,7 +7,8 @@ from torch import nn
 
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan, Vocab
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Vocab
 from tests.parallel.gathering import gather_canonical
 from tests.workers import run
 

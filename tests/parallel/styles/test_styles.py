@@ -7,12 +7,12 @@ from megalight import nn as mnn
 from megalight.errors import LayoutError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import (
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import (
     Attributes,
     Column,
     Dropout,
     HeadRegion,
-    Plan,
     Replicated,
     Row,
     SequenceRegion,

@@ -1,4 +1,4 @@
-"""Splits the parameters of a model, one after another, and remembers how."""
+"""One pass over a model that splits it: what styles call, and what remembers how each parameter was split."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn.names import Part, parts
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.shared import Shared
 
-Rule: TypeAlias = Callable[[Sequence[Part], tuple[int, ...]], ShardSpec]
-"""Canonical parts and shape of a one-device parameter -> what this rank holds of it."""
+if TYPE_CHECKING:
+    from megalight.parallel.styles import Style
+
+Rule: TypeAlias = Callable[[Sequence[Part], tuple[int, ...], ParallelMesh], ShardSpec]
+"""Canonical parts and shape of a one-device parameter, and the mesh -> what this rank holds of it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Splitter:
         if whole is None:
             return None
         first = self._first[id(whole)]
-        spec = rule(self._parts[first], tuple(whole.shape))
+        spec = rule(self._parts[first], tuple(whole.shape), self.shared.mesh)
         if first in self.specs:
             if self.specs[first] != spec:
                 raise LayoutError(
@@ -86,14 +90,40 @@ class Splitter:
 
     def keep(self, name: str, module: nn.Module, *, partial: bool = False) -> None:
         """Every rank holds the module whole; ``partial``: its gradients are to be summed over ``tp``."""
-        mesh = self.shared.mesh
+
+        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+            return split.replicated(parts, shape, mesh, partial=partial)
+
         for local in module._parameters:
-            self.split(name, module, local, lambda parts, shape: split.replicated(parts, shape, mesh, partial=partial))
+            self.split(name, module, local, rule)
         for local, buffer in module._buffers.items():
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 full, shape = f"{name}.{local}" if name else local, tuple(buffer.shape)
                 part = Part(full, self.prefix + full, shape, 0)
-                self.specs[full] = split.replicated([part], shape, mesh, partial=False)
+                self.specs[full] = split.replicated([part], shape, self.shared.mesh, partial=False)
+
+    def apply(self, name: str, module: nn.Module, styles: Sequence[Style]) -> None:
+        """Do to one module what its styles say; none replicates it.
+
+        Raises:
+            LayoutError: a style does not fit the module, or something does not divide.
+        """
+        if not styles:
+            self.keep(name, module)
+        current = module
+        for style in styles:
+            replacement = style.apply(self, name, current)
+            if replacement is None or self.shared.mesh.size(style.axis) == 1:
+                continue
+            wraps = any(child is current for child in replacement.children())
+            if len(styles) > 1 and not wraps:
+                raise LayoutError(
+                    f"{name}: the style {type(style).__name__} replaces the module, so it must stand alone."
+                )
+            dress(replacement, current)
+            current = replacement
+        if current is not module:
+            self.replace(module, current)
 
     def replace(self, module: nn.Module, replacement: nn.Module) -> None:
         """Put ``replacement`` wherever the model has ``module``.

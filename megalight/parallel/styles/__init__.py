@@ -1,0 +1,16 @@
+"""Styles: one file each, with what a plan declares and how it is applied to a module."""
+
+from megalight.parallel.styles.attributes import Attributes as Attributes
+from megalight.parallel.styles.boundary import Boundary as Boundary
+from megalight.parallel.styles.column import Column as Column
+from megalight.parallel.styles.context_region import ContextRegion as ContextRegion
+from megalight.parallel.styles.dropout import Dropout as Dropout
+from megalight.parallel.styles.head_region import HeadRegion as HeadRegion
+from megalight.parallel.styles.replicated import Replicated as Replicated
+from megalight.parallel.styles.row import Row as Row
+from megalight.parallel.styles.sequence_region import SequenceRegion as SequenceRegion
+from megalight.parallel.styles.style import STYLES as STYLES
+from megalight.parallel.styles.style import Style as Style
+from megalight.parallel.styles.style import register as register
+from megalight.parallel.styles.vocab import Vocab as Vocab
+from megalight.parallel.styles.vocab_head import VocabHead as VocabHead

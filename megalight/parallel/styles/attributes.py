@@ -1,0 +1,44 @@
+"""Attributes of foreign modules that count what is split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor.split import replicas_of
+
+
+@register
+@dataclass(frozen=True)
+class Attributes(Style):
+    """Attributes of a module that count things (head counts in foreign models), as they are for one rank.
+
+    Attributes:
+        divide: names of counts that ``tp`` divides.
+        per_unit: name of a ratio -> number of units; where there are fewer units than ``tp``, the ratio is divided by
+            how many ranks share one (query heads per KV head, for so many KV heads).
+    """
+
+    divide: tuple[str, ...] = ()
+    per_unit: Mapping[str, int] = field(default_factory=dict)
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """The module stays; its attributes change."""
+        splitter.keep(name, module)
+        tp = splitter.shared.mesh.tp
+        for attribute in self.divide:
+            _divide(name, module, attribute, tp)
+        for attribute, units in self.per_unit.items():
+            _divide(name, module, attribute, replicas_of(units, tp, f"{name}.{attribute}"))
+
+
+def _divide(name: str, module: nn.Module, attribute: str, by: int) -> None:
+    value = getattr(module, attribute, None)
+    if not isinstance(value, int) or value % by:
+        raise LayoutError(f"{name}.{attribute} is {value!r}; it must be an integer that {by} divides. Lower tp.")
+    setattr(module, attribute, value // by)

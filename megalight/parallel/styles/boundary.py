@@ -1,0 +1,69 @@
+"""Where tensors change between whole and this rank's share of the tokens, around modules that know of neither."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from megalight.parallel.collectives import all_gather, join, own_slice, split
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor.shared import Shared
+
+
+@register
+@dataclass(frozen=True)
+class Boundary(Style):
+    """Where a foreign model's hidden states change between whole and split under sequence parallelism.
+
+    Attributes:
+        enter: what happens to the module's first input. ``split``: take this rank's share. ``gather``: make it whole
+            for the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: make it whole for a
+            module that computes the same with it on every rank.
+        leave: what happens to its first output. ``join``: make it whole for all that follows.
+    """
+
+    enter: Literal["split", "gather", "join"] | None = None
+    leave: Literal["join"] | None = None
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """The module stays, with hooks."""
+        splitter.keep(name, module)
+        self.add_to(module, splitter.shared)
+
+    def add_to(self, module: nn.Module, shared: Shared) -> None:
+        """Add hooks that act while sequence parallelism is on; none where it never is.
+
+        Hooks serve here, as foreign modules must keep their type; a model has few of them per layer.
+        """
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if not shared.sequence_parallel:
+                return args, kwargs
+            if args:
+                return (self._enter(args[0], shared), *args[1:]), kwargs
+            first = next(iter(kwargs))
+            return args, {**kwargs, first: self._enter(kwargs[first], shared)}
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not shared.sequence_parallel:
+                return output
+            if isinstance(output, tuple):
+                return (join(output[0], shared.group, shared.sequence_dim), *output[1:])
+            return join(output, shared.group, shared.sequence_dim)
+
+        if self.enter and shared.sequence_parallel:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        if self.leave and shared.sequence_parallel:
+            module.register_forward_hook(after)
+
+    def _enter(self, x: Tensor, shared: Shared) -> Tensor:
+        if self.enter == "gather":
+            return all_gather(x, shared.group, shared.sequence_dim)
+        if self.enter == "join":
+            return join(x, shared.group, shared.sequence_dim)
+        if not x.is_floating_point():  # ids: no gradient
+            return own_slice(x, shared.group, shared.sequence_dim)
+        return split(x, shared.group, shared.sequence_dim)

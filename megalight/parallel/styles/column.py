@@ -1,0 +1,75 @@
+"""Linear layers whose output features are split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.nn import Linear
+from megalight.nn.names import Part
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor import split
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.shared import Tokens
+
+
+@register
+@dataclass(frozen=True)
+class Column(Style):
+    """A linear layer whose *output* features are split over ``tp``.
+
+    Attributes:
+        units: how many indivisible parts the output has (attention heads). When there are fewer than ``tp``, each is
+            kept by a group of ``tp / units`` ranks. None: the layer's own sections say, or every feature is a unit.
+        gather_output: give every rank the whole output (the splitting is then invisible outside).
+        tokens: which tokens it is fed.
+    """
+
+    units: int | None = None
+    gather_output: bool = False
+    tokens: Tokens = "share"
+
+    @property
+    def overlaps(self) -> bool:
+        """It gathers its rank's share of the tokens."""
+        return self.tokens == "share"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
+        """A :class:`ColumnLinear`; a fused layer splits section by section."""
+        linear = self.expect(name, module, nn.Linear, Linear)
+        units = self._units(name, linear, splitter.shared.mesh)
+
+        def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+            return split.output_features(parts, units, mesh)
+
+        weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
+        assert weight is not None
+        return ColumnLinear(
+            weight,
+            bias,
+            splitter.sizes(linear.weight),
+            splitter.shared,
+            tokens=self.tokens,
+            gather_output=self.gather_output,
+            name=name,
+        )
+
+    def _units(self, name: str, linear: nn.Linear | Linear, mesh: ParallelMesh) -> list[int]:
+        """Indivisible parts of each section."""
+        rows, sections = linear.weight.shape[0], getattr(linear, "sections", None)
+        if self.units is not None and sections:
+            raise LayoutError(f"{name} has sections that state their units; leave units={self.units} out of its rule.")
+        units = [section.units for section in sections] if sections else [self.units or rows]
+        sizes = [section.size for section in sections] if sections else [rows]
+        for size, count in zip(sizes, units, strict=True):
+            if size % count:
+                raise LayoutError(f"{name}: {size} output features cannot consist of {count} equal units.")
+        if self.gather_output and any(count % mesh.tp for count in units):
+            raise LayoutError(f"{name}: gather_output needs units ({units}) that tp={mesh.tp} divides; lower tp.")
+        return units

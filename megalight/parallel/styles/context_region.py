@@ -1,0 +1,34 @@
+"""Attention that looks at all shares of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from megalight.nn import InnerAttention
+from megalight.parallel.context.attention import ContextAttention
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+
+
+@register
+@dataclass(frozen=True)
+class ContextRegion(Style):
+    """Attention proper (``nn.InnerAttention``), which under context parallelism looks at all shares of a sequence.
+
+    Which of the kinds does it (ring, all-gather, ...) is a matter of the layout, not of the plan.
+    """
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """A :class:`ContextAttention` where there are several shares."""
+        inner = self.expect(name, module, InnerAttention)
+        shared = splitter.shared
+        if shared.mesh.cp == 1:
+            return None
+        outer = splitter.model.get_submodule(name.rpartition(".")[0])
+        heads = getattr(outer, "heads", None)  # of this rank: the projection before it has been split by now
+        return ContextAttention(inner, name, shared.context.kind_of(name), shared.context_groups, heads)

@@ -1,0 +1,35 @@
+"""Dropout with the right random stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout, has_dropout
+
+
+@register
+@dataclass(frozen=True)
+class Dropout(Style):
+    """Dropout that draws from the rank's own random stream where its input differs between ``tp`` ranks.
+
+    Attributes:
+        split: it does so even without sequence parallelism (attention weights of this rank's heads).
+    """
+
+    split: bool = False
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
+        """A :class:`ParallelDropout` for ``nn.Dropout``; a wrapper around other modules that draw."""
+        if isinstance(module, nn.Dropout):
+            return ParallelDropout(module.p, splitter.shared, split=self.split)
+        if next(module.parameters(), None) is not None:
+            raise LayoutError(
+                f"the plan's rule Dropout meets {name}, a {type(module).__name__} with parameters; it is for "
+                "nn.Dropout and modules without any."
+            )
+        return OwnStream(module, splitter.shared) if self.split and has_dropout(module) else None

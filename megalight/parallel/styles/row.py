@@ -1,0 +1,41 @@
+"""Linear layers whose input features are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.nn import Linear
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor import split
+from megalight.parallel.tensor.row import RowLinear
+
+
+@register
+@dataclass(frozen=True)
+class Row(Style):
+    """A linear layer whose *input* features are split over ``tp``; outputs are summed, the bias is added once.
+
+    Under sequence parallelism each rank gets the sum of its share of the tokens.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """It sums its outputs."""
+        return True
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
+        """A :class:`RowLinear`."""
+        linear = self.expect(name, module, nn.Linear, Linear)
+        partial = splitter.shared.sequence_parallel
+        if getattr(linear, "sections", None):
+            raise LayoutError(f"{name} has sections of output features, but its rule Row splits the input; use Column.")
+        weight = splitter.split(name, linear, "weight", lambda parts, shape, mesh: split.input_features(parts[0], mesh))
+        bias = splitter.split(
+            name, linear, "bias", lambda parts, shape, mesh: split.replicated(parts, shape, mesh, partial=partial)
+        )
+        assert weight is not None
+        return RowLinear(weight, bias, splitter.shared, name)

@@ -1,0 +1,31 @@
+"""Modules that work on a share of the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.boundary import Boundary
+from megalight.parallel.styles.style import Style, register
+
+
+@register
+@dataclass(frozen=True)
+class SequenceRegion(Style):
+    """A module that works on its rank's share of the tokens when sequence parallelism is on.
+
+    Its weights see a part of the tokens, so their gradients are summed over ``tp``.
+
+    Attributes:
+        split_input: the module is fed whole-sequence inputs (position ids, say) and takes its share of the first one.
+    """
+
+    split_input: bool = False
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """The module stays."""
+        splitter.keep(name, module, partial=splitter.shared.sequence_parallel)
+        if self.split_input:
+            Boundary(enter="split").add_to(module, splitter.shared)

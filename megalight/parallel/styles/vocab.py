@@ -1,0 +1,43 @@
+"""Embeddings that are split by vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.nn import Embedding
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor import split
+from megalight.parallel.tensor.embedding import VocabEmbedding
+
+
+@register
+@dataclass(frozen=True)
+class Vocab(Style):
+    """An embedding split over ``tp`` by vocabulary; rows are padded up so that every rank has equally many.
+
+    Attributes:
+        scatter_output: under sequence parallelism, give each rank its share of the tokens. Off where the model looks
+            at the length of the hidden states, and a :class:`Boundary` splits them further on.
+    """
+
+    scatter_output: bool = True
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
+        """A :class:`VocabEmbedding`."""
+        embedding = self.expect(name, module, nn.Embedding, Embedding)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option, None):
+                raise LayoutError(f"{name}: an embedding with {option} cannot be split by vocabulary; unset it.")
+        weight = splitter.split(name, embedding, "weight", lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
+        assert weight is not None
+        return VocabEmbedding(
+            weight,
+            embedding.weight.shape[0],
+            splitter.shared,
+            scatter_output=self.scatter_output,
+            padding_idx=getattr(embedding, "padding_idx", None),
+        )

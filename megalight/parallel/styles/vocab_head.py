@@ -1,0 +1,42 @@
+"""Output layers that are split by vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalight.nn import Linear, LMHead
+from megalight.parallel.splitter import Splitter, dress
+from megalight.parallel.styles.style import Style, register
+from megalight.parallel.tensor import head, split
+from megalight.parallel.tensor.shared import Tokens
+
+
+@register
+@dataclass(frozen=True)
+class VocabHead(Style):
+    """The output projection split over ``tp`` by vocabulary, together with its cross entropy where it has one.
+
+    Attributes:
+        tokens: which tokens it is fed.
+    """
+
+    tokens: Tokens = "share"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
+        """A :class:`~.tensor.head.VocabHead` for an ``LMHead``, a ``VocabLinear`` for a linear layer."""
+        whole = self.expect(name, module, LMHead, nn.Linear, Linear)
+        is_head = isinstance(whole, LMHead)
+        linear, path = (whole.output_layer, f"{name}.output_layer") if is_head else (whole, name)
+        weight, bias = (
+            splitter.split(path, linear, local, lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
+            for local in ("weight", "bias")
+        )
+        assert weight is not None
+        layer = head.VocabLinear(weight, bias, linear.weight.shape[0], splitter.shared, tokens=self.tokens)
+        if not is_head:
+            return layer
+        dress(layer, linear)
+        splitter.done.add(id(linear))
+        return head.VocabHead(whole.norm, layer, whole.softcap, whole.backend)
