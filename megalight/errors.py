@@ -1,4 +1,4 @@
-"""The errors Megalight raises. Each message says the value, the rule, and the next step."""
+"""The errors that Megalight raises. Each message states the value, the rule and the next step."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Iterable
 
 
 class MegalightError(Exception):
-    """Base of every error of this package that is not a plain ``ValueError`` about an argument."""
+    """Base class of all errors of this package."""
 
 
 class LayoutError(MegalightError, ValueError):
-    """A parallel layout that cannot exist: degrees, heads, layers or batch sizes that do not divide."""
+    """A parallel layout is impossible: degrees, heads, layers or batch sizes do not divide."""
 
 
 class BackendError(MegalightError, ValueError):
-    """No backend can serve a request; the message lists every backend with its reason."""
+    """No backend can serve a request. The message lists every backend with its reason."""
 
 
 class DataError(MegalightError, ValueError):
-    """A data file that is missing, torn, or does not fit the model or tokenizer."""
+    """A data file is missing or incomplete, or does not fit the model or the tokenizer."""
 
 
 class CheckpointError(MegalightError):
-    """A checkpoint that is missing, torn, foreign, or of another model."""
+    """A checkpoint is missing or incomplete, has an unknown format, or belongs to another model."""
 
 
 class ConfigurationError(MegalightError, ValueError):
-    """Options that clash with each other or with Lightning's."""
+    """Options contradict each other or Lightning's options."""
 
 
 class MissingPackageError(MegalightError, ImportError):
-    """An optional package is needed; the message carries the pip command."""
+    """An optional package is missing. The message contains the pip command that installs it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for the closest of ``known``, or an empty string."""
+    """Return ``" Did you mean 'x'?"`` with the name in ``known`` that is closest to ``name``, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""

@@ -1,4 +1,4 @@
-"""Optional packages: whether they are here, and a clear error where they are not."""
+"""Optional packages and features of torch that depend on its version: detection and import."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ EXTRAS = {
     "transformer_engine": "te",
     "flash_attn": "flash-attn",
 }
-"""Import name of an optional package -> the pip extra of Megalight that brings it."""
+"""Import name of an optional package -> the pip extra of Megalight that installs it."""
 
 
 def has(package: str) -> bool:
-    """Whether ``package`` (a top-level import name) is installed. Imports nothing."""
+    """Return whether ``package`` (a top-level import name) is installed. Nothing is imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -30,7 +30,7 @@ def has(package: str) -> bool:
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, or None. Imports nothing."""
+    """Return the installed version of a distribution, or None. Nothing is imported."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -38,18 +38,19 @@ def version(distribution: str) -> str | None:
 
 
 def require(package: str, purpose: str) -> ModuleType:
-    """Import ``package``.
+    """Import ``package`` and return it.
 
     Raises:
-        MissingPackageError: it is not installed, or broken; the message names ``purpose`` and the pip command.
+        MissingPackageError: it is not installed or cannot be imported. The message names ``purpose`` and the pip
+            command.
     """
     try:
         return importlib.import_module(package)
-    except (ImportError, OSError) as error:  # OSError: a shared library that the package loads is not there
+    except (ImportError, OSError) as error:  # OSError: the package loads a shared library that is missing
         root = package.partition(".")[0]
         wanted = f"'megalight[{EXTRAS[root]}]'" if root in EXTRAS else root
         if has(root):
-            problem, step = "is installed but could not be imported", "Mend it, or install it anew with"
+            problem, step = "is installed but could not be imported", "Repair it, or reinstall it with"
         else:
             problem, step = "is not installed", "Install it with"
         raise MissingPackageError(
@@ -58,19 +59,22 @@ def require(package: str, purpose: str) -> ModuleType:
 
 
 def torch_distributed(*names: str) -> Any:
-    """The first of ``names`` that this ``torch.distributed`` has (collectives change names between releases)."""
+    """Return the first of ``names`` that ``torch.distributed`` has: collectives change names between releases."""
     module = importlib.import_module("torch.distributed")
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def symmetric_memory() -> ModuleType:
-    """Buffers that the GPUs of one host share, in torch; where :func:`has_symmetric_memory`."""
+    """Return torch's module for symmetric memory (buffers that the GPUs of one host share).
+
+    Check :func:`has_symmetric_memory` first.
+    """
     return importlib.import_module("torch.distributed._symmetric_memory")
 
 
 @functools.cache
 def has_symmetric_memory() -> bool:
-    """Whether this torch has them, by the names that are used here. Asks no device."""
+    """Return whether this torch has symmetric memory with all functions that Megalight uses. No device is asked."""
     try:
         found = symmetric_memory()
     except ImportError:
@@ -83,5 +87,5 @@ def has_symmetric_memory() -> bool:
 
 @functools.cache
 def has_grad_dtype() -> bool:
-    """Whether a parameter may state the dtype of its gradient (``Tensor.grad_dtype``)."""
+    """Return whether a parameter can declare the dtype of its gradient (``Tensor.grad_dtype``)."""
     return hasattr(importlib.import_module("torch").Tensor, "grad_dtype")

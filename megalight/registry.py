@@ -1,4 +1,4 @@
-"""Named things that plugins may add to: a registry for each kind, and backends that say why they cannot serve."""
+"""Registries that plugins can extend: named objects of one kind, and the backends of an op."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ PLUGIN_GROUP = "megalight.plugins"
 
 
 class Registry(Generic[T]):
-    """Names to things of one kind. A second entry of a name raises; an unknown name lists the known ones."""
+    """A mapping from names to objects of one kind.
+
+    Plugins are loaded when a name is unknown or when the registry is iterated. Registering a name twice raises
+    :class:`MegalightError`; so does an unknown name, with a list of the known ones.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds an entry under ``name``."""
+        """Return a decorator that adds an entry under ``name``."""
 
         def add(entry: T) -> T:
             if name in self._entries:
-                raise MegalightError(f"{self.kind} {name!r} is registered already; choose another name.")
+                raise MegalightError(f"{self.kind} {name!r} is already registered; choose another name.")
             self._entries[name] = entry
             return entry
 
@@ -66,12 +70,12 @@ class Backend(Generic[SpecT, FnT]):
     """One implementation of an op.
 
     Attributes:
-        name: what users type, and what logs show.
-        fn: the implementation; every backend of an op has the same signature.
-        priority: ``auto`` asks the highest first. Set from measurements.
-        why_not: answers why this backend cannot serve a request, or None when it can.
-        plugin: name of the plugin that brought it, noted when it is registered. ``auto`` passes over it, and does not
-            ask it: nothing is switched on just by being installed.
+        name: the name that users type and that logs show.
+        fn: the implementation. All backends of an op have the same signature.
+        priority: ``auto`` tries the highest first. Priorities come from measurements.
+        why_not: returns the reason why this backend cannot serve a request, or None if it can.
+        plugin: the plugin that registered the backend, or None for a built-in one. ``BackendRegistry.register`` sets
+            it. ``auto`` never chooses a plugin's backend: to install a package must not change a run.
     """
 
     name: str
@@ -82,18 +86,18 @@ class Backend(Generic[SpecT, FnT]):
 
 
 _remembered: list[Callable[[], None]] = []
-"""What empties each function's memory of :func:`remembered`."""
+"""Functions that clear the caches made by :func:`remembered`."""
 
 
 def remembered(choose: ChooseT) -> ChooseT:
-    """Decorator of an op's choice of a backend: made once per request, and anew when somebody prefers another."""
+    """Decorator that caches which backend an op chose for a request, until :meth:`BackendRegistry.prefer` is called."""
     cached = functools.lru_cache(maxsize=256)(choose)
     _remembered.append(cached.cache_clear)
     return cached  # type: ignore[return-value]
 
 
 class BackendRegistry(Generic[SpecT, FnT]):
-    """The backends of one op. One is chosen when a model is built, never per call."""
+    """The backends of one op. The choice is made when a model is built, not at every call."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -102,18 +106,25 @@ class BackendRegistry(Generic[SpecT, FnT]):
         self._told: set[tuple[str, str]] = set()
 
     def register(self, backend: Backend[SpecT, FnT]) -> None:
-        """Add a backend; a second one of the same name raises."""
+        """Add a backend.
+
+        Raises:
+            MegalightError: the op has a backend of this name.
+        """
         if backend.name in self._backends:
-            raise MegalightError(f"backend {backend.name!r} of {self.op} is registered already.")
-        # A plugin may be the first to import an op, which then registers its own backends.
+            raise MegalightError(f"backend {backend.name!r} of {self.op} is already registered; choose another name.")
+        # A plugin may be the first to import an op. The op then registers its own backends while the plugin loads;
+        # they are built-in, so look at the module that calls.
         own = str(sys._getframe(1).f_globals.get("__name__")).split(".")[:2] == ["megalight", "ops"]
         self._backends[backend.name] = replace(backend, plugin=_loading[-1]) if _loading and not own else backend
 
     def prefer(self, name: str) -> None:
-        """From now on ``auto`` is the backend ``name``, which serves or raises; ``"auto"`` restores the usual order.
+        """Make ``auto`` mean the backend ``name`` from now on. ``"auto"`` restores the order by priority.
+
+        If the preferred backend cannot serve a request, the request raises; no other backend is tried.
 
         Raises:
-            BackendError: there is no such backend.
+            BackendError: the op has no backend of this name.
         """
         self.check(name)
         self._preferred = name
@@ -121,20 +132,20 @@ class BackendRegistry(Generic[SpecT, FnT]):
             forget()
 
     def check(self, name: str) -> None:
-        """Refuse a name that is neither ``auto`` nor a backend's.
+        """Check that ``name`` is ``auto`` or the name of a backend.
 
         Raises:
-            BackendError: names those that there are.
+            BackendError: it is not; the message lists the backends.
         """
         if name == "auto" or name in self._backends:
             return
-        known = self.names  # with those of plugins
+        known = self.names  # loads plugins, which may add backends
         if name not in known:
             raise BackendError(f"{self.op} has no backend {name!r}; it has {', '.join(known)}." + nearest(name, known))
 
     @property
     def names(self) -> list[str]:
-        """Of all backends, highest priority first."""
+        """The names of all backends, highest priority first."""
         return [backend.name for backend in self._ordered()]
 
     def _ordered(self) -> list[Backend[SpecT, FnT]]:
@@ -142,17 +153,20 @@ class BackendRegistry(Generic[SpecT, FnT]):
         return sorted(self._backends.values(), key=lambda backend: -backend.priority)
 
     def table(self, spec: SpecT) -> list[tuple[Backend[SpecT, FnT], str | None]]:
-        """Every backend with its answer for ``spec``, highest priority first. Imports plugins' packages."""
+        """Every backend with the answer of its ``why_not(spec)``, highest priority first.
+
+        This imports the packages that plugins need.
+        """
         return [(backend, backend.why_not(spec)) for backend in self._ordered()]
 
     def select(self, spec: SpecT, name: str = "auto") -> Backend[SpecT, FnT]:
-        """The backend to use for ``spec``.
+        """Choose the backend for ``spec`` and log the choice once.
 
-        ``auto`` takes the first by priority that can serve and is no plugin's, or what :meth:`prefer` named, and logs
-        it once. A named backend that cannot serve raises: nothing is ever downgraded silently.
+        ``auto`` means the backend that :meth:`prefer` named, or else the built-in backend of the highest priority that
+        can serve. A backend that is asked for by name is used or raises; there is no silent fallback.
 
         Raises:
-            BackendError: none can serve, or the named one cannot or does not exist.
+            BackendError: no backend can serve, or the named one cannot serve or does not exist.
         """
         name = self._preferred if name == "auto" else name
         for backend in self._ordered():
@@ -173,46 +187,51 @@ class BackendRegistry(Generic[SpecT, FnT]):
 def _answer(backend: Backend[SpecT, FnT], reason: str | None) -> str:
     if reason is not None:
         return reason
-    return "can serve" if backend.plugin is None else "can serve when asked for by name"
+    return "can serve" if backend.plugin is None else "can serve if you ask for it by name"
 
 
 _loaded: dict[str, str | None] = {}
 _loading: list[str] = []
-"""Plugins that are registering what they bring, the innermost last."""
+"""Names of the plugins that are being loaded, the innermost last."""
 
 
 @functools.cache
 def _plugin_entries() -> dict[str, importlib.metadata.EntryPoint]:
-    """The entry points by name, looked up once. Of two with one name the first stays, and the log says so."""
+    """The entry points of plugins by name. If two have the same name, the first is kept and a warning is logged."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
     for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP):
         if entry.name in found:
             log.warning(
-                "plugin %s is %s; %s has the same name: left out", entry.name, found[entry.name].value, entry.value
+                "plugin %s is already %s; %s has the same name and is ignored",
+                entry.name,
+                found[entry.name].value,
+                entry.value,
             )
         found.setdefault(entry.name, entry)
     return found
 
 
 def load_plugins() -> dict[str, str | None]:
-    """Import every entry point of the group ``megalight.plugins`` once.
+    """Load every entry point of the group ``megalight.plugins``, each once per process.
+
+    A plugin that fails is named in the log; the others are loaded all the same.
 
     Returns:
-        plugin name -> None when it loaded, else the error. A broken plugin is named in the log and harms nobody else.
+        plugin name -> None if it was loaded, otherwise the error.
     """
     for name, entry in _plugin_entries().items():
         if name in _loaded:
             continue
-        _loaded[name] = None  # before loading: a plugin may itself ask a registry
+        _loaded[name] = None  # set first: a plugin may ask a registry, which calls this function again
         _loading.append(name)
         try:
             plugin = entry.load()
             if callable(plugin):
                 plugin()
             log.info("plugin %s loaded", name)
-        except Exception as error:  # a third party's code may raise anything
+        except Exception as error:  # third-party code may raise anything
             _loaded[name] = f"{type(error).__name__}: {error}"
-            log.warning("plugin %s could not be loaded and is left out: %s", name, _loaded[name])
+            log.warning("plugin %s could not be loaded and is ignored: %s", name, _loaded[name])
         finally:
             _loading.pop()
     return dict(_loaded)

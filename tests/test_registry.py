@@ -56,7 +56,7 @@ def test_registry_holds_what_was_registered() -> None:
 def test_a_second_entry_of_a_name_raises() -> None:
     kinds: Registry[int] = Registry("dough")
     kinds.register("rye")(1)
-    with pytest.raises(MegalightError, match="dough 'rye' is registered already"):
+    with pytest.raises(MegalightError, match="dough 'rye' is already registered"):
         kinds.register("rye")(2)
     assert kinds["rye"] == 1
 
@@ -101,7 +101,7 @@ def test_nobody_can_serve() -> None:
 
 def test_a_second_backend_of_a_name_raises() -> None:
     made = backends()
-    with pytest.raises(MegalightError, match="backend 'fast' of doubling is registered already"):
+    with pytest.raises(MegalightError, match="backend 'fast' of doubling is already registered"):
         made.register(Backend("fast", lambda: "", 1, lambda spec: None))
 
 
@@ -150,7 +150,7 @@ def test_plugins_add_backends(install: Callable[..., None]) -> None:
     assert not asked, "a plugin that nobody named is not even asked"
     assert made.select(2, "better").plugin == "bakery"
     assert made.select(2, "fast").plugin is None
-    with pytest.raises(BackendError, match=r"other: no oven; better: can serve when asked for by name; absent: .*"):
+    with pytest.raises(BackendError, match=r"other: no oven; better: can serve if you ask for it by name; absent: .*"):
         made.select(2, "other")
 
 
@@ -188,7 +188,7 @@ def test_a_broken_plugin_is_named_and_harms_nobody(
     assert kinds["oat"] == "oats"
     assert load_plugins() == {"cold": "RuntimeError: no oven", "bakery": None}
     assert [record.getMessage() for record in caplog.records] == [
-        "plugin cold could not be loaded and is left out: RuntimeError: no oven"
+        "plugin cold could not be loaded and is ignored: RuntimeError: no oven"
     ]
 
 
@@ -207,4 +207,4 @@ def test_of_two_plugins_with_one_name_the_second_is_left_out_and_named(
     second.value = "other.module"
     install(first, second)
     assert load_plugins() == {"bakery": None}
-    assert "other.module has the same name: left out" in caplog.text
+    assert "other.module has the same name and is ignored" in caplog.text

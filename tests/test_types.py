@@ -94,7 +94,7 @@ def test_documents_are_sequences() -> None:
 
 @pytest.mark.parametrize("documents", [((2, 2), (6,)), ((5,),), ((5,), (5,), (5,))])
 def test_documents_that_do_not_fill_the_rows(documents: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(DataError, match="there are 2 rows of 5"):
+    with pytest.raises(DataError, match="the batch has 2 rows of 5 tokens"):
         _ = batch(2, 5, documents).sequences
 
 

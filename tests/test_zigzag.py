@@ -100,14 +100,14 @@ def test_rows_shorter_than_their_chunks_are_refused_and_short_documents_padded()
 def test_what_cannot_be_cut_or_padded_again() -> None:
     whole = PackedSequences.of_lengths([8, 5])
     share, _ = whole.zigzag(0, 2)
-    with pytest.raises(DataError, match="cut the whole sequences"):
+    with pytest.raises(DataError, match="call zigzag on the whole sequences"):
         share.zigzag(0, 2)
-    with pytest.raises(DataError, match="cut the whole sequences"):
+    with pytest.raises(DataError, match="call zigzag on the whole sequences"):
         replace(whole, keys=whole).zigzag(0, 2)
     with pytest.raises(DataError, match=r"a share of 8 tokens cannot be padded to a multiple of 3 .*multiple=3"):
         share.pad_to(3)
     rows = torch.ones(2, 8)
-    with pytest.raises(DataError, match="take micro-batches first"):
+    with pytest.raises(DataError, match="split the whole batch first"):
         TokenBatch(rows, rows, rows).context_share(0, 2).split(1)
 
 

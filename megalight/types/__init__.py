@@ -1,4 +1,4 @@
-"""The few types that every floor shares: packed sequences, token batches, losses."""
+"""Types that all floors share: packed sequences, token batches, losses."""
 
 from megalight.types.batch import TokenBatch as TokenBatch
 from megalight.types.loss import Loss as Loss

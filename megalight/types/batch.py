@@ -14,15 +14,16 @@ from megalight.types.zigzag import check_length
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Rows of tokens with their labels: what language-model datasets yield and language-model steps consume.
+    """Rows of tokens with their labels: what data sets of language models yield and their training steps take.
 
     Attributes:
         tokens: ``[B, S]`` int64 inputs.
         labels: ``[B, S]`` int64: the token that follows each input.
-        loss_mask: ``[B, S]`` float32: 1 where the label counts in the loss.
-        document_lengths: for each row, the lengths of the documents it holds (they sum to ``S``): attention then does
-            not cross documents and positions restart. None: a row is one sequence.
-        share: how the tokens divide, where they are a share of cut sequences (:meth:`context_share`); None otherwise.
+        loss_mask: ``[B, S]`` float32: 1 where the label counts in the loss, 0 elsewhere.
+        document_lengths: for each row, the lengths of its documents, which sum to ``S``. Attention then stays inside
+            documents, and positions restart at each. None: a row is one sequence.
+        share: set by :meth:`context_share`: how the tokens of this context-parallel share divide into sequences.
+            None: the batch holds whole sequences.
     """
 
     tokens: Tensor
@@ -36,10 +37,10 @@ class TokenBatch:
 
     @property
     def sequences(self) -> PackedSequences:
-        """The packed form of the rows, on the tokens' device.
+        """How the tokens, laid end to end, divide into sequences; on the device of the tokens.
 
         Raises:
-            DataError: the documents of a row do not fill it exactly.
+            DataError: the document lengths of a row do not sum to its length.
         """
         if self.share is not None:
             return self.share
@@ -48,19 +49,22 @@ class TokenBatch:
             return PackedSequences.of_uniform(batch, length, self.tokens.device)
         if [sum(row) for row in self.document_lengths] != [length] * batch:
             raise DataError(
-                f"rows hold documents of {[sum(row) for row in self.document_lengths][:8]} tokens in all; there are "
-                f"{batch} rows of {length}. Give each row's document lengths so that they sum to its length."
+                f"the document lengths of the rows sum to {[sum(row) for row in self.document_lengths][:8]}, but the "
+                f"batch has {batch} rows of {length} tokens. The document lengths of each row must sum to its length."
             )
         return PackedSequences.of_lengths([n for row in self.document_lengths for n in row], self.tokens.device)
 
     def split(self, size: int) -> list[TokenBatch]:
-        """Micro-batches of ``size`` rows (the last may be smaller): views, no copy.
+        """Split into micro-batches of ``size`` rows; the last may have fewer. The tensors are views, not copies.
 
         Raises:
-            DataError: this is a share of cut sequences.
+            DataError: this batch is a context-parallel share.
         """
         if self.share is not None:
-            raise DataError("a share of cut sequences cannot be split; take micro-batches first, then their shares.")
+            raise DataError(
+                "a context-parallel share cannot be split into micro-batches; split the whole batch first, then take "
+                "the share of each micro-batch."
+            )
         rows = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
         documents = self.document_lengths
         return [
@@ -71,17 +75,18 @@ class TokenBatch:
         ]
 
     def context_share(self, rank: int, size: int, multiple: int = 1) -> TokenBatch:
-        """Share ``rank`` of ``size`` of every sequence, by :meth:`PackedSequences.zigzag`; its padding has no loss.
+        """Take the part of every sequence that one context-parallel rank holds (:meth:`PackedSequences.zigzag`).
 
-        Rows that are one sequence each stay rows, ``[B, S / size]``; documents become one row.
+        Padding carries no loss. Rows of one sequence each stay rows, ``[B, S / size]``. Rows of several documents
+        become one row.
 
         Args:
             rank: which share.
-            size: how many shares.
-            multiple: the share's token count is a multiple of this.
+            size: number of shares.
+            multiple: the number of tokens of the share is a multiple of this.
 
         Raises:
-            DataError: rows are shorter than there are chunks. (Shorter documents in them are padded.)
+            DataError: rows have fewer tokens than ``2 * size`` chunks. Short documents inside a row are padded instead.
         """
         if size == 1:
             return self
@@ -96,7 +101,7 @@ class TokenBatch:
         return TokenBatch(take(self.tokens), take(self.labels), take(self.loss_mask), share=share)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
-        """A copy on ``device``. From page-locked memory the host never waits for it."""
+        """Copy to ``device``. Copies from page-locked memory never make the host wait."""
         non_blocking = non_blocking or self.tokens.is_pinned()
         return replace(
             self,
@@ -107,7 +112,7 @@ class TokenBatch:
         )
 
     def pin_memory(self) -> TokenBatch:
-        """A copy in page-locked host memory."""
+        """Copy to page-locked host memory."""
         return replace(
             self,
             tokens=self.tokens.pin_memory(),

@@ -1,4 +1,4 @@
-"""What a micro-batch contributes to the loss."""
+"""The loss of one micro-batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """What one micro-batch contributes to the loss.
+    """The loss of one micro-batch, as a sum over its tokens.
 
     Attributes:
-        sum: scalar, with gradient: the sum of the losses of the micro-batch's tokens. It is divided by the token count
-            of the whole global batch, so that nothing depends on micro-batch size or data parallelism.
-        auxiliary: scalar losses with gradient that are means already (router balance and the like); each is averaged
-            over micro-batches and data-parallel ranks and added to the objective.
-        metrics: name -> ``(sum, count)``, detached; reported as global ``sum / count``.
+        sum: scalar with gradient: the sum of the token losses. It is divided by the token count of the whole global
+            batch, so the result does not depend on the micro-batch size or on data parallelism.
+        auxiliary: name -> scalar with gradient that is already a mean (for example a load-balancing loss). Each is
+            averaged over micro-batches and data-parallel ranks and added to the objective.
+        metrics: name -> ``(sum, count)``, detached. They are logged as sums over all ranks, ``sum / count``.
     """
 
     sum: Tensor
@@ -25,5 +25,5 @@ class Loss:
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def detach(self) -> Loss:
-        """The same without the graph."""
+        """Return the same values without the autograd graph."""
         return Loss(self.sum.detach(), {name: x.detach() for name, x in self.auxiliary.items()}, self.metrics)

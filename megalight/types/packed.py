@@ -1,4 +1,4 @@
-"""Packed sequences: how tokens laid end to end divide."""
+"""Packed sequences: how tokens that are laid end to end divide into sequences."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ T = TypeVar("T")
 
 @lru_cache(maxsize=64)
 def _uniform_tensors(batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # cached: what validation makes first, training must be able to save for backward
+    # The tensors are cached: if validation made them in inference mode, training could not save them for backward.
+    with torch.inference_mode(False):
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
         return offsets, torch.arange(length, device=device).repeat(batch)
 
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host integers as a device tensor, without making the host wait for the device."""
+    """Copy host integers to a tensor on ``device`` without making the host wait for the device."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
@@ -34,22 +35,21 @@ def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
 class PackedSequences:
     """How ``T`` tokens, laid end to end, divide into sequences.
 
-    Everything a host needs to plan work (lengths, the longest, uniformity) is a Python integer, so that no code waits
-    for the device to learn a shape.
+    Lengths are Python integers, so no code waits for the device to learn a shape.
 
     Attributes:
-        lengths: tokens of each sequence, on the host.
-        cu_seqlens: ``[n + 1]`` int32, on the device: where each sequence starts, and ``T`` last.
-        positions: ``[T]`` int64, on the device: each token's place in its own sequence, for rotary and learned
+        lengths: number of tokens of each sequence, on the host.
+        cu_seqlens: ``[n + 1]`` int32, on the device: the start of each sequence, then ``T``.
+        positions: ``[T]`` int64, on the device: the position of each token in its own sequence, for rotary and learned
             embeddings.
-        uniform: ``(batch, length)`` when all sequences are equally long: tensors may then be viewed as
-            ``[batch, length, ...]`` at no cost, and dense attention kernels serve. None otherwise.
-        num_padding: tokens at the end that :meth:`pad_to` added.
-        keys: the description of keys and values where it differs from the queries' (caches, cross attention);
-            None means the same. ``keys.lengths[i]`` belongs to query sequence ``i``, and queries are its *last*
+        uniform: ``(batch, length)`` if all sequences are equally long. Tensors can then be viewed as
+            ``[batch, length, ...]`` without a copy, for dense attention kernels. None otherwise.
+        num_padding: number of padding tokens at the end.
+        keys: the sequences of keys and values if they differ from those of the queries (caches, cross attention).
+            None: they are the same. ``keys.lengths[i]`` belongs to query sequence ``i``, and the queries are its *last*
             tokens (bottom-right causal alignment).
-        context: set where these tokens are one of several shares of their sequences (:meth:`zigzag`); attention then
-            has to look at all shares. None: the sequences are whole.
+        context: set if these tokens are one context-parallel share of their sequences (:meth:`zigzag`). Attention must
+            then see the keys of all shares. None: the sequences are whole.
     """
 
     lengths: tuple[int, ...]
@@ -62,20 +62,23 @@ class PackedSequences:
 
     @classmethod
     def of_uniform(cls, batch: int, length: int, device: torch.device | str = "cpu") -> PackedSequences:
-        """``batch`` sequences of ``length`` tokens each. The device tensors are cached and shared: do not write."""
+        """Describe ``batch`` sequences of ``length`` tokens each.
+
+        The device tensors are cached and shared between calls: do not write to them.
+        """
         offsets, positions = _uniform_tensors(batch, length, torch.device(device))
         return cls((length,) * batch, offsets, positions, (batch, length))
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSequences:
-        """Sequences of the given lengths. Equal lengths give the uniform form.
+        """Describe sequences of the given lengths. Equal lengths give the uniform form.
 
         Raises:
-            DataError: a length below 1, or no sequence at all.
+            DataError: a length is below 1, or there is no sequence.
         """
         if not lengths or min(lengths) < 1:
             raise DataError(
-                f"sequence lengths are {list(lengths)[:8]}; each must be at least 1, and one must be given."
+                f"sequence lengths are {list(lengths)[:8]}; give at least one length, and each must be at least 1."
             )
         if len(set(lengths)) == 1:
             return cls.of_uniform(len(lengths), lengths[0], device)
@@ -90,62 +93,65 @@ class PackedSequences:
 
     @property
     def num_tokens(self) -> int:
-        """``T``, padding included."""
+        """``T``, with padding."""
         return sum(self.lengths)
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence here."""
         return max(self.lengths)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest whole sequence: with those in a cache, and with those in other shares."""
+        """Length of the longest whole sequence: with its tokens in a cache, and with those in other shares."""
         if self.context is not None:
             return max(self.context.real_lengths)
         return (self.keys or self).max_length
 
     @property
     def device(self) -> torch.device:
-        """Where ``cu_seqlens`` and ``positions`` live."""
+        """The device of ``cu_seqlens`` and ``positions``."""
         return self.cu_seqlens.device
 
     def pad_to(self, multiple: int) -> PackedSequences:
-        """The same sequences with ``T`` brought to a multiple by a dummy last sequence (none when it is one already).
+        """Append a dummy sequence so that ``T`` is a multiple of ``multiple``. If it already is, return ``self``.
 
-        Keys that differ get a dummy sequence of the same length.
+        If ``keys`` are given, they get a dummy sequence of the same length.
 
         Raises:
-            DataError: this is a share of cut sequences; :meth:`zigzag` pads before it cuts.
+            DataError: this is a context-parallel share. :meth:`zigzag` pads before it cuts.
         """
         missing = -self.num_tokens % multiple
         if missing and self.context is not None:
             raise DataError(
-                f"a share of {self.num_tokens} tokens cannot be padded to a multiple of {multiple} any more; "
-                f"cut with zigzag(rank, size, multiple={multiple}), which pads before it cuts."
+                f"a share of {self.num_tokens} tokens cannot be padded to a multiple of {multiple} after the cut; "
+                f"use zigzag(rank, size, multiple={multiple}), which pads before it cuts."
             )
         return self._with_dummy(missing) if missing else self
 
     def zigzag(self, rank: int, size: int, multiple: int = 1) -> tuple[PackedSequences, Tensor]:
-        """Share ``rank`` of ``size``: of each sequence, padded and cut into ``2 * size`` chunks, two.
+        """Cut each sequence into ``2 * size`` equal chunks and return the two chunks of share ``rank``.
 
-        Equally long sequences stay so; others get, where ``multiple`` wants it, a dummy last sequence.
+        Sequences are padded first, so that they divide. Equally long sequences stay equally long. Others get a dummy
+        last sequence if ``multiple`` requires it. See :mod:`megalight.types.zigzag`.
 
         Args:
             rank: which share.
-            size: how many shares.
-            multiple: the share's token count is a multiple of this.
+            size: number of shares.
+            multiple: the number of tokens of the share is a multiple of this.
 
         Returns:
-            the share, with ``context`` set, whose ``positions`` are places in the whole sequences (of padding: the
-            place of the last token); and ``[T / size]``, for each of its tokens its place in this pack, or -1 for
-            padding.
+            the share, with ``context`` set, and an index ``[T / size]``. The share's ``positions`` are positions in
+            the whole sequences; padding has the position of the last token. The index holds, for each token of the
+            share, its place in this pack, or -1 for padding.
 
         Raises:
-            DataError: these are not whole sequences.
+            DataError: this is already a share, or it has ``keys``.
         """
         if self.context is not None or self.keys is not None:
-            raise DataError("a share, or queries with keys of their own, cannot be cut; cut the whole sequences.")
+            raise DataError(
+                "a share, or queries with keys of their own, cannot be cut; call zigzag on the whole sequences."
+            )
         chunks, dummies = _chunks(self, size, multiple)
         local = PackedSequences.of_lengths([2 * chunk for chunk in chunks], self.device)
         whole = PackedSequences.of_lengths([2 * size * chunk for chunk in chunks], self.device)
@@ -163,11 +169,11 @@ class PackedSequences:
 
     @property
     def sizes(self) -> Tensor:
-        """``[n]`` int64, on the device: the lengths."""
+        """``[n]`` int64, on the device: the length of each sequence."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
     def expand(self, values: Tensor) -> Tensor:
-        """``[n]``, one value per sequence, as ``[T]``, one per token."""
+        """Repeat values ``[n]``, one per sequence, to ``[T]``, one per token."""
         return torch.repeat_interleave(values, self.sizes, output_size=self.num_tokens)
 
     def _with_dummy(self, length: int) -> PackedSequences:
@@ -182,7 +188,7 @@ class PackedSequences:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
-        """A copy on ``device``."""
+        """Copy to ``device``."""
         return replace(
             self,
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
@@ -192,7 +198,7 @@ class PackedSequences:
         )
 
     def pin_memory(self) -> PackedSequences:
-        """A copy in page-locked host memory."""
+        """Copy to page-locked host memory."""
         return replace(
             self,
             cu_seqlens=self.cu_seqlens.pin_memory(),
@@ -203,9 +209,9 @@ class PackedSequences:
 
 
 def _chunks(sequences: PackedSequences, size: int, multiple: int) -> tuple[list[int], int]:
-    """Tokens per chunk of each sequence, and of how many dummy sequences (0 or 1) after them."""
+    """Return the number of tokens per chunk of each sequence, and the number of dummy sequences at the end (0 or 1)."""
     chunks = [-(-length // (2 * size)) for length in sequences.lengths]
-    if sequences.uniform is not None:  # longer chunks keep the sequences equal, which a dummy would not
+    if sequences.uniform is not None:  # pad with longer chunks: a dummy sequence would end the uniform form
         step = multiple // gcd(multiple, 2 * len(chunks))
         return [-(-chunks[0] // step) * step] * len(chunks), 0
     missing = -2 * sum(chunks) % lcm(2, multiple)
@@ -214,16 +220,16 @@ def _chunks(sequences: PackedSequences, size: int, multiple: int) -> tuple[list[
 
 @dataclass(frozen=True, eq=False)
 class ContextShare:
-    """What a share of cut sequences knows of the whole.
+    """The whole sequences that a context-parallel share belongs to.
 
     Attributes:
-        rank: which share: it holds chunks ``rank`` and ``2 * size - 1 - rank`` of each sequence.
-        size: how many shares.
-        whole: the padded sequences, in natural order; a share has ``1 / size`` of each.
-        real_lengths: tokens of each sequence that are not padding. A dummy sequence counts one, so that its tokens
-            have a key to look at.
-        num_dummies: sequences at the end that hold padding alone.
-        memo: what was worked out :meth:`once` for this share.
+        rank: which share. It holds chunks ``rank`` and ``2 * size - 1 - rank`` of each sequence.
+        size: number of shares.
+        whole: the padded sequences in natural order. Each share has ``1 / size`` of each sequence.
+        real_lengths: tokens of each sequence without padding. A dummy sequence counts 1 token: its queries need one
+            key, because a softmax over no key is NaN.
+        num_dummies: number of sequences at the end that hold only padding.
+        memo: cache of :meth:`once`.
     """
 
     rank: int
@@ -235,29 +241,29 @@ class ContextShare:
 
     @cached_property
     def real(self) -> PackedSequences:
-        """The sequences as they were before padding and cut."""
+        """The sequences before padding and cutting."""
         lengths = self.real_lengths[: len(self.real_lengths) - self.num_dummies]
         return self.whole if lengths == self.whole.lengths else PackedSequences.of_lengths(lengths, self.whole.device)
 
     @cached_property
     def order(self) -> Tensor:
-        """``[T]``: where each token of ``real`` lies among the tokens of all shares, laid one after another."""
+        """``[T]``: the index of each token of ``real`` in the concatenation of all shares."""
         sequence = self.real.expand(torch.arange(len(self.real.lengths), device=self.real.device))
         return self.rows_of(sequence, self.real.positions)
 
     def once(self, name: Hashable, make: Callable[..., T], *args: object) -> T:
-        """``make(*args)``, kept under ``name``: layers of one kind need the same of a share."""
+        """Return ``make(*args)``, cached under ``name``: all layers of one kind need the same tensors of a share."""
         if name not in self.memo:
             self.memo[name] = make(*args)
         found: T = self.memo[name]
         return found
 
     def rows_of(self, sequence: Tensor, place: Tensor) -> Tensor:
-        """``[n]``: where tokens lie among those of all shares, laid one after another.
+        """``[n]``: the index of tokens in the concatenation of all shares.
 
         Args:
-            sequence: ``[n]``, which sequence each is in.
-            place: ``[n]``, its place there.
+            sequence: ``[n]``, the sequence of each token.
+            place: ``[n]``, its position in that sequence.
         """
         chunk = (self.whole.sizes // (2 * self.size))[sequence]
         rank, offset = offset_of(place, chunk, self.size)
@@ -265,13 +271,13 @@ class ContextShare:
         return rank * (self.whole.num_tokens // self.size) + start + offset
 
     def join(self, shares: Tensor) -> Tensor:
-        """``[size * T / size, ...]``, all shares one after another, as ``[T, ...]`` in their order before the cut."""
+        """Reorder the concatenation of all shares, ``[whole.num_tokens, ...]``, as before the cut: ``[T, ...]``."""
         return shares.index_select(0, self.order)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextShare:
-        """A copy on ``device``."""
+        """Copy to ``device``."""
         return replace(self, whole=self.whole.to(device, non_blocking))
 
     def pin_memory(self) -> ContextShare:
-        """A copy in page-locked host memory."""
+        """Copy to page-locked host memory."""
         return replace(self, whole=self.whole.pin_memory())

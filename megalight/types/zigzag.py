@@ -1,7 +1,8 @@
-"""The arithmetic of the zigzag cut: which place of a sequence lies where among the shares.
+"""The zigzag cut of context parallelism: which share holds which position of a sequence.
 
-A sequence is cut into ``2 n`` equal chunks; of ``n`` shares, share ``r`` holds chunks ``r`` and ``2 n - 1 - r``, one
-after the other. Under a causal mask an early chunk costs little and a late one much, so all shares cost the same.
+A sequence is cut into ``2 n`` equal chunks for ``n`` shares. Share ``r`` holds chunk ``r``, followed by chunk
+``2 n - 1 - r``. Under a causal mask an early chunk costs little and a late chunk costs much, so all shares cost the
+same.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from megalight.errors import DataError
 
 
 def check_length(length: int, size: int) -> None:
-    """Refuse rows of tokens that do not have one for every chunk.
+    """Check that a row of ``length`` tokens has at least one token per chunk.
 
     Raises:
-        DataError: names the length, the chunks and the remedy.
+        DataError: it has fewer than ``2 * size`` tokens.
     """
     if length < 2 * size:
         raise DataError(
@@ -25,20 +26,20 @@ def check_length(length: int, size: int) -> None:
 
 
 def place_of(offset: Tensor, chunk: Tensor, rank: int, size: int) -> Tensor:
-    """Place in its sequence of the token at ``offset`` in a share's part of it.
+    """Map an offset in a share's part of a sequence to the position in the whole sequence.
 
     Args:
         offset: ``[T]``, from 0 to ``2 * chunk``.
-        chunk: ``[T]``, tokens per chunk of the token's sequence.
+        chunk: ``[T]``, tokens per chunk of the sequence that the token belongs to.
         rank: which share.
-        size: how many shares.
+        size: number of shares.
     """
-    late = (offset >= chunk).long()
+    late = (offset >= chunk).long()  # 1 in the second chunk of the share
     return offset + chunk * (rank + late * 2 * (size - 1 - rank))
 
 
 def offset_of(place: Tensor, chunk: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The share that holds a place of a sequence, and the offset in that share's part: the inverse of `place_of`."""
+    """Return the share that holds a position, and the offset in that share's part: the inverse of :func:`place_of`."""
     index = place // chunk
     late = index >= size
     return index.where(~late, 2 * size - 1 - index), place % chunk + late * chunk
