@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from megalight.checkpoint.index import TensorInfo
     from megalight.checkpoint.loading import Checkpoint, open
     from megalight.checkpoint.publish import finished, is_complete, latest, remove
-    from megalight.checkpoint.saving import save
+    from megalight.checkpoint.saving import save, write
+    from megalight.checkpoint.staging import Staged, stage
     from megalight.checkpoint.view import Box, View, targets_of, views_of_parameters, views_of_shards
 
 _MEMBERS = {
     "Box": "view",
     "Checkpoint": "loading",
+    "Staged": "staging",
     "TensorInfo": "index",
     "View": "view",
     "finished": "publish",
@@ -27,14 +29,17 @@ _MEMBERS = {
     "open": "loading",
     "remove": "publish",
     "save": "saving",
+    "stage": "staging",
     "targets_of": "view",
     "views_of_parameters": "view",
     "views_of_shards": "view",
+    "write": "saving",
 }
 
 __all__ = [
     "Box",
     "Checkpoint",
+    "Staged",
     "TensorInfo",
     "View",
     "finished",
@@ -43,9 +48,11 @@ __all__ = [
     "open",
     "remove",
     "save",
+    "stage",
     "targets_of",
     "views_of_parameters",
     "views_of_shards",
+    "write",
 ]
 
 

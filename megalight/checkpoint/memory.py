@@ -27,6 +27,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def host_memory(nbytes: int) -> Tensor:
+    """Host memory as ``uint8``; page-locked where there is a GPU, for fast copies."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
 def host_buffer() -> Tensor:
-    """Host memory for one block; page-locked where there is a GPU, for fast copies."""
-    return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    """Host memory for one block."""
+    return host_memory(BLOCK)

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from megalight import __version__
 from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish, tree
-from megalight.checkpoint.files import FileRecord, checked_name, sync_directory, write_file
+from megalight.checkpoint.files import FileRecord, sync_directory, write_file
 from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.staging import Staged, stage
 from megalight.checkpoint.view import View
 from megalight.checkpoint.writer import Writer
 from megalight.errors import CheckpointError
@@ -50,32 +51,32 @@ def save(
     Raises:
         CheckpointError: on every rank, when any rank failed; nothing is left behind.
     """
+    staged = stage(views, common=common, rank_state=rank_state, files=files, copy=False, process_group=process_group)
+    write(path, staged, process_group=process_group)
+
+
+def write(path: str | os.PathLike[str], staged: Staged, *, process_group: ProcessGroup | None = None) -> None:
+    """The second half of :func:`save`: write what :func:`~megalight.checkpoint.stage` collected.
+
+    It may run in a thread beside training, with a process group of its own.
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed; nothing is left behind.
+    """
     ranks = Ranks(process_group)
     path = publish.local(path)
     started: list[publish.Partial] = []
-
-    def prepare() -> list[tuple[str, tuple[bytes, bytes | None]]]:
-        trees = []
-        if ranks.rank == 0:
-            trees.append(("common", tree.dumps(dict(common or {}), "common")))
-            for name in files or {}:
-                checked_name(name)
-        if rank_state is not None:
-            trees.append((f"ranks/{ranks.rank}", tree.dumps(dict(rank_state), "rank_state")))
-        return trees
 
     def begin() -> Path:
         started.append(publish.Partial(path))
         return started[0].folder
 
-    trees: list[tuple[str, tuple[bytes, bytes | None]]] = []
-    ranks.together(f"preparing to save {path}", lambda: trees.extend(prepare()))
     try:
         folder = ranks.first(f"starting to save {path}", begin)
         writer = Writer(folder, ranks.rank)
         with collectives(f"saving {path}"):
             save_state_dict(
-                dict(views),
+                dict(staged.views),
                 storage_writer=writer,
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=process_group,
@@ -84,14 +85,15 @@ def save(
 
         def write_small() -> dict[str, FileRecord]:
             records = dict(writer.records)
-            for name, data in trees:
-                records |= tree.write(folder, name, data)
-            if any("/" in name for name, _ in trees):
+            if staged.common is not None:
+                records |= tree.write(folder, "common", staged.common)
+            if staged.rank_state is not None:
+                records |= tree.write(folder, f"ranks/{ranks.rank}", staged.rank_state)
                 sync_directory(folder / "ranks")
             return records
 
         records = ranks.together(f"saving {path}", write_small)
-        ranks.first(f"publishing {path}", lambda: _finish(started[0], records, files or {}))
+        ranks.first(f"publishing {path}", lambda: _finish(started[0], records, staged))
     except BaseException as error:
         for partial in started:
             partial.discard()
@@ -100,10 +102,10 @@ def save(
         raise
 
 
-def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], files: Mapping[str, bytes | Path]) -> None:
+def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], staged: Staged) -> None:
     """Rank 0: write the remaining files, check that all ranks' are there, seal and publish."""
     listed = {name: record for part in records for name, record in part.items()}
-    for name, source in files.items():
+    for name, source in staged.files.items():
         data = source.read_bytes() if isinstance(source, Path) else source
         listed[f"files/{name}"] = write_file(partial.folder / "files" / name, data)
     for folder in {(partial.folder / name).parent for name in listed}:
