@@ -29,6 +29,7 @@ from benchmarks.ops import median_seconds, setting
 from megalight.errors import BackendError, MegalightError
 from megalight.imports import version
 from megalight.ops.activation import gated
+from megalight.ops.common import measuring
 from megalight.ops.linear import wgrad
 from megalight.ops.norm import add_rms_norm
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, transpose
@@ -213,7 +214,7 @@ def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], devi
     wide, grad_narrow = random(tokens, 2 * ffn).requires_grad_(), random(tokens, ffn)
 
     def swiglu(measure: bool) -> tuple[Tensor, ...]:
-        y = gated(wide, "silu", measure=measure)
+        y = gated(wide, "silu", backend=measuring("auto", measure))
         return y, *torch.autograd.grad(y, wide, grad_narrow)
 
     yield from on_the_way("SwiGLU both ways", f"{tokens} x {ffn}", swiglu, 16.0 * tokens * ffn, 6.0 * tokens * ffn)
@@ -221,7 +222,7 @@ def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], devi
     grads = random(tokens, hidden), random(tokens, hidden)
 
     def norm(measure: bool) -> tuple[Tensor, ...]:
-        outputs = add_rms_norm(x, residual, weight, 1e-5, measure=measure)
+        outputs = add_rms_norm(x, residual, weight, 1e-5, backend=measuring("auto", measure))
         return outputs[0], *torch.autograd.grad(outputs, x, grads)
 
     shape, numel = f"{tokens} x {hidden}", float(tokens * hidden)
@@ -232,7 +233,7 @@ def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], devi
     turned = [random(tokens, count, dim) for count in (queries, keys, keys)]
 
     def rotary(measure: bool) -> tuple[Tensor, ...]:
-        outputs = rotate_qkv(packed, *heads, *table, measure=measure)
+        outputs = rotate_qkv(packed, *heads, *table, backend=measuring("auto", measure))
         return torch.autograd.grad(outputs, packed, turned)
 
     numel = float(packed.numel())

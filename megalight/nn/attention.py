@@ -91,9 +91,6 @@ class Attention(nn.Module):
         k_norm: over each key head's features, or None.
         std: standard deviation of initial ``qkv`` weights.
         proj_std: the same for ``proj``.
-
-    Attributes:
-        measure: the gradient of what ``qkv`` puts out will be cast to 8 bits with one scale.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class Attention(nn.Module):
         proj_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.measure = False
         self.head_dim = head_dim
         queries = Section("q", num_heads * head_dim, num_heads)
         keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
@@ -146,7 +142,7 @@ class Attention(nn.Module):
     def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[T, q|k|v] -> q [T, H, D], k, v [T, Hkv, D]``, normed and rotated."""
         if rotary is not None and self.q_norm is None and self.k_norm is None:
-            return rotary.rotate_qkv(qkv, *self.heads, self.head_dim, measure=self.measure)
+            return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
         parts = torch.split(qkv, self.qkv.section_sizes, dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
         q = q if self.q_norm is None else self.q_norm(q)

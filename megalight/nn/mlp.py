@@ -43,14 +43,10 @@ class Activation(nn.Module):
     Args:
         name: a key of :data:`ACTIVATIONS`.
         backend: of the activation op.
-
-    Attributes:
-        measure: what comes out, and its gradient, will be cast to 8 bits with one scale.
     """
 
     def __init__(self, name: str, backend: str = "auto") -> None:
         super().__init__()
-        self.measure = False
         self.gated = is_gated(name)
         self.kind = ACTIVATIONS[name][0]
         self.backend = backend
@@ -58,7 +54,7 @@ class Activation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., f] -> [..., f]``, gated ``[..., 2 f] -> [..., f]``."""
         function = gated if self.gated else activation
-        return function(x, self.kind, backend=self.backend, measure=self.measure)
+        return function(x, self.kind, backend=self.backend)
 
     def extra_repr(self) -> str:
         """The function, for printing."""

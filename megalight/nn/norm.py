@@ -14,12 +14,10 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: ``[size]``, initially 1.
-        measure: what comes out, and the gradient of what goes in, will be cast to 8 bits with one scale.
     """
 
     def __init__(self, size: int, eps: float = 1e-5, backend: str = "auto") -> None:
         super().__init__()
-        self.measure = False
         self.eps = eps
         self.backend = backend
         self.weight = nn.Parameter(torch.empty(size))
@@ -33,8 +31,8 @@ class RMSNorm(nn.Module):
         ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
         """
         if residual is None and not pair:
-            return rms_norm(x, self.weight, self.eps, backend=self.backend, measure=self.measure)
-        return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend, measure=self.measure)
+            return rms_norm(x, self.weight, self.eps, backend=self.backend)
+        return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Size and eps, for printing."""
@@ -47,12 +45,10 @@ class LayerNorm(nn.Module):
     Attributes:
         weight: ``[size]``, initially 1.
         bias: ``[size]``, initially 0, or None.
-        measure: what comes out, and the gradient of what goes in, will be cast to 8 bits with one scale.
     """
 
     def __init__(self, size: int, eps: float = 1e-5, bias: bool = True, backend: str = "auto") -> None:
         super().__init__()
-        self.measure = False
         self.eps = eps
         self.backend = backend
         self.weight = nn.Parameter(torch.empty(size))
@@ -68,8 +64,8 @@ class LayerNorm(nn.Module):
         ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
         """
         if residual is None and not pair:
-            return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend, measure=self.measure)
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend, measure=self.measure)
+            return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Size, eps and bias, for printing."""

@@ -30,23 +30,11 @@ class RotaryTable(NamedTuple):
         return apply_rotary(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
 
     def rotate_qkv(
-        self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, *, measure: bool = False
+        self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]``, ``q`` and ``k`` rotated.
-
-        ``measure``: the gradient of ``qkv`` will be cast to 8 bits with one scale.
-        """
-        return rotate_qkv(
-            qkv,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            self.cos,
-            self.sin,
-            self.interleaved,
-            backend=self.backend,
-            measure=measure,
-        )
+        """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]``, ``q`` and ``k`` rotated."""
+        cos, sin = self.cos, self.sin
+        return rotate_qkv(qkv, num_heads, num_kv_heads, head_dim, cos, sin, self.interleaved, backend=self.backend)
 
 
 class Rotary(nn.Module):

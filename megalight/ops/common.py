@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import function
 
 from megalight.imports import has
+from megalight.registry import BackendRegistry
 
 BackwardT = TypeVar("BackwardT", bound=Callable[..., Any])
+SpecT = TypeVar("SpecT")
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -80,7 +82,7 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
 def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any]:
     """The function ``name`` of ``module``, which is imported at the first call: Triton may be absent.
 
-    ``measures``: it has an argument ``measure``, for :func:`run`.
+    ``measures``: it has an argument ``measure``, which :func:`select` sets.
     """
 
     @lru_cache(maxsize=1)
@@ -95,6 +97,16 @@ def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any
     return call
 
 
-def run(fn: Callable[..., Any], measure: bool, *args: Any) -> Any:
-    """Call a backend, which finds largest magnitudes on its way (:mod:`megalight.ops.quantize.known`) if it can."""
-    return fn(*args, measure=True) if measure and getattr(fn, "measures", False) else fn(*args)
+AMAX = "+amax"
+"""Ends the name of a backend that finds largest magnitudes on its way (:mod:`megalight.ops.quantize.known`)."""
+
+
+def measuring(backend: str, wanted: bool = True) -> str:
+    """The name of the same backend, with or without magnitudes: ``auto`` becomes ``auto+amax``."""
+    return backend.removesuffix(AMAX) + AMAX * wanted
+
+
+def select(registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, backend: str) -> Callable[..., Any]:
+    """The function of a backend, which finds magnitudes on its way if its name says so and it can."""
+    fn = registry.select(spec, backend.removesuffix(AMAX)).fn
+    return partial(fn, measure=True) if backend.endswith(AMAX) and getattr(fn, "measures", False) else fn

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.nn import LayerNorm, Linear, RMSNorm
-from megalight.nn.attention import Attention
-from megalight.nn.mlp import Activation
+from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, Rotary
+from megalight.ops.common import measuring
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
@@ -147,11 +146,13 @@ def apply_low_precision(
     session = Session(reduce_history=_maximum(mesh.group("dp", "cp", "tp")))
     reduce = _maximum(mesh.group("tp")) if options.reduce_amax else None
     checked: set[tuple[torch.device, torch.dtype]] = set()
+    rotations = [module for module in model.modules() if isinstance(module, Rotary)]
     for index, layer in layers.items():
         if not options.first_layers <= index < total - options.last_layers:
             continue
-        for measuring in _measuring(layer):
-            measuring.measure = kind.wants_magnitudes and schemes.one_scale and not schemes.delayed
+        if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:
+            for maker in [*_makers(layer), *rotations]:
+                maker.backend = measuring(maker.backend)
         for name, module in _linears(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
@@ -180,14 +181,17 @@ def remove_low_precision(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.__dict__.pop("precision", None)
     for module in model.modules():
-        if isinstance(module, RMSNorm | LayerNorm | Activation | Attention):
-            module.measure = False
+        if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
+            module.backend = measuring(module.backend, wanted=False)
 
 
-def _measuring(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation | Attention]:
-    """What makes tensors for linear layers to cast: not the norms of queries and keys, which lie deeper than others."""
+def _makers(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation]:
+    """What makes the tensors that a layer's linear layers cast.
+
+    Norms of queries and keys are not among them; they lie deeper than the others.
+    """
     norms = [module for module in layer.children() if isinstance(module, RMSNorm | LayerNorm)]
-    return norms + [module for module in layer.modules() if isinstance(module, Activation | Attention)]
+    return norms + [module for module in layer.modules() if isinstance(module, Activation)]
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, Linear | ColumnLinear | RowLinear]]:

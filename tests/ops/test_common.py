@@ -1,4 +1,4 @@
-"""Autograd functions as the ops write them: the short way, and torch's own where more is asked for."""
+"""What the ops share: autograd functions by a short way, and backends that find magnitudes on theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.common import apply, measuring, once_differentiable, select, serve_all
+from megalight.registry import Backend, BackendRegistry
 
 
 class Square(torch.autograd.Function):
@@ -49,3 +50,24 @@ def test_it_can_be_compiled() -> None:
     torch.compile(lambda x: apply(Square, x) + 1, backend="aot_eager", fullgraph=True)(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 6.0]
+
+
+def test_a_name_asks_for_magnitudes_and_a_backend_that_can_finds_them() -> None:
+    registry: BackendRegistry = BackendRegistry("negate")
+
+    def finds(x: int, measure: bool = False) -> tuple[int, bool]:
+        return -x, measure
+
+    def cannot(x: int) -> tuple[int, None]:
+        return -x, None
+
+    finds.measures = True  # type: ignore[attr-defined]
+    registry.register(Backend("finds", finds, 1, serve_all))
+    registry.register(Backend("cannot", cannot, 0, serve_all))
+    for name, expected in (("auto", False), ("auto+amax", True), ("finds+amax", True), ("cannot+amax", None)):
+        assert select(registry, None, name)(3) == (-3, expected)
+    assert [measuring("auto"), measuring("auto+amax"), measuring("auto+amax", wanted=False)] == [
+        "auto+amax",
+        "auto+amax",
+        "auto",
+    ]

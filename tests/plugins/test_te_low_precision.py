@@ -160,9 +160,9 @@ def test_the_plugin_hands_layers_over(packages: Fakes) -> None:
 def test_nobody_measures_for_quantizers_that_do(packages: Fakes) -> None:
     model = prepared(LowPrecisionOptions())
     assert isinstance(model.layers["0"]["up"].weight.precision, TransformerEngineProducts)
-    assert not model.layers["0"]["norm"].measure
+    assert model.layers["0"]["norm"].backend == "auto"
     MegatronLowPrecision(LowPrecisionOptions(emulate=True)).prepare(model, ParallelMesh(), None)
-    assert model.layers["0"]["norm"].measure
+    assert model.layers["0"]["norm"].backend == "auto+amax"
 
 
 KINDS_WITH_FAKES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")

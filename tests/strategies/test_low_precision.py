@@ -15,6 +15,7 @@ from megalight.errors import BackendError, ConfigurationError
 from megalight.models.gpt.config import AttentionConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
+from megalight.ops.common import AMAX
 from megalight.ops.linear.low_precision import Session
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
@@ -143,12 +144,13 @@ def test_which_layers_take_part() -> None:
 
 def test_who_measures_what_is_cast() -> None:
     def measuring(module: GPT) -> list[str]:
-        return [name for name, part in module.named_modules() if getattr(part, "measure", False)]
+        return [name for name, part in module.named_modules() if str(getattr(part, "backend", "")).endswith(AMAX)]
 
     module = model(attention=AttentionConfig(qk_norm=True))
-    for name, makers in (("tensorwise", ["attention_norm", "attention", "mlp_norm", "mlp.act"]), ("delayed", [])):
+    for name, makers in (("tensorwise", ["attention_norm", "mlp_norm", "mlp.act"]), ("delayed", [])):
         apply_low_precision(module, LowPrecisionOptions(name, first_layers=3, emulate=True), ParallelMesh(), 4)
-        assert measuring(module) == [f"layers.3.{maker}" for maker in makers]
+        rotation = ["rotary"] if makers else []
+        assert measuring(module) == rotation + [f"layers.3.{maker}" for maker in makers]
     apply_low_precision(module, LowPrecisionOptions(emulate=True), ParallelMesh(), 4)
     remove_low_precision(module)
     assert not measuring(module)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.errors import nearest
 from megalight.ops.activation import native, reference
-from megalight.ops.common import lazy, run, serve_all, triton_why_not
+from megalight.ops.common import lazy, select, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 
 KINDS: tuple[str, ...] = tuple(reference.KINDS)
@@ -50,28 +50,27 @@ def _choose(
 ) -> Callable[[Tensor, str], Tensor]:
     if spec.kind not in KINDS:
         raise ValueError(f"unknown activation {spec.kind!r}; known: {', '.join(KINDS)}.{nearest(spec.kind, KINDS)}")
-    return registry.select(spec, backend).fn
+    return select(registry, spec, backend)
 
 
-def gated(x: Tensor, kind: str = "silu", backend: str = "auto", measure: bool = False) -> Tensor:
+def gated(x: Tensor, kind: str = "silu", backend: str = "auto") -> Tensor:
     """``act(x[..., :f]) * x[..., f:]`` for ``x [..., 2f]``: SwiGLU and relatives (Shazeer 2020). Returns ``[..., f]``.
 
-    Args:
-        measure: the result, and the gradient of ``x``, are about to be cast to 8 bits: a backend that can finds their
-            largest magnitudes on the way (:mod:`megalight.ops.quantize.known`).
+    A :func:`~megalight.ops.common.measuring` backend finds the largest magnitudes of the result, and of the gradient
+    of ``x``, on the way.
 
     Raises:
         ValueError: an unknown ``kind``.
     """
-    out: Tensor = run(_choose(GATED, Spec(x.device.type, x.dtype, kind), backend), measure, x, kind)
+    out: Tensor = _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
     return out
 
 
-def activation(x: Tensor, kind: str, backend: str = "auto", measure: bool = False) -> Tensor:
-    """``act(x)``, element by element; ``measure`` as for :func:`gated`.
+def activation(x: Tensor, kind: str, backend: str = "auto") -> Tensor:
+    """``act(x)``, element by element; measures as :func:`gated` does.
 
     Raises:
         ValueError: an unknown ``kind``.
     """
-    out: Tensor = run(_choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend), measure, x, kind)
+    out: Tensor = _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
     return out

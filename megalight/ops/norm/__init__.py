@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, run, serve_all, triton_why_not
+from megalight.ops.common import lazy, select, serve_all, triton_why_not
 from megalight.ops.norm import native, reference
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -65,62 +65,47 @@ ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_
 
 @remembered
 def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
-    return registry.select(spec, backend).fn
+    return select(registry, spec, backend)
 
 
 def _spec(x: Tensor, weight: Tensor) -> Spec:
     return Spec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto", measure: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``; half types in float32 inside.
 
-    Args:
-        measure: the result, and the gradient of ``x``, are about to be cast to 8 bits: a backend that can finds their
-            largest magnitudes on the way (:mod:`megalight.ops.quantize.known`).
+    A :func:`~megalight.ops.common.measuring` backend finds the largest magnitudes of the result, and of the gradient
+    of ``x``, on the way.
     """
-    out: Tensor = run(_choose(RMS_NORM, _spec(x, weight), backend), measure, x, weight, eps)
+    out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
     return out
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto", measure: bool = False
-) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``; ``measure`` as above."""
-    out: Tensor = run(_choose(LAYER_NORM, _spec(x, weight), backend), measure, x, weight, bias, eps)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto") -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``; see :func:`rms_norm`."""
+    out: Tensor = _choose(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
     return out
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    backend: str = "auto",
-    measure: bool = False,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their type: what sits between two sublayers.
 
-    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward. With
-    ``measure`` the norm's largest magnitude is found, not that of ``s``.
+    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward. Of the
+    two, a measuring backend finds the norm's largest magnitude.
 
     Raises:
         ValueError: ``x`` and ``residual`` differ in shape or type.
     """
     _check_alike(x, residual)
-    fn = _choose(ADD_RMS_NORM, _spec(x, weight), backend)
-    out: tuple[Tensor, Tensor] = run(fn, measure, x, residual, weight, eps)
+    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
     return out
 
 
 def add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    backend: str = "auto",
-    measure: bool = False,
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """``(layer_norm(s), s)``, as :func:`add_rms_norm`.
 
@@ -128,8 +113,7 @@ def add_layer_norm(
         ValueError: ``x`` and ``residual`` differ in shape or type.
     """
     _check_alike(x, residual)
-    fn = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)
-    out: tuple[Tensor, Tensor] = run(fn, measure, x, residual, weight, bias, eps)
+    out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
     return out
 
 

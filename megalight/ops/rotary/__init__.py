@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, run, serve_all, triton_why_not
+from megalight.ops.common import lazy, select, serve_all, triton_why_not
 from megalight.ops.rotary import reference
 from megalight.ops.rotary.table import RotaryScaling, rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -43,7 +43,7 @@ ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, serve_all))
 
 @remembered
 def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, backend: str) -> Callable[..., Any]:
-    return registry.select(spec, backend).fn
+    return select(registry, spec, backend)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, backend: str = "auto") -> Tensor:
@@ -69,7 +69,6 @@ def rotate_qkv(
     sin: Tensor,
     interleaved: bool = False,
     backend: str = "auto",
-    measure: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection and rotate its queries and keys in one pass.
 
@@ -81,13 +80,12 @@ def rotate_qkv(
         cos: ``[T, r/2]``.
         sin: ``[T, r/2]``.
         interleaved: as in :func:`apply_rotary`.
-        backend: a backend's name.
-        measure: the gradient of ``qkv`` is about to be cast to 8 bits: a backend that can finds its largest magnitude
-            on the way (:mod:`megalight.ops.quantize.known`).
+        backend: a backend's name; a :func:`~megalight.ops.common.measuring` one finds the largest magnitude of the
+            gradient of ``qkv`` on the way.
 
     Returns:
         ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.
     """
     fn = _choose(ROTATE_QKV, Spec(qkv.device.type, qkv.dtype, cos.dtype), backend)
-    out: tuple[Tensor, Tensor, Tensor] = run(fn, measure, qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
+    out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
     return out
