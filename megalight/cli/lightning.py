@@ -25,8 +25,7 @@ from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule
 from megalight.data.module import GPTDataModule
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.models.bert.module import BertModule
-from megalight.models.gpt.module import GPTModule
+from megalight.models.family import families
 from megalight.registry import load_plugins
 from megalight.strategies import MegatronStrategy
 
@@ -38,8 +37,8 @@ IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
 
 
-NAMED = (GPTModule, GPTDataModule, BertModule, BertDataModule, MegatronStrategy)
-"""Classes that may be called by their bare names: jsonargparse finds what is imported."""
+NAMED = (GPTDataModule, BertDataModule, MegatronStrategy)
+"""Classes that may be called by their bare names, beside the families' modules: jsonargparse finds what is imported."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -48,6 +47,8 @@ def run(words: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())  # a console script, unlike ``python -m``, cannot import what lies beside it
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
     load_plugins()
+    for family in families():
+        family.module()  # imported, so that it can be called by its bare name
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_without_tips)
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # Lightning 2.6 under torch 2.13
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError):

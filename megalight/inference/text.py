@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -15,28 +15,19 @@ from megalight.checkpoint.ranks import alone
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
-from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.family import family
+from megalight.models.gpt import GPT
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initialise import materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import parameter_targets
-from megalight.registry import Registry
 
 PREFIX = "model."
 """Canonical names of a model's weights in a checkpoint start with this."""
 
 TOKENIZER = "tokenizer.json"
 """The file in a checkpoint that holds the tokenizer."""
-
-FAMILIES: Registry[Callable[[Mapping[str, Any]], GPT]] = Registry("model family")
-"""Name of a family -> its model from its configuration."""
-
-
-@FAMILIES.register("gpt")
-def build_gpt(values: Mapping[str, Any]) -> GPT:
-    """The GPT that :meth:`GPTConfig.to_dict` described."""
-    return GPT(GPTConfig.from_dict(values))
 
 
 def load_model(
@@ -62,8 +53,11 @@ def _load(opened: Checkpoint, device: torch.device, dtype: torch.dtype | None) -
             f"checkpoint {opened.path} does not say which model it holds (no 'model' with 'family' and 'config' in its "
             "common part); use one that a GPTModule saved."
         )
+    known = family(described["family"])
+    if not known.generates:
+        raise CheckpointError(f"checkpoint {opened.path} holds a {known.name} model, which writes no text.")
     with torch.device("meta"):
-        model = FAMILIES[described["family"]](described["config"])
+        model = cast(GPT, known.build(described["config"]))
     specs = parallelize(model, Plan(), ParallelMesh(), prefix=PREFIX)
     materialise(model.to(dtype or _saved_dtype(opened)), device)
     with alone() as group:

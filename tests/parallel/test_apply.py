@@ -11,13 +11,14 @@ from megalight import nn as mnn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import AttentionConfig, NormConfig, PositionConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.nn.init import initialise as initialise_whole
 from megalight.nn.names import parts
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
-from megalight.parallel.plans import gpt, plan_for
+from megalight.parallel.plans import plan_for
 from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, SequenceRegion, Vocab, VocabHead
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.types import PackedSequences
@@ -97,7 +98,7 @@ def parity(
     jitter(whole)
     whole.to(dtype)
     model = copy.deepcopy(whole)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel, tensor=tensor)
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel, tensor=tensor)
     model = copy.deepcopy(model)  # a parallel model can be copied
     assert {name for name, _ in model.named_parameters()} == set(specs)
     tokens, labels, weights, sequences = batch(config.vocab_size, [7, 1, 5, 8], tp)
@@ -147,7 +148,7 @@ def logit_gradients(sequence_parallel: bool) -> dict[str, float]:
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
     whole = twin(GPTConfig(**BASE))
     model = copy.deepcopy(whole)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
     tokens, labels, _, sequences = batch(101, [8, 8], tp)
     for one in (whole, model):
         torch.nn.functional.cross_entropy(one(tokens, sequences).logits, labels).backward()
@@ -168,7 +169,7 @@ def initial_values(options: dict, dtype: torch.dtype) -> bool:
     config = GPTConfig(**{**BASE, **options})
     with torch.device("meta"):
         whole, model = GPT(config).to(dtype), GPT(config).to(dtype)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=True, prefix="model.")
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, prefix="model.")
     assert all(p.is_meta for p in model.parameters())
     materialise(model, "cpu")
     masters: dict[str, torch.Tensor] = {}
@@ -252,9 +253,9 @@ def test_refusals_name_the_module_the_value_and_the_remedy() -> None:
     assert "the same parameter as embed.weight" in refusal(Plan({"embed": Vocab()}), 2, tied)
     assert "replaces the model itself" in refusal(Plan({nn.Linear: Column()}), 2, nn.Linear(4, 4))
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 6, "num_kv_heads": 3}))
-    assert "layers.0.attention.q.weight consists of 6 units" in refusal(gpt.plan(heads), 4, heads)
+    assert "layers.0.attention.q.weight consists of 6 units" in refusal(gpt_plan(heads), 4, heads)
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4}))
-    assert "layers.0.attention.k.weight consists of 3 units" in refusal(gpt.plan(heads), 2, heads)
+    assert "layers.0.attention.k.weight consists of 3 units" in refusal(gpt_plan(heads), 2, heads)
 
 
 def user_module() -> tuple[float, float]:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.shared import Shared
@@ -58,7 +58,7 @@ def test_initial_values_on_the_device() -> None:
     config = GPTConfig(**{**BASE, "hidden_size": 1500, "num_heads": 4})
     with torch.device("meta"):
         whole, model = GPT(config), GPT(config)
-    specs = parallelize(model, gpt.plan(model), ParallelMesh(2, 1, tp=2))
+    specs = parallelize(model, gpt_plan(model), ParallelMesh(2, 1, tp=2))
     for one in (whole, model):
         materialise(one, "cuda")
     initialise_whole(whole, 3)
@@ -80,7 +80,7 @@ def _nccl(rank: int, size: int, port: int) -> None:
             whole = GPT(config).double()
         initialise_whole(whole, 1)
         model = copy.deepcopy(whole)
-        specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+        specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
         sequences = PackedSequences.of_lengths([5, 7, 3], "cuda").pad_to(size)
         tokens = torch.arange(sequences.num_tokens, device="cuda") % config.vocab_size
         for one in (whole, model):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.config import AttentionConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, batch, canonical, jitter, twin
 from tests.workers import run
@@ -26,7 +26,7 @@ def step(tp: int, sequence_parallel: bool, tied: bool) -> dict[str, float]:
     whole = twin(GPTConfig(**BASE, num_kv_heads=2, tie_embeddings=tied, attention=attention))
     jitter(whole)
     model = copy.deepcopy(whole)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
     infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
     engine = DataParallelEngine(infos, mesh, bucket_size=3000)
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.1)

@@ -5,8 +5,9 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT
+from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.plan import Plan
-from megalight.parallel.plans import PLANS, gpt, plan_for
+from megalight.parallel.plans import PLANS, plan_for
 from megalight.parallel.styles import Column, Replicated, Row, SequenceRegion
 
 
@@ -47,6 +48,6 @@ def test_a_model_finds_the_plan_of_its_type_or_base_type() -> None:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-    assert plan_for(Own()) == gpt.plan(Own())
+    assert plan_for(Own()) == gpt_plan(Own())
     assert plan_for(nn.Linear(1, 1)) is None
     assert "megalight.models.gpt.model.GPT" in PLANS

@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import DropoutConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout
 from megalight.parallel.tensor.shared import Shared
@@ -120,7 +120,7 @@ def recomputed(sequence_parallel: bool) -> tuple[bool, bool]:
     )
     with torch.device("meta"):
         model = GPT(config)
-    specs = parallelize(model, gpt.plan(model), grid, sequence_parallel=sequence_parallel)
+    specs = parallelize(model, gpt_plan(model), grid, sequence_parallel=sequence_parallel)
     materialise(model, "cpu")
     initialise(model, specs, 0)
     assert isinstance(model.layers["0"].attention.inner, OwnStream)
@@ -153,5 +153,5 @@ def test_dropout_is_the_same_when_activations_are_recomputed(sequence_parallel: 
 def test_no_dropout_needs_no_stream() -> None:
     grid = ParallelMesh(2, 0, tp=2)
     model = GPT(GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, max_sequence_length=16))
-    parallelize(model, gpt.plan(model), grid)
+    parallelize(model, gpt_plan(model), grid)
     assert isinstance(model.layers["0"].attention.inner, InnerAttention)

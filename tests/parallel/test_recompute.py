@@ -15,9 +15,9 @@ from megalight import nn as mnn
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.recompute.region import Draws
 from tests.parallel.test_apply import BASE, batch, jitter, twin
@@ -172,7 +172,7 @@ def split(sequence_parallel: bool, names: list[str]) -> dict[str, list[str]]:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), tp=dist.get_world_size())
     model = twin(config(dropout=DROPOUT))
     jitter(model)
-    parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+    parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
     return {name: differences(model, KINDS[name], mesh.tp) for name in names}
 
 

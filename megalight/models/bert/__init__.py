@@ -9,10 +9,26 @@ from megalight.models.bert.config import DropoutConfig as DropoutConfig
 from megalight.models.bert.config import InitConfig as InitConfig
 from megalight.models.bert.model import Bert as Bert
 from megalight.models.bert.model import Output as Output
+from megalight.models.bert.plan import bert_plan as bert_plan
+from megalight.models.bert.presets import PRESETS
+from megalight.models.bert.state_dict import config_from_transformers, from_transformers, to_transformers
+from megalight.models.family import FAMILIES, Family, Weights, register
+
+register(
+    Family(
+        name="bert",
+        config=BertConfig,
+        model=Bert,
+        plan=bert_plan,
+        presets=PRESETS,
+        module=lambda: import_module("megalight.models.bert.module").BertModule,
+        weights=Weights(("bert",), config_from_transformers, from_transformers, to_transformers),
+    )
+)
 
 
 def __getattr__(name: str) -> Any:
     """``BertModule`` on first use: it brings Lightning, which the model itself does without."""
     if name == "BertModule":
-        return import_module("megalight.models.bert.module").BertModule
+        return FAMILIES["bert"].module()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from megalight.data.bert.batch import BertBatch
 from megalight.models.bert.config import BertConfig
 from megalight.models.bert.flops import flops_per_token
-from megalight.models.bert.model import Bert
-from megalight.models.bert.presets import preset
 from megalight.models.family.module import IGNORED, FamilyModule, pack
 from megalight.models.module import Carry
 from megalight.optim import AdamConfig
@@ -34,11 +32,7 @@ class BertModule(FamilyModule[BertConfig]):
     varying_carry = True  # samples keep their lengths, so no two micro-batches need be alike
 
     def __init__(self, config: BertConfig | str, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
-        super().__init__(preset(config) if isinstance(config, str) else config, optimizer, seed)
-
-    def build_model(self) -> Bert:
-        """The whole model on one device."""
-        return Bert(self.config)
+        super().__init__(config, optimizer, seed)
 
     def forward_step(self, model: nn.Module, batch: BertBatch, carry: Carry | None = None) -> Carry:
         """Tokens, or the carry's ``hidden [T, h]``, to ``hidden``; on the last chunk ``losses``, ``order [n, 2]``."""

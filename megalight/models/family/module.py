@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalight.errors import CheckpointError, DataError
 from megalight.models.config import compare
+from megalight.models.family import family
 from megalight.models.module import MegalightModule
 from megalight.optim import AdamConfig
 from megalight.types import PackedSequences
@@ -40,7 +41,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
     checkpoints of another are refused.
 
     Args:
-        config: the model.
+        config: the model, or the name of one of the family's presets.
         optimizer: Adam's settings, parameter groups and learning-rate schedule.
         seed: of the initial weights.
 
@@ -50,10 +51,14 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     family: ClassVar[str]
 
-    def __init__(self, config: ConfigT, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
+    def __init__(self, config: ConfigT | str, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
         super().__init__(seed)
-        self.config = config
+        self.config: ConfigT = family(self.family).presets[config] if isinstance(config, str) else config
         self.optimizer = optimizer or AdamConfig()
+
+    def build_model(self) -> nn.Module:
+        """The whole model on one device."""
+        return family(self.family).model(self.config)
 
     def setup(self, stage: str) -> None:
         """Check the data before anything is built."""

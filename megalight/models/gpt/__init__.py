@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from megalight.models.family import FAMILIES, Family, Weights, register
 from megalight.models.gpt.config import AttentionConfig as AttentionConfig
 from megalight.models.gpt.config import BackendConfig as BackendConfig
 from megalight.models.gpt.config import DropoutConfig as DropoutConfig
@@ -12,10 +13,26 @@ from megalight.models.gpt.config import NormConfig as NormConfig
 from megalight.models.gpt.config import PositionConfig as PositionConfig
 from megalight.models.gpt.model import GPT as GPT
 from megalight.models.gpt.model import Output as Output
+from megalight.models.gpt.plan import gpt_plan as gpt_plan
+from megalight.models.gpt.presets import PRESETS
+from megalight.models.gpt.state_dict import READERS, config_from_transformers, from_transformers, to_transformers
+
+register(
+    Family(
+        name="gpt",
+        config=GPTConfig,
+        model=GPT,
+        plan=gpt_plan,
+        presets=PRESETS,
+        module=lambda: import_module("megalight.models.gpt.module").GPTModule,
+        weights=Weights(tuple(READERS), config_from_transformers, from_transformers, to_transformers),
+        generates=True,
+    )
+)
 
 
 def __getattr__(name: str) -> Any:
     """``GPTModule`` on first use: it brings Lightning, which the model itself does without."""
     if name == "GPTModule":
-        return import_module("megalight.models.gpt.module").GPTModule
+        return FAMILIES["gpt"].module()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from megalight.models.family.module import IGNORED, FamilyModule, pack
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token
-from megalight.models.gpt.model import GPT
-from megalight.models.gpt.presets import preset
 from megalight.models.module import Carry
 from megalight.optim import AdamConfig
 from megalight.types import Loss, TokenBatch
@@ -26,11 +24,7 @@ class GPTModule(FamilyModule[GPTConfig]):
     family = "gpt"
 
     def __init__(self, config: GPTConfig | str, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
-        super().__init__(preset(config) if isinstance(config, str) else config, optimizer, seed)
-
-    def build_model(self) -> GPT:
-        """The whole model on one device."""
-        return GPT(self.config)
+        super().__init__(config, optimizer, seed)
 
     def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
         """``[b, s]`` tokens (or the carry's ``hidden [T, h]``) to ``hidden``, or on the last chunk ``losses [T]``."""

@@ -103,9 +103,9 @@ def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
         ConfigurationError: a model type or option that has no counterpart here.
     """
     kind = values.get("model_type")
-    if kind not in _READERS:
-        raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(_READERS)} can be read.")
-    return _READERS[kind](values)
+    if kind not in READERS:
+        raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(READERS)} can be read.")
+    return READERS[kind](values)
 
 
 def _llama(values: Mapping[str, Any]) -> GPTConfig:
@@ -165,7 +165,7 @@ def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
     )
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
+READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "llama": _llama,
     "qwen2": _llama,
     "qwen3": _llama,

@@ -1,24 +1,23 @@
-"""Plans: how each family of models splits.
+"""Plans by type of model.
 
-A family is registered under the full name of its model type; :func:`plan_for` finds the plan of a model, or of the
-nearest type it derives from, without importing any family.
+Families in ``models/`` register theirs when they are imported; this room has those of models from other packages,
+registered by name, so that no package is imported for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from megalight.parallel.plan import Plan
-from megalight.parallel.plans import bert, gpt, transformers
+from megalight.parallel.plans import transformers
 from megalight.registry import Registry
 
-PLANS: Registry[Callable[[nn.Module], Plan]] = Registry("parallel plan")
+PLANS: Registry[Callable[[Any], Plan]] = Registry("parallel plan")
 """Full name of a model type -> the plan of a model of that type."""
 
-PLANS.register("megalight.models.bert.model.Bert")(bert.plan)
-PLANS.register("megalight.models.gpt.model.GPT")(gpt.plan)
 PLANS.register("transformers.models.llama.modeling_llama.LlamaForCausalLM")(transformers.plan)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.nn.init import initialise
 from megalight.parallel.apply import parallelize, whole_tokens
@@ -17,7 +18,6 @@ from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.types import PackedSequences, TokenBatch
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, canonical, jitter
@@ -92,7 +92,7 @@ def gpt_errors(
         if isinstance(part, InnerAttention):
             part.causal = causal
     model = copy.deepcopy(whole)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel, context=context)
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel, context=context)
     model = copy.deepcopy(model)  # a parallel model can be copied
     tokens = rows(*batch, config.vocab_size)
 

@@ -10,6 +10,7 @@ import torch
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import AttentionConfig, BackendConfig, DropoutConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
 from megalight.parallel.apply import parallelize
@@ -19,7 +20,6 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
-from megalight.parallel.plans import gpt
 from megalight.parallel.styles import ContextRegion
 from megalight.parallel.tensor.dropout import OwnStream
 from megalight.registry import Backend
@@ -39,7 +39,7 @@ def meta(**options) -> GPT:
 
 def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
     options = ContextOptions(**context)
-    parallelize(model, gpt.plan(model), ParallelMesh(tp * cp, 0, tp=tp, cp=cp), context=options)
+    parallelize(model, gpt_plan(model), ParallelMesh(tp * cp, 0, tp=tp, cp=cp), context=options)
     return model
 
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.config import AttentionConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.parallel.recompute import Recompute, apply_recompute
 from tests.parallel.test_apply import BASE, batch, jitter, twin
 from tests.workers import run
@@ -31,7 +31,7 @@ def split(sequence_parallel: bool) -> list[str]:
     attention = AttentionConfig(qk_norm=True, qkv_bias=True, proj_bias=True)
     model = twin(GPTConfig(**BASE, num_kv_heads=2, attention=attention, mlp_bias=True))
     jitter(model)
-    specs = parallelize(model, gpt.plan(model), mesh, sequence_parallel=sequence_parallel)
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], mesh.tp)
 
     def gradients(recompute: Recompute, deferred: bool) -> dict[str, object]:

@@ -14,9 +14,9 @@ from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.parallel.tensor import shared as shared_module
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
@@ -33,7 +33,7 @@ SPEC = OverlapSpec(2, True, "cuda", torch.bfloat16, torch.bfloat16, low_precisio
 def split(options: TensorOptions, tp: int = 2, sequence_parallel: bool = True) -> nn.Module:
     with torch.device("meta"):
         model = GPT(GPTConfig(**BASE, num_kv_heads=2))
-    parallelize(model, gpt.plan(model), ParallelMesh(tp, 0, tp=tp), sequence_parallel=sequence_parallel, tensor=options)
+    parallelize(model, gpt_plan(model), ParallelMesh(tp, 0, tp=tp), sequence_parallel=sequence_parallel, tensor=options)
     return model
 
 

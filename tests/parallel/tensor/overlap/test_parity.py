@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megalight.models.gpt import GPTConfig
+from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import gpt
 from megalight.parallel.recompute import Recompute, apply_recompute
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -59,7 +59,7 @@ def beside_plain(kind: str) -> dict[str, float]:
 
     def gradients(tensor: TensorOptions, recompute: Recompute) -> dict[str, torch.Tensor]:
         model = copy.deepcopy(whole)
-        parallelize(model, gpt.plan(model), mesh, sequence_parallel=True, tensor=tensor)
+        parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, tensor=tensor)
         apply_recompute(model, recompute)
         model.embed.requires_grad_(False)
         model(tokens, sequences, labels).losses.sum().backward()

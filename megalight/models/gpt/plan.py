@@ -8,7 +8,7 @@ from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, ContextRegion, Dropout, HeadRegion, Row, SequenceRegion, Vocab, VocabHead
 
-FAMILY = Plan(
+RULES = Plan(
     {
         "*embed.word": Vocab(),
         "*embed.position": SequenceRegion(split_input=True),
@@ -28,6 +28,6 @@ FAMILY = Plan(
 """Rules for every member of the family; a member lacks some of the modules."""
 
 
-def plan(model: nn.Module) -> Plan:
+def gpt_plan(model: nn.Module) -> Plan:
     """The plan of one GPT, or of a part of one, or of a module that contains one."""
-    return FAMILY.only(name for name, _ in model.named_modules())
+    return RULES.only(name for name, _ in model.named_modules())

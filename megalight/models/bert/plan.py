@@ -18,7 +18,7 @@ from megalight.parallel.styles import (
     VocabHead,
 )
 
-FAMILY = Plan(
+RULES = Plan(
     {
         "*embed.word": Vocab(),
         "*embed.position": SequenceRegion(split_input=True),
@@ -42,6 +42,6 @@ FAMILY = Plan(
 """Rules for every member of the family; a member lacks some of the modules."""
 
 
-def plan(model: nn.Module) -> Plan:
+def bert_plan(model: nn.Module) -> Plan:
     """The plan of one BERT, or of a part of one, or of a module that contains one."""
-    return FAMILY.only(name for name, _ in model.named_modules())
+    return RULES.only(name for name, _ in model.named_modules())
