@@ -138,11 +138,11 @@ def time_layer_of(strategy: MegatronStrategy, step: Step, clock: Callable[[], fl
     assert engine is not None
     sequences = PackedSequences.of_uniform(step.mbs, step.seq, step.device)
     hidden = input_of(step, model.embed.word.weight.dtype)
-    table = model.rotary(sequences.positions, hidden.dtype)
+    context = model.context(sequences, hidden.dtype)
     layer = next(iter(model.layers.values()))
     engine.zero_grad()
     with torch.enable_grad(), engine.micro_batches(calls, reduce=False):
-        return time_layer(lambda: layer(hidden, sequences, table), clock, calls)
+        return time_layer(lambda: layer(hidden, context), clock, calls)
 
 
 def input_of(step: Step, dtype: torch.dtype) -> Tensor:

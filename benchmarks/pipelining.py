@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.model import build_layer, build_rotary
+from megalight.models.gpt.model import ROTARY, build_layer, build_rotary
+from megalight.nn import LayerContext, run_layers
 from megalight.nn.init import initialise
 from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
@@ -105,10 +106,8 @@ class Piece(nn.Module):
             parameter.grad = torch.zeros_like(parameter)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        table = self.rotary(self.sequences.positions, hidden.dtype)
-        for layer in self.layers.values():
-            hidden = layer(hidden, self.sequences, table)
-        return hidden
+        rotary = self.rotary(self.sequences.positions, hidden.dtype)
+        return run_layers(self.layers, hidden, LayerContext(self.sequences, {ROTARY: rotary}))
 
 
 @dataclass

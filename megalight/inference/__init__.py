@@ -1,6 +1,6 @@
-"""Generation: sampling, a key-value cache, and text from a checkpoint."""
+"""Generation: sampling, a cache, and text from a checkpoint."""
 
-from megalight.inference.cache import KVCache as KVCache
+from megalight.inference.cache import Cache as Cache
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
 from megalight.inference.parallel import ParallelGPT as ParallelGPT

@@ -1,68 +1,117 @@
-"""A plain cache of keys and values: one buffer per layer with room for every sequence at its longest."""
+"""A plain cache: what the layers of a model keep of earlier tokens, with room for every sequence at its longest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megalight.errors import DataError
+from megalight.errors import ConfigurationError, DataError
 from megalight.types import PackedSequences
 
 
 @dataclass
 class _Step:
-    """Where the tokens of the step in progress lie in the buffers, which are seen as ``[slots * capacity, Hkv, D]``.
+    """The sequences of the forward pass in progress.
 
     Attributes:
-        write: ``[T]`` rows of the new tokens.
-        read: ``[Tk]`` rows of all tokens of the sequences in the step.
+        slots: ``[n]``, the slot of each sequence.
+        begins: ``[n]``, the sequence has no earlier tokens.
+        write: ``[T]``, where rows of the new tokens go in buffers that are seen as ``[num_slots * capacity, ...]``.
+        read: ``[Tk]``, where the rows of all tokens of these sequences are.
     """
 
+    slots: Tensor
+    begins: Tensor
     write: Tensor
     read: Tensor
 
 
-class LayerBuffers:
-    """One layer's keys and values. Buffers are made at the first append, in the shape and type of what comes."""
+class TokenBuffer:
+    """Room for one row per token: ``capacity`` of them in every slot."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._rows: Tensor | None = None
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[T, Hkv, D]`` of the step's new tokens; returns those of all tokens so far, ``[Tk, Hkv, D]``."""
+    def append(self, rows: Tensor) -> Tensor:
+        """Store ``[T, ...]`` of the step's new tokens; returns those of all tokens so far, ``[Tk, ...]``."""
         step = self._cache.step
-        assert step is not None, "call KVCache.extend before the model's forward"
-        if self._buffers is None:
-            rows = self._cache.num_slots * self._cache.capacity
-            self._buffers = k.new_empty(rows, *k.shape[1:]), v.new_empty(rows, *v.shape[1:])
-        keys, values = self._buffers
-        keys[step.write], values[step.write] = k, v
-        return keys[step.read], values[step.read]
+        if self._rows is None:
+            self._rows = rows.new_empty(self._cache.num_slots * self._cache.capacity, *rows.shape[1:])
+        self._rows[step.write] = rows
+        return self._rows[step.read]
 
 
-class KVCache:
-    """Keys and values of several sequences, each in its own slot, growing at its own pace.
+class SequenceBuffer:
+    """Room for one entry per slot."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._entries: Tensor | None = None
+
+    def read(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """``[n, *shape]`` of the step's sequences; 0 for those that begin, whatever was in their slots before."""
+        if self._entries is None:
+            self._entries = like.new_empty(self._cache.num_slots, *shape)
+        step = self._cache.step
+        begins = step.begins.view(-1, *[1] * len(shape))
+        return self._entries[step.slots].masked_fill(begins, 0)
+
+    def write(self, entries: Tensor) -> None:
+        """Store ``[n, *shape]``."""
+        assert self._entries is not None
+        self._entries[self._cache.step.slots] = entries
+
+
+class Cache:
+    """What the layers of a model keep of several sequences, each in its own slot, growing at its own pace.
+
+    Every layer is asked what it keeps, by ``layer.make_state(slots)``; the cache stands for the slots.
 
     Args:
-        layers: names of the layers, as in the model's ``layers``.
+        layers: the model's layers, by name.
         num_slots: sequences it has room for.
         capacity: tokens that each slot has room for.
 
     Attributes:
-        layers: what to pass to the model as ``cache``.
+        states: what to pass to the model as ``states``.
         lengths: tokens stored per slot.
+
+    Raises:
+        ConfigurationError: a layer cannot say what it keeps.
     """
 
-    def __init__(self, layers: Iterable[str], num_slots: int, capacity: int) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module] | nn.ModuleDict, num_slots: int, capacity: int) -> None:
         self.num_slots = num_slots
         self.capacity = capacity
         self.lengths = [0] * num_slots
-        self.layers = {name: LayerBuffers(self) for name in layers}
-        self.step: _Step | None = None
+        self._step: _Step | None = None
+        self.states: dict[str, Any] = {}
+        for name, layer in layers.items():
+            if not hasattr(layer, "make_state"):
+                raise ConfigurationError(
+                    f"layers.{name} is a {type(layer).__name__} without make_state(slots), so nothing is known of what "
+                    "it keeps of earlier tokens; give it that method, as megalight.nn.TransformerLayer has it."
+                )
+            self.states[name] = layer.make_state(self)  # type: ignore[operator]
+
+    @property
+    def step(self) -> _Step:
+        """Of the forward pass in progress."""
+        assert self._step is not None, "call Cache.extend before the model's forward"
+        return self._step
+
+    def per_token(self) -> TokenBuffer:
+        """Room for a row per token."""
+        return TokenBuffer(self)
+
+    def per_sequence(self) -> SequenceBuffer:
+        """Room for an entry per sequence."""
+        return SequenceBuffer(self)
 
     def extend(self, slots: Sequence[int], counts: Sequence[int], device: torch.device | str) -> PackedSequences:
         """Make room for ``counts[i]`` more tokens in ``slots[i]``; then run the model once on just these tokens.
@@ -85,13 +134,15 @@ class KVCache:
         new, keys = PackedSequences.of_lengths(counts, device), PackedSequences.of_lengths(totals, device)
         positions = _offset(new, past)
         first_rows = [slot * self.capacity for slot in slots]
-        self.step = _Step(write=_offset(replace(new, positions=positions), first_rows), read=_offset(keys, first_rows))
+        self._step = _Step(
+            slots=torch.tensor(slots, device=device),
+            begins=torch.tensor([before == 0 for before in past], device=device),
+            write=_offset(replace(new, positions=positions), first_rows),
+            read=_offset(keys, first_rows),
+        )
         return replace(new, positions=positions, keys=keys if any(past) else None)
 
 
 def _offset(sequences: PackedSequences, offsets: Sequence[int]) -> Tensor:
     """``[T]`` positions, plus each sequence's own offset."""
-    device = sequences.device
-    sizes = (sequences.cu_seqlens[1:] - sequences.cu_seqlens[:-1]).long()
-    starts = torch.tensor(offsets, device=device)
-    return sequences.positions + torch.repeat_interleave(starts, sizes, output_size=sequences.num_tokens)
+    return sequences.positions + sequences.expand(torch.tensor(offsets, device=sequences.device))

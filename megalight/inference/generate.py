@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference.cache import KVCache
+from megalight.inference.cache import Cache
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import Sampling, sample
 from megalight.models.gpt import GPT
@@ -83,7 +83,7 @@ def _steps(
         generator = Generator(device)
         seed = generator.seed()
         generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
-    cache = KVCache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     for _ in range(max_new_tokens):
         logits = _last_logits(model, cache, active, fresh, device)
@@ -97,13 +97,13 @@ def _steps(
 
 
 def _last_logits(
-    model: GPT | ParallelGPT, cache: KVCache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
+    model: GPT | ParallelGPT, cache: Cache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
     """``[N, V]``: run the new tokens of each slot; logits of the last of each."""
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
-        logits = model(tokens, sequences, cache=cache.layers, rows=sequences.cu_seqlens[1:].long() - 1).logits
+        logits = model(tokens, sequences, states=cache.states, rows=sequences.cu_seqlens[1:].long() - 1).logits
     assert isinstance(logits, Tensor)
     return logits
 

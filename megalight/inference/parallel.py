@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import Output
-from megalight.nn import LayerCache
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -58,7 +58,7 @@ class ParallelGPT(nn.Module):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The layers on this rank, by global index: those that need a cache here."""
+        """The layers on this rank, by global index: those that need a state here."""
         return {str(index): layer for chunk in self.chunks for index, layer in layers_of(chunk).items()}
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class ParallelGPT(nn.Module):
         tokens: Tensor,
         sequences: PackedSequences,
         *,
-        cache: Mapping[str, LayerCache] | None = None,
+        states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
     ) -> Output:
         """Logits of whole sequences, on every rank.
@@ -75,12 +75,13 @@ class ParallelGPT(nn.Module):
         Args:
             tokens: ``[T]`` ids.
             sequences: how the tokens divide into sequences.
-            cache: earlier tokens' keys and values, of the layers on this rank.
+            states: what the layers on this rank keep of earlier tokens.
             rows: ``[N]`` indices of the tokens whose logits are wanted; None: of all.
         """
 
         def step(chunk: nn.Module, tokens: Tensor, carry: Carry | None) -> Carry:
-            output = chunk(tokens, sequences, hidden=None if carry is None else carry["hidden"], cache=cache, rows=rows)
+            hidden = None if carry is None else carry["hidden"]
+            output = chunk(tokens, sequences, hidden=hidden, states=states, rows=rows)
             return {"logits": output.logits} if output.hidden is None else {"hidden": output.hidden}
 
         with whole_tokens(self):

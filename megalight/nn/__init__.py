@@ -2,7 +2,7 @@
 
 from megalight.nn.attention import Attention as Attention
 from megalight.nn.attention import InnerAttention as InnerAttention
-from megalight.nn.attention import LayerCache as LayerCache
+from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
 from megalight.nn.head import LMHead as LMHead
@@ -19,3 +19,8 @@ from megalight.nn.pooler import SequenceHead as SequenceHead
 from megalight.nn.post_norm import PostNormLayer as PostNormLayer
 from megalight.nn.rotary import Rotary as Rotary
 from megalight.nn.rotary import RotaryTable as RotaryTable
+from megalight.nn.stack import run_layers as run_layers
+from megalight.nn.state import KeysAndValues as KeysAndValues
+from megalight.nn.state import SequenceRows as SequenceRows
+from megalight.nn.state import Slots as Slots
+from megalight.nn.state import TokenRows as TokenRows

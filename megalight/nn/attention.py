@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.nn.names import Section
 from megalight.nn.rotary import RotaryTable
+from megalight.nn.state import KeysAndValues, Slots
 from megalight.ops.attention import attention
 from megalight.types import PackedSequences
-
-
-class LayerCache(Protocol):
-    """One layer's keys and values of earlier tokens."""
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new tokens' ``[T, Hkv, D]``; returns all keys and values, packed as ``sequences.keys`` describes."""
-        ...
 
 
 class InnerAttention(nn.Module):
@@ -52,8 +46,15 @@ class InnerAttention(nn.Module):
         self.dropout = dropout
         self.backend = backend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences) -> Tensor:
-        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: KeysAndValues | None = None
+    ) -> Tensor:
+        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``.
+
+        With a state, ``k`` and ``v`` are those of the new tokens: they are stored, and queries see earlier ones too.
+        """
+        if state is not None:
+            k, v = state.append(k, v)
         return attention(
             q,
             k,
@@ -89,6 +90,7 @@ class Attention(nn.Module):
         proj_bias: a bias in the projection back.
         q_norm: over each query head's features, or None.
         k_norm: over each key head's features, or None.
+        rotary: name of the table in the context by which queries and keys turn; None: they do not.
         std: standard deviation of initial ``qkv`` weights.
         proj_std: the same for ``proj``.
     """
@@ -105,11 +107,13 @@ class Attention(nn.Module):
         proj_bias: bool = False,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        rotary: str | None = None,
         std: float = 0.02,
         proj_std: float = 0.02,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.rotary = rotary
         queries = Section("q", num_heads * head_dim, num_heads)
         keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
         self.qkv = Linear(hidden_size, (queries, keys, values), bias=qkv_bias, std=std)
@@ -124,19 +128,16 @@ class Attention(nn.Module):
         queries, keys, _ = self.qkv.section_sizes
         return queries // self.head_dim, keys // self.head_dim
 
-    def forward(
-        self,
-        hidden: Tensor,
-        sequences: PackedSequences,
-        rotary: RotaryTable | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """``[T, h] -> [T, h]``."""
-        q, k, v = self._heads(self.qkv(hidden), rotary)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        context: Tensor = self.inner(q, k, v, sequences)
-        projected: Tensor = self.proj(context.flatten(1))
+    def make_state(self, slots: Slots) -> KeysAndValues:
+        """Keys and values of every token."""
+        return KeysAndValues.of(slots)
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. The inner attention gets the state. ``memory`` is for cross attention: not read."""
+        table = None if self.rotary is None else context.rotary[self.rotary]
+        q, k, v = self._heads(self.qkv(hidden), table)
+        mixed: Tensor = self.inner(q, k, v, context.sequences, state)
+        projected: Tensor = self.proj(mixed.flatten(1))
         return projected
 
     def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from megalight.nn.attention import LayerCache
+from megalight.nn.context import LayerContext
 from megalight.nn.norm import norm_and_sum
-from megalight.nn.rotary import RotaryTable
-from megalight.types import PackedSequences
+from megalight.nn.state import Slots
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm residual layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
+    """Pre-norm residual layer: ``x += mixer(norm(x))``, then ``x += mlp(norm(x))``.
+
+    The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.stack`. What belongs to it
+    bears its name: ``attention``, ``attention_norm`` and ``attention_dropout``.
 
     Args:
-        attention_norm: before attention.
-        attention: mixes tokens.
+        mixer_norm: before the mixer.
+        mixer: mixes tokens.
         mlp_norm: before the MLP.
         mlp: mixes features.
+        name: of the mixer.
         dropout: probability, on what each of the two adds.
     """
 
     def __init__(
         self,
-        attention_norm: nn.Module,
-        attention: nn.Module,
+        mixer_norm: nn.Module,
+        mixer: nn.Module,
         mlp_norm: nn.Module,
         mlp: nn.Module,
         *,
+        name: str = "attention",
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.attention_dropout = nn.Dropout(dropout)
+        self.names = f"{name}_norm", name, f"{name}_dropout"
+        for child, module in zip(self.names, (mixer_norm, mixer, nn.Dropout(dropout)), strict=True):
+            self.add_module(child, module)
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_dropout = nn.Dropout(dropout)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        sequences: PackedSequences,
-        rotary: RotaryTable | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """``[T, h] -> [T, h]``."""
-        normed, hidden = norm_and_sum(self.attention_norm, hidden)
-        attended = self.attention_dropout(self.attention(normed, sequences, rotary, cache))
-        normed, hidden = norm_and_sum(self.mlp_norm, attended, hidden)
+    def make_state(self, slots: Slots) -> Any:
+        """What the mixer keeps of earlier tokens."""
+        return self.get_submodule(self.names[1]).make_state(slots)  # type: ignore[operator]
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. State and memory are the mixer's."""
+        norm, mixer, dropout = self.names
+        modules: dict[str, Any] = self._modules
+        normed, hidden = norm_and_sum(modules[norm], hidden)
+        mixed = modules[dropout](modules[mixer](normed, context, state, memory))
+        normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
         added: Tensor = self.mlp_dropout(self.mlp(normed))
         return hidden + added

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from megalight.nn.context import LayerContext
 from megalight.nn.norm import norm_and_sum
-from megalight.types import PackedSequences
+from megalight.nn.state import Slots
 
 
 class PostNormLayer(nn.Module):
@@ -36,8 +39,12 @@ class PostNormLayer(nn.Module):
         self.mlp_dropout = nn.Dropout(dropout)
         self.mlp_norm = mlp_norm
 
-    def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
-        """``[T, h] -> [T, h]``."""
-        attended = self.attention_dropout(self.attention(hidden, sequences))
+    def make_state(self, slots: Slots) -> Any:
+        """What the mixer keeps of earlier tokens."""
+        return self.attention.make_state(slots)  # type: ignore[operator]
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. State and memory are the mixer's."""
+        attended = self.attention_dropout(self.attention(hidden, context, state, memory))
         hidden, _ = norm_and_sum(self.attention_norm, attended, hidden)
         return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]

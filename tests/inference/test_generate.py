@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import KVCache, Sampling, generate, sample, stream
+from megalight.inference import Cache, Sampling, generate, sample, stream
 from megalight.models.gpt import GPT, AttentionConfig, DropoutConfig, GPTConfig, InitConfig, NormConfig, PositionConfig
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
@@ -39,7 +39,7 @@ def last_logits(model: GPT, rows: list[list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("style", STYLES)
 def test_logits_with_cache_equal_recomputation(style):
     model = build(style)
-    cache = KVCache(model.layers, len(PROMPTS), 20)
+    cache = Cache(model.layers, len(PROMPTS), 20)
     rows = [list(prompt) for prompt in PROMPTS]
     fresh = rows
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def test_logits_with_cache_equal_recomputation(style):
         ends = sequences.cu_seqlens[1:].long() - 1
         with torch.no_grad():
             tokens = torch.tensor([token for ids in fresh for token in ids])
-            found = model(tokens, sequences, cache=cache.layers, rows=ends).logits
+            found = model(tokens, sequences, states=cache.states, rows=ends).logits
         expected = last_logits(model, [rows[slot] for slot in slots])
         assert (found - expected).norm() < 1e-12 * expected.norm()
     assert cache.lengths == [len(row) for row in rows]
@@ -138,4 +138,4 @@ def test_bad_requests_are_refused():
     with pytest.raises(ConfigurationError, match="max_new_tokens is 0"):
         generate(model, PROMPTS, max_new_tokens=0)
     with pytest.raises(DataError, match="21 tokens and the cache has room for 20"):
-        KVCache(model.layers, 1, 20).extend([0], [21], "cpu")
+        Cache(model.layers, 1, 20).extend([0], [21], "cpu")

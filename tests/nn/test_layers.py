@@ -12,6 +12,7 @@ from megalight.nn import (
     Attention,
     Embedding,
     InnerAttention,
+    LayerContext,
     LayerNorm,
     Linear,
     LMHead,
@@ -47,17 +48,17 @@ def test_split_layers_work_unchanged():
     torch.manual_seed(0)
     sequences = PackedSequences.of_lengths([3, 5])
     hidden = torch.randn(8, 12, dtype=torch.float64)
-    table = Rotary(4)(sequences.positions, torch.float64)
-    whole = filled(Attention(12, 4, 2, 4, InnerAttention(), std=0.3, proj_std=0.3))
+    context = LayerContext(sequences, {"all": Rotary(4)(sequences.positions, torch.float64)})
+    whole = filled(Attention(12, 4, 2, 4, InnerAttention(), rotary="all", std=0.3, proj_std=0.3))
     q, k, v = whole.qkv.weight.split([16, 8, 8])
     total = 0
     for half in range(2):
-        part = Attention(12, 4, 2, 4, InnerAttention()).double()
+        part = Attention(12, 4, 2, 4, InnerAttention(), rotary="all").double()
         weight = torch.cat([q[half * 8 :][:8], k[half * 4 :][:4], v[half * 4 :][:4]])
         part.qkv.weight, part.qkv.section_sizes = nn.Parameter(weight), [8, 4, 4]
         part.proj.weight = nn.Parameter(whole.proj.weight[:, half * 8 :][:, :8])
-        total = total + part(hidden, sequences, table)
-    torch.testing.assert_close(total, whole(hidden, sequences, table), rtol=1e-12, atol=1e-12)
+        total = total + part(hidden, context)
+    torch.testing.assert_close(total, whole(hidden, context), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm, nn.LayerNorm])
@@ -87,13 +88,13 @@ def test_residual_sums_are_part_of_norms(monkeypatch: pytest.MonkeyPatch):
     for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         original = getattr(norms, name)
         monkeypatch.setattr(norms, name, lambda *a, n=name, f=original, **k: called.append(n) or f(*a, **k))
-    sequences, hidden = PackedSequences.of_lengths([3, 5]), torch.randn(8, 12, dtype=torch.float64)
+    context, hidden = LayerContext(PackedSequences.of_lengths([3, 5])), torch.randn(8, 12, dtype=torch.float64)
     parts = Attention(12, 4, 2, 3, InnerAttention()), MLP(12, 16)
     pre = filled(TransformerLayer(RMSNorm(12), parts[0], RMSNorm(12), parts[1]))
-    pre(hidden, sequences)
+    pre(hidden, context)
     assert called == ["add_rms_norm"] * 2
     called.clear()
-    filled(PostNormLayer(parts[0], LayerNorm(12), parts[1], LayerNorm(12)))(hidden, sequences)
+    filled(PostNormLayer(parts[0], LayerNorm(12), parts[1], LayerNorm(12)))(hidden, context)
     assert called == ["add_layer_norm"] * 2
 
 
@@ -141,7 +142,7 @@ def test_layer_is_a_residual():
         layer.attention.proj.weight.zero_()
         layer.mlp.down.weight.zero_()
     hidden = torch.randn(5, 8, dtype=torch.float64)
-    assert torch.equal(layer(hidden, PackedSequences.of_lengths([2, 3])), hidden)
+    assert torch.equal(layer(hidden, LayerContext(PackedSequences.of_lengths([2, 3]))), hidden)
 
 
 def test_layers_print_what_they_are():

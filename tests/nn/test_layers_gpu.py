@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megalight.nn import MLP, Attention, InnerAttention, RMSNorm, TransformerLayer
+from megalight.nn import MLP, Attention, InnerAttention, LayerContext, RMSNorm, TransformerLayer
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
 
@@ -20,14 +20,14 @@ def test_one_kernel_adds_beside_the_norms() -> None:
     )  # fmt: skip
     initialise(layer, 1)
     layer = layer.to("cuda", torch.bfloat16)
-    sequences = PackedSequences.of_uniform(2, 128, "cuda")
+    context = LayerContext(PackedSequences.of_uniform(2, 128, "cuda"))
     hidden = torch.randn(256, 256, device="cuda").bfloat16().requires_grad_()
     gradient = torch.randn_like(hidden)
-    layer(hidden, sequences).backward(gradient)  # compiles
+    layer(hidden, context).backward(gradient)  # compiles
     layer.zero_grad(set_to_none=True)
     hidden.grad = None
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        layer(hidden, sequences).backward(gradient)
+        layer(hidden, context).backward(gradient)
         torch.cuda.synchronize()
     kernels = [event.name for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert kernels

@@ -132,12 +132,9 @@ def recomputed(sequence_parallel: bool) -> tuple[bool, bool]:
         model.zero_grad()
         RandomStreams(grid).seed(len(results) // 2)
         hidden = model.embed(tokens, sequences.positions)
-        table = model.rotary(sequences.positions, hidden.dtype)
+        context = model.context(sequences, hidden.dtype)
         for layer in model.layers.values():
-            if recompute:
-                hidden = checkpoint(layer, hidden, sequences, table, use_reentrant=False)
-            else:
-                hidden = layer(hidden, sequences, table)
+            hidden = checkpoint(layer, hidden, context, use_reentrant=False) if recompute else layer(hidden, context)
         model.head(hidden, tokens).sum().backward()
         results.append({name: p.grad.clone() for name, p in model.named_parameters()})
     same = all(torch.equal(results[0][name], results[1][name]) for name in results[0])

@@ -84,10 +84,10 @@ def numbers_saved(recompute: Recompute) -> int:
     apply_recompute(model, recompute)
     sequences = batch(101, [7, 1, 5, 8], 1)[3]
     hidden = torch.randn(T, H, dtype=torch.float64, requires_grad=True) * 1
-    table = model.rotary(sequences.positions, hidden.dtype)
+    context = model.context(sequences, hidden.dtype)
     with saved(model) as kept:
         for layer in model.layers.values():
-            hidden = layer(hidden, sequences, table)
+            hidden = layer(hidden, context)
         del hidden
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // 8
 
@@ -342,9 +342,10 @@ def test_another_argument_for_another_layer_is_refused() -> None:
     apply_recompute(model, KINDS["uniform of 2"])
     tokens, _, _, sequences = batch(101, [7, 1, 5, 8], 1)
     first, second = list(model.layers.values())[:2]
-    hidden = first(model.embed(tokens, sequences.positions), sequences)
+    context = model.context(sequences, torch.float64)
+    hidden = first(model.embed(tokens, sequences.positions), context)
     with pytest.raises(ConfigurationError, match="the same other arguments"):
-        second(hidden, copy.copy(sequences))
+        second(hidden, copy.copy(context))
 
 
 def test_generators_are_put_back_only_where_something_draws() -> None:

@@ -15,6 +15,7 @@ from megalight.nn import (
     Attention,
     Embedding,
     InnerAttention,
+    LayerContext,
     LayerNorm,
     Linear,
     LMHead,
@@ -23,6 +24,7 @@ from megalight.nn import (
     PostNormLayer,
     SequenceHead,
     TokenEmbedding,
+    run_layers,
 )
 from megalight.types import PackedSequences
 
@@ -173,8 +175,7 @@ class Bert(nn.Module):
             hidden = self.embed(tokens, sequences.positions, token_types)
         if hidden is None:
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
-        for layer in self.layers.values():
-            hidden = layer(hidden, sequences)
+        hidden = run_layers(self.layers, hidden, LayerContext(sequences))
         if self.head is None:
             return Output(hidden=hidden)
         output: Output = self.head(hidden, sequences, labels, rows)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megalight.errors import DataError
@@ -15,7 +17,7 @@ from megalight.nn import (
     Attention,
     Embedding,
     InnerAttention,
-    LayerCache,
+    LayerContext,
     LayerNorm,
     Linear,
     LMHead,
@@ -23,8 +25,12 @@ from megalight.nn import (
     Rotary,
     TokenEmbedding,
     TransformerLayer,
+    run_layers,
 )
 from megalight.types import PackedSequences
+
+ROTARY = "rotary"
+"""Name of the rotary table in the layers' context."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
         proj_bias=config.attention.proj_bias,
         q_norm=build_norm(config, config.head_dim) if config.attention.qk_norm else None,
         k_norm=build_norm(config, config.head_dim) if config.attention.qk_norm else None,
+        rotary=ROTARY if config.position.kind == "rope" else None,
         std=config.init.std,
         proj_std=config.residual_std,
     )
@@ -138,13 +145,19 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.head.output_layer.weight = self.embed.word.weight
 
+    def context(self, sequences: PackedSequences, dtype: torch.dtype) -> LayerContext:
+        """What the layers share, for hidden states of ``dtype``."""
+        if self.rotary is None:
+            return LayerContext(sequences)
+        return LayerContext(sequences, {ROTARY: self.rotary(sequences.positions, dtype)})
+
     def forward(
         self,
         tokens: Tensor | None,
         sequences: PackedSequences,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
-        cache: Mapping[str, LayerCache] | None = None,
+        states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
     ) -> Output:
         """Run the parts that are there.
@@ -154,7 +167,7 @@ class GPT(nn.Module):
             sequences: how the tokens divide into sequences.
             labels: ``[T]`` ids that follow; given, the head answers with losses.
             hidden: ``[T, h]``, for a model without ``embed``.
-            cache: earlier tokens' keys and values per layer.
+            states: what each layer keeps of earlier tokens (see :mod:`megalight.inference.cache`); None: all are here.
             rows: ``[N]`` indices of the tokens whose losses or logits are wanted; None: of all.
 
         Raises:
@@ -167,9 +180,7 @@ class GPT(nn.Module):
             hidden = self.embed(tokens, sequences.positions)
         if hidden is None:
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
-        table = None if self.rotary is None else self.rotary(sequences.positions, hidden.dtype)
-        for index, layer in self.layers.items():
-            hidden = layer(hidden, sequences, table, None if cache is None else cache[index])
+        hidden = run_layers(self.layers, hidden, self.context(sequences, hidden.dtype), states)
         if self.head is None:
             return Output(hidden=hidden)
         if rows is not None:

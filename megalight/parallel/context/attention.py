@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalight.errors import LayoutError
-from megalight.nn import InnerAttention
+from megalight.nn import InnerAttention, KeysAndValues
 from megalight.parallel.context.kinds import Attend, choose
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import PackedSequences
@@ -48,14 +48,16 @@ class ContextAttention(nn.Module):
         """Probability of dropping an attention weight while training."""
         return self.inner.dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences) -> Tensor:
-        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: KeysAndValues | None = None
+    ) -> Tensor:
+        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``. Only whole sequences have a state.
 
         Raises:
             LayoutError: the sequences were cut for another number of ranks.
         """
         if sequences.context is None:
-            out: Tensor = self.inner(q, k, v, sequences)
+            out: Tensor = self.inner(q, k, v, sequences, state)
             return out
         if sequences.context.size != self.groups.mesh.cp:
             raise LayoutError(
