@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megalight.errors import CheckpointError, nearest
-from megalight.parallel.mesh import DATA_AXES, ParallelMesh
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec, boxes
 from megalight.parallel.source import FlatShard, Target, shard_boxes
 
@@ -113,11 +113,12 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 @dataclass(frozen=True)
 class _Held:
-    """A box with the canonical tensor it belongs to."""
+    """A box with the canonical tensor it belongs to; ``replicas``: ranks that hold it, and this one's place."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
+    replicas: tuple[tuple[int, ...], int] = (0,), 0
 
 
 def views_of_parameters(
@@ -129,7 +130,7 @@ def views_of_parameters(
 ) -> dict[str, View]:
     """Views of local parameters (or buffers), by ``prefix`` + canonical name.
 
-    All data-parallel ranks hold the same parameters; each writes an equal share of them.
+    Ranks along a parameter's data axes hold the same; each writes an equal share of what they all hold.
 
     Raises:
         CheckpointError: a parameter without a spec, of another shape than its spec says, or not contiguous.
@@ -147,11 +148,13 @@ def views_of_parameters(
             raise CheckpointError(
                 f"parameter {name!r} has shape {list(data.shape)}{state}; its spec says {list(spec.shape)}, contiguous."
             )
+        ranks = mesh.ranks(*spec.data)
+        replicas = ranks, ranks.index(mesh.global_rank)
         held += [
-            _Held(prefix + piece.name, piece.shape, Box(piece.offset, piece.view(data), piece.owner))
+            _Held(prefix + piece.name, piece.shape, Box(piece.offset, piece.view(data), piece.owner), replicas)
             for piece in spec.pieces
         ]
-    return _collect(_share(held, mesh))
+    return _collect(held)
 
 
 def views_of_shards(
@@ -159,7 +162,6 @@ def views_of_shards(
     shards: Iterable[FlatShard],
     *,
     prefix: str = "",
-    replicated: ParallelMesh | None = None,
 ) -> dict[str, View]:
     """Views of flat tensors (masters, or one optimizer state per shard), by ``prefix`` + canonical name.
 
@@ -169,16 +171,14 @@ def views_of_shards(
         tensors: one flat tensor per shard, laid out as the shard is.
         shards: what lies where.
         prefix: what to call this state, e.g. ``"optimizer.exp_avg."``.
-        replicated: the mesh, where all data-parallel ranks hold the *same* shards (level ``no_shard``); each then
-            writes an equal part. None where each holds a shard of its own.
     """
     held = []
     for tensor, shard in zip(tensors, shards, strict=True):
         held += [
-            _Held(prefix + piece.name, piece.shape, Box(offset, data, piece.owner))
+            _Held(prefix + piece.name, piece.shape, Box(offset, data, piece.owner), (shard.replicas, shard.place))
             for piece, offset, data in shard_boxes(tensor, shard)
         ]
-    return _collect(_share(held, replicated or ParallelMesh()))
+    return _collect(held)
 
 
 def targets_of(views: Mapping[str, View]) -> list[Target]:
@@ -188,19 +188,17 @@ def targets_of(views: Mapping[str, View]) -> list[Target]:
 
 def views_to_fill(targets: Iterable[Target]) -> dict[str, View]:
     """What DCP fills. Writes nothing."""
-    return _collect(_Held(t.name, t.shape, Box(t.offset, t.data, write=False)) for t in targets)
+    return _collect([_Held(t.name, t.shape, Box(t.offset, t.data, write=False)) for t in targets])
 
 
-def _share(held: Sequence[_Held], mesh: ParallelMesh) -> Iterator[_Held]:
-    """Let each data-parallel rank write an equal, contiguous part of the boxes that they all hold.
+def _share(held: Sequence[_Held], replicas: tuple[int, ...], place: int) -> Iterator[_Held]:
+    """Let each of the ranks that all hold these boxes write an equal, contiguous part of them.
 
     Imagine the boxes to be written end to end, and cut the line into equal parts, at whole rows. Only the boxes that
     this rank's two ends fall into are cut.
     """
-    replicas = mesh.ranks(*DATA_AXES)
-    rank = replicas.index(mesh.global_rank)
     total = sum(item.box.data.numel() for item in held if item.box.write)
-    low, high = total * rank // len(replicas), total * (rank + 1) // len(replicas)
+    low, high = total * place // len(replicas), total * (place + 1) // len(replicas)
     position = 0
     for item in held:
         box, numel = item.box, item.box.data.numel()
@@ -216,11 +214,14 @@ def _share(held: Sequence[_Held], mesh: ParallelMesh) -> Iterator[_Held]:
                 yield replace(item, box=part)
 
 
-def _collect(held: Iterable[_Held]) -> dict[str, View]:
+def _collect(held: Sequence[_Held]) -> dict[str, View]:
     """One view per name. Parts without elements (ranks that hold only padding) take no place."""
     shapes: dict[str, tuple[int, ...]] = {}
     parts: dict[str, list[Box]] = {}
+    alike: dict[tuple[tuple[int, ...], int], list[_Held]] = {}
     for item in held:
+        alike.setdefault(item.replicas, []).append(item)
+    for item in chain.from_iterable(_share(items, *replicas) for replicas, items in alike.items()):
         if item.box.data.numel():
             if shapes.setdefault(item.name, item.shape) != item.shape:
                 raise CheckpointError(f"{item.name!r} has shapes {shapes[item.name]} and {item.shape} on one rank.")

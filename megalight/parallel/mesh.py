@@ -28,8 +28,8 @@ from megalight.parallel.groups import new_group
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 AXES = (*DENSE_AXES, *EXPERT_AXES[1:])
-DATA_AXES = ("dp", "cp")
-"""Those along which ranks hold the same parameters and see different tokens."""
+TOKEN_AXES = ("dp", "cp")
+"""Axes along which ranks read different tokens."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,28 @@ class ParallelMesh:
         """The same grid as a torch ``DeviceMesh`` (for DTensor, FSDP2 and the like).
 
         torch makes its groups: all processes of the world must call this, those outside of a part of it too.
+
+        Args:
+            device_type: ``"cuda"`` or ``"cpu"``.
+            axes: the mesh's dims, in any order: those of one view, of which axes of size 1 may be left out.
+
+        Raises:
+            LayoutError: the axes do not tell all ranks apart.
         """
-        grid = np.array(self.members).reshape([self.size(axis) for axis in axes])
+        grid = np.full([self.size(axis) for axis in axes], -1)
+        for rank in self.members:
+            grid[tuple(self.rank(axis, of=rank) for axis in axes)] = rank
+        if sorted(grid.flat) != list(self.members):
+            raise LayoutError(
+                f"axes {', '.join(axes)} do not tell the {self.world_size} ranks apart ({self.describe()}); "
+                f"name each axis of one view whose size is not 1: {', '.join(DENSE_AXES)} or {', '.join(EXPERT_AXES)}."
+            )
         return DeviceMesh(device_type, torch.from_numpy(grid), mesh_dim_names=tuple(axes))
+
+    @property
+    def everyone(self) -> ProcessGroup | None:
+        """The group of all ranks of the grid; None for one."""
+        return self.group(*DENSE_AXES)
 
     def describe(self) -> str:
         """One line for logs: the degrees that are not 1, and the ranks."""

@@ -3,15 +3,32 @@ initialisation and export.
 
 A *canonical* tensor is a parameter of the one-device model under a name that no layout changes; a fused weight appears
 as its parts (``...attention.qkv.weight`` is ``...attention.q.weight``, ``.k.``, ``.v.``).
+
+To a box of a canonical tensor, each axis of one view of the mesh (``pp, dp, cp, tp`` or ``pp, edp, ep, etp``) is
+exactly one of four things:
+
+- *split*: ranks along it hold other boxes (or other tensors, as pipeline stages do);
+- *data*: ranks hold the same box and see different tokens. Gradients are summed over these axes and optimizer state is
+  sharded over them. A matter of the parameter: :attr:`ShardSpec.data`;
+- *partial*: ranks hold the same box and have one term each of its gradient: :attr:`Piece.partial`;
+- *duplicate*: ranks hold the same box and compute the same gradient.
+
+Along partial and duplicate axes one rank is the owner of the box (:attr:`Piece.owner`). :func:`check_cover` checks all
+of this over the specs of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from math import prod
+from typing import TypeAlias
 
 from torch import Tensor
+
+from megalight.errors import LayoutError
+from megalight.parallel.mesh import DENSE_AXES, TOKEN_AXES, ParallelMesh
 
 
 @dataclass(frozen=True)
@@ -26,8 +43,8 @@ class Piece:
         start: first element of the box in the flattened local parameter; it covers ``prod(size)`` elements, row-major.
         partial: mesh axes over which this rank's gradient is only one term of a sum (norm weights inside sequence
             regions, replicated KV heads). It must be summed over them before the optimizer sees it.
-        owner: among the model-parallel ranks (all but dp and cp) that hold this same box, exactly one is the owner: it
-            counts the box in norms and writes it to checkpoints.
+        owner: among the ranks that hold this same box and differ along other axes than the parameter's data axes,
+            exactly one is the owner: it counts the box in norms and writes it to checkpoints.
     """
 
     name: str
@@ -60,10 +77,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The pieces of one local parameter. Elements that no piece covers are padding (a vocabulary rounded up, say)."""
+    """The pieces of one local parameter. Elements that no piece covers are padding (a vocabulary rounded up, say).
+
+    Attributes:
+        pieces: in the order in which they lie in the parameter.
+        shape: of the local parameter.
+        data: mesh axes along which ranks hold this same parameter and see different tokens: its gradient is summed and
+            its optimizer state sharded over them.
+    """
 
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
+    data: tuple[str, ...] = TOKEN_AXES
 
     @classmethod
     def replicated(
@@ -112,3 +137,64 @@ def boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[
             for offset, extent, first in boxes(size[1:], into, end - row * inner):
                 yield (row, *offset), (1, *extent), first + row * inner
             start = end
+
+
+def check_cover(mesh: ParallelMesh, specs: Sequence[Mapping[str, ShardSpec]]) -> None:
+    """Check the rule at the top of this file over all ranks: for the tests of a plan or a style, at any degrees.
+
+    Args:
+        mesh: the grid, as any of its ranks sees it.
+        specs: each rank's, in rank order.
+
+    Raises:
+        LayoutError: boxes of a tensor overlap or leave elements out; ranks whose gradients are summed hold different
+            boxes; a box has no owner, or several; ranks that see different tokens do not sum their gradients.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes_of: dict[str, dict[_Place, dict[int, tuple[Piece, tuple[str, ...]]]]] = {}
+    for rank, held in zip(mesh.members, specs, strict=True):
+        for spec in held.values():
+            for piece in spec.pieces:
+                if shapes.setdefault(piece.name, piece.shape) != piece.shape:
+                    raise LayoutError(f"{piece.name} has shapes {shapes[piece.name]} and {piece.shape}.")
+                if piece.numel:
+                    found = boxes_of.setdefault(piece.name, {}).setdefault((piece.offset, piece.size), {})
+                    found[rank] = piece, spec.data
+    for name, places in boxes_of.items():
+        _check_tiling(name, shapes[name], list(places))
+        for (offset, size), holders in places.items():
+            _check_holders(f"{name} at {offset}, {size}", mesh, holders)
+
+
+_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size of a box."""
+
+
+def _check_tiling(name: str, shape: tuple[int, ...], places: Sequence[_Place]) -> None:
+    for one, other in combinations(places, 2):
+        if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)):
+            raise LayoutError(f"boxes {one} and {other} of {name} overlap; ranks hold equal boxes or disjoint ones.")
+    covered = sum(prod(size) for _, size in places)
+    if covered != prod(shape):
+        raise LayoutError(f"the boxes of {name} hold {covered} of its {prod(shape)} elements.")
+
+
+def _check_holders(box: str, mesh: ParallelMesh, holders: Mapping[int, tuple[Piece, tuple[str, ...]]]) -> None:
+    owners = {rank for rank, (piece, _) in holders.items() if piece.owner}
+    if not owners:
+        raise LayoutError(f"{box}: no rank owns it.")
+    for rank, (piece, data) in holders.items():
+        here = replace(mesh, global_rank=rank)
+        summed, copies = set(here.ranks(*data, *piece.partial)), set(here.ranks(*data))
+        if set(data) & set(piece.partial):
+            raise LayoutError(f"{box}: an axis is among both its data {data} and its partial axes {piece.partial}.")
+        if any(_axes_of(holders.get(other)) != (data, piece.partial) for other in summed):
+            raise LayoutError(f"{box}: the gradients of ranks {sorted(summed)} are summed, but not all hold it alike.")
+        if set(data) <= set(DENSE_AXES) and not holders.keys() & set(here.ranks(*TOKEN_AXES)) <= summed:
+            raise LayoutError(f"{box}: ranks along {TOKEN_AXES} see different tokens, but its data axes are {data}.")
+        if rank in owners and owners != copies:
+            raise LayoutError(f"{box}: ranks {sorted(owners)} own it; owners differ along its data axes {data} alone.")
+
+
+def _axes_of(held: tuple[Piece, tuple[str, ...]] | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    return None if held is None else (held[1], held[0].partial)

@@ -146,7 +146,15 @@ def parameter_targets(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str,
 
 
 class FlatShard(Protocol):
-    """A rank's flat share of parameters or optimizer state, and which canonical elements lie where in it."""
+    """A rank's flat share of parameters or optimizer state, and which canonical elements lie where in it.
+
+    Attributes:
+        replicas: ranks that hold this same shard; each writes a part to checkpoints.
+        place: of this rank among them.
+    """
+
+    replicas: tuple[int, ...]
+    place: int
 
     def intervals(self) -> Iterable[tuple[Piece, int, int, int]]:
         """``(piece, first, last, shard_start)``: elements ``[first, last)`` of the flattened piece lie at

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 
 class Collectives:
@@ -32,7 +32,7 @@ class Collectives:
         """Reduce over the ranks that see different data; ranks of one replica hold equal values."""
         if not isinstance(tensor, Tensor):
             return tensor
-        group = group or self.mesh.group("dp", "cp")
+        group = group or self.mesh.group(*TOKEN_AXES)
         if group is None:
             return tensor
         name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()

@@ -72,8 +72,7 @@ def model_views(strategy: MeshStrategy, *, to_fill: bool = False) -> dict[str, V
         masters = [bucket.shard.master.detach() for bucket in coded]
         if not to_fill:
             masters = [m.to(bucket.layout.kind.param_dtype) for m, bucket in zip(masters, coded, strict=True)]
-        replicated = None if engine.level.state else strategy.mesh
-        views |= views_of_shards(masters, [bucket.shard for bucket in coded], replicated=replicated)
+        views |= views_of_shards(masters, [bucket.shard for bucket in coded])
     return views
 
 
@@ -248,19 +247,18 @@ def _optimizer_views(strategy: MeshStrategy) -> Iterator[tuple[str, View]]:
     """Masters that are copies, element-wise optimizer states, and whatever callbacks keep per shard."""
     engine, optimizer = strategy.engine, strategy.optimizers[0]
     assert engine is not None
-    replicated = None if engine.level.state else strategy.mesh
     shards = engine.shards
     copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
-    yield from views_of_shards([s.master for s in copies], copies, prefix=MASTER, replicated=replicated).items()
+    yield from views_of_shards([s.master for s in copies], copies, prefix=MASTER).items()
     names = sorted(
         {name for s in shards for name, value in optimizer.state[s.master].items() if _is_flat(value, s.master)}
     )
     for name in names:
         having = [s for s in shards if name in optimizer.state[s.master]]
         tensors = [optimizer.state[s.master][name] for s in having]
-        yield from views_of_shards(tensors, having, prefix=f"{STATE}{name}.", replicated=replicated).items()
+        yield from views_of_shards(tensors, having, prefix=f"{STATE}{name}.").items()
     for name, tensors in strategy.extra_shard_states.items():
-        yield from views_of_shards(tensors, shards, prefix=f"{name}.", replicated=replicated).items()
+        yield from views_of_shards(tensors, shards, prefix=f"{name}.").items()
 
 
 @torch.no_grad()

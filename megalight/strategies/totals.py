@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import Totals
-from megalight.parallel.mesh import DATA_AXES, ParallelMesh
+from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 
 class GlobalTotals:
@@ -29,7 +29,7 @@ class GlobalTotals:
 
     def sum(self, value: Tensor) -> Tensor:
         """Over the ranks that see different data."""
-        return self._sum(value, DATA_AXES)
+        return self._sum(value, TOKEN_AXES)
 
     def of(self, stage: str, rows: Sequence[Totals]) -> dict[str, tuple[Tensor, Tensor]]:
         """``name -> (sum, count)`` over micro-batches (the rows) and ranks, in one reduction.
@@ -48,7 +48,7 @@ class GlobalTotals:
             columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names]
             sums = [torch.stack(column).sum() for column in columns]
             local = torch.stack([value.to(local.device, torch.float64, non_blocking=True) for value in sums])
-        reduced = self._sum(local, ("pp", *DATA_AXES))
+        reduced = self._sum(local, ("pp", *TOKEN_AXES))
         return {name: (reduced[i], reduced[len(names) + i]) for i, name in enumerate(names)}
 
     def from_last_stage(self, values: list[Any]) -> list[Any]:

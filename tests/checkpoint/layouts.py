@@ -112,6 +112,8 @@ class Shard:
     slots: list[tuple[ShardSpec, int]]
     start: int
     stop: int
+    replicas: tuple[int, ...] = (0,)
+    place: int = 0
 
     def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
         for spec, offset in self.slots:
@@ -139,7 +141,8 @@ class Model:
             dp, index = self.mesh.dp, self.mesh.rank("dp")
             size = -(-end // dp)
             start, stop = (index * size, (index + 1) * size) if layout.level == "optim" else (0, size * dp)
-            self.shards.append(Shard(slots, start, stop))
+            held = () if layout.level == "optim" else (self.mesh.ranks("dp"), index)
+            self.shards.append(Shard(slots, start, stop, *held))
             for state in STATES:
                 flat = torch.full((size * dp,), -1.0, dtype=torch.float64)
                 for spec, offset in slots:
@@ -149,10 +152,9 @@ class Model:
 
     def views(self) -> dict[str, View]:
         views = views_of_parameters(self.parameters.items(), self.specs, self.mesh, prefix="model.")
-        replicated = self.mesh if self.layout.level == "no_shard" else None
         for state, tensors in self.states.items():
             prefix = f"optimizer.{state}."
-            views |= views_of_shards(tensors, self.shards, prefix=prefix, replicated=replicated)
+            views |= views_of_shards(tensors, self.shards, prefix=prefix)
         return views
 
     def differs(self, other: Model) -> list[str]:

@@ -24,8 +24,9 @@ def gather_canonical(
     Args:
         tensors: local tensors by parameter name: parameters, gradients, optimizer state.
         specs: what they hold.
-        mesh: of this rank; data- and context-parallel copies are not looked at.
-        sum_partial: sum each piece over its partial axes first (gradients; not parameters).
+        mesh: of this rank.
+        sum_partial: sum each piece over its partial axes first: gradients that no engine has reduced. Ranks that see
+            different tokens have different ones, so that copies along data axes are not looked at.
 
     Fails where owners cover an element twice or not at all, or where holders of the same box differ.
     """
@@ -36,8 +37,9 @@ def gather_canonical(
             group = mesh.group(*piece.partial) if piece.partial else None
             if sum_partial and group is not None:
                 dist.all_reduce(value, group=group)
-            pieces.append((piece.name, piece.shape, piece.box, piece.owner, value.cpu().double().numpy()))
-    group = mesh.group("pp", "tp")
+            owner = piece.owner and (sum_partial or mesh.ranks(*specs[name].data)[0] == mesh.global_rank)
+            pieces.append((piece.name, piece.shape, piece.box, owner, value.cpu().double().numpy()))
+    group = mesh.group("pp", "tp") if sum_partial else mesh.everyone
     everyone = [pieces]
     if group is not None:
         everyone = [None] * group.size()

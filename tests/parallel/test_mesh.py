@@ -200,3 +200,20 @@ def _uneven_histories() -> list[float]:
 
 def test_ranks_meet_in_groups_whatever_groups_they_made_before() -> None:
     assert run(_uneven_histories, 4) == [[3, 6, 1], [1, 6, 1], [2, 6, 5], [3, 6, 5]]
+
+
+def test_torch_mesh_knows_ranks_by_any_order_of_axes() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=24)
+    try:
+        mesh = ParallelMesh(24, 5, tp=2, cp=2, pp=3, ep=4)
+        for axes in (DENSE_AXES, ("tp", "pp", "dp", "cp"), ("ep", "pp", "edp"), ("tp", "dp/2", "pp", "dp%2", "cp")):
+            torch_mesh = mesh.device_mesh("cpu", axes)
+            assert torch_mesh.mesh_dim_names == axes
+            for rank in range(24):
+                place = tuple(mesh.rank(axis, of=rank) for axis in axes)
+                assert torch_mesh.mesh[place] == rank
+        for axes in (("tp", "dp"), ("pp", "ep", "tp"), ("tp", "tp", "dp", "pp")):
+            with pytest.raises(LayoutError, match="do not tell the 24 ranks apart"):
+                mesh.device_mesh("cpu", axes)
+    finally:
+        dist.destroy_process_group()

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalight.parallel.shard import Piece, ShardSpec, boxes
+from megalight.errors import LayoutError
+from megalight.nn.names import Part
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import Piece, ShardSpec, boxes, check_cover
+from megalight.parallel.tensor import split
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -57,3 +63,62 @@ def test_cut_leaves_padding_out() -> None:
     whole = ShardSpec.replicated("c", (2, 3), partial=("tp",), owner=False)
     (piece,) = whole.pieces
     assert (piece.partial, piece.owner, piece.size) == (("tp",), False, (2, 3))
+
+
+def grids(world: int, **degrees: int) -> list[ParallelMesh]:
+    return [ParallelMesh(world, rank, **degrees) for rank in range(world)]
+
+
+def specs(mesh: ParallelMesh, units: int, *, partial: bool) -> dict[str, ShardSpec]:
+    """Every way to split: columns in units that several ranks may share, rows, a vocabulary, replicas."""
+    q, kv = Part("qkv", "q", (units * 8, 3), 0), Part("qkv", "k", (units, 3), units * 24)
+    return {
+        "qkv": split.output_features([q, kv], [units * 8, units], mesh),
+        "proj": split.input_features(Part("proj", "proj", (3, 16), 0), mesh),
+        "embed": split.vocabulary(Part("embed", "embed", (29, 3), 0), mesh),
+        "norm": split.replicated([Part("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    cp=st.sampled_from([1, 2, 3]),
+    dp=st.integers(1, 3),
+    units=st.sampled_from([1, 2, 4, 16]),
+    partial=st.booleans(),
+)
+def test_axes_cover_the_mesh_exactly_once(tp: int, cp: int, dp: int, units: int, partial: bool) -> None:
+    meshes = grids(tp * cp * dp, tp=tp, cp=cp)
+    check_cover(meshes[0], [specs(mesh, units, partial=partial) for mesh in meshes])
+
+
+@pytest.mark.parametrize(
+    ("piece", "data", "message"),
+    [
+        ({"owner": True}, ("dp", "cp"), r"ranks \[0, 1, 2, 3\] own it"),
+        ({"owner": False}, ("dp", "cp"), "no rank owns it"),
+        ({"partial": ("tp",)}, ("tp",), "among both its data"),
+        ({}, ("cp",), "see different tokens, but its data axes"),
+        ({"offset": (1,), "size": (4,)}, ("dp", "cp"), "hold 4 of its 5 elements"),
+        ({"partial": ("ep",)}, ("dp", "cp"), "mix the dense and the expert view"),
+    ],
+)
+def test_specs_that_do_not_cover_the_mesh(piece: dict[str, object], data: tuple[str, ...], message: str) -> None:
+    meshes = grids(4, tp=2)
+    whole = Piece("a", (5,), (0,), (5,))
+    held = [
+        {"a": ShardSpec((replace(whole, **({"owner": mesh.rank("tp") == 0} | piece)),), (5,), data)} for mesh in meshes
+    ]
+    with pytest.raises(LayoutError, match=message):
+        check_cover(meshes[0], held)
+
+
+def test_boxes_that_overlap_are_refused() -> None:
+    pieces = [Piece("a", (5,), (first,), (3,)) for first in (0, 2)]
+    held = [{"a": ShardSpec((piece,), (3,))} for piece in pieces]
+    with pytest.raises(LayoutError, match="of a overlap"):
+        check_cover(ParallelMesh(2, tp=2), held)
+    differing = [Piece("a", (3,), (0,), (3,), partial=partial) for partial in ((), ("tp",))]
+    with pytest.raises(LayoutError, match=r"ranks \[0, 1\] are summed, but not all hold it alike"):
+        check_cover(ParallelMesh(2), [{"a": ShardSpec((piece,), (3,))} for piece in differing])

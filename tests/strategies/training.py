@@ -18,7 +18,6 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialise
 from megalight.nn.names import parts
 from megalight.optim import AdamConfig
-from megalight.parallel.mesh import DATA_AXES
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
@@ -108,17 +107,16 @@ class Gradients(pl.Callback):
 
 def reduced(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The whole model's reduced gradients by canonical name."""
-    engine, mesh = strategy.engine, strategy.mesh
-    replicas = mesh.group(*DATA_AXES) if engine.level.state else None
+    engine = strategy.engine
     named = {}
     for bucket, gradient in zip(engine.buckets, engine.gradients, strict=True):
         flat = gradient.new_zeros(bucket.layout.numel)
         flat[bucket.shard.start : bucket.shard.stop] = gradient
-        if replicas is not None:  # each holds an interval
-            dist.all_reduce(flat, group=replicas)
+        if bucket.shard_group is not None:  # each rank holds an interval
+            dist.all_reduce(flat, group=bucket.shard_group)
         for info, (spec, start) in zip(bucket.infos, bucket.shard.slots, strict=True):
             named[info.name] = flat[start : start + spec.numel]
-    whole = gather_canonical(named, strategy.specs, mesh, sum_partial=False)
+    whole = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
     return {name: value.numpy() for name, value in whole.items()}
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
 from megalight.ops.main_grad import add
 from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 
 
@@ -26,6 +28,7 @@ class ParamInfo:
         spec: which canonical pieces it holds.
         group: index of the optimizer's parameter group that it belongs to.
         chunk: which of the model's parts on this rank holds it, in model order.
+        mesh: the grid over which its model is split; None: the engine's.
     """
 
     name: str
@@ -33,6 +36,7 @@ class ParamInfo:
     spec: ShardSpec
     group: int
     chunk: int = 0
+    mesh: ParallelMesh | None = None
 
 
 @dataclass(eq=False)
@@ -45,6 +49,9 @@ class FlatShard:
         master: ``[stop - start]`` leaf that the optimizer updates; ``master.grad`` is set once gradients are reduced.
             Where it has the parameters' own dtype it *is* their storage; ``master.is_master_copy`` tells.
         slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
+        replicas: ranks that hold this same shard. They divide among themselves what is to be done once: counting for a
+            norm, writing to a checkpoint.
+        place: of this rank among them.
     """
 
     group: int
@@ -52,6 +59,8 @@ class FlatShard:
     stop: int
     master: Tensor
     slots: Sequence[tuple[ShardSpec, int]] = field(repr=False)
+    replicas: tuple[int, ...] = (0,)
+    place: int = 0
 
     @property
     def numel(self) -> int:
@@ -86,7 +95,16 @@ class FlatShard:
 class Bucket:
     """One bucket's storage.
 
+    Args:
+        layout: what lies where.
+        infos: all parameters of the engine.
+        group: the ranks that share the bucket; None for one.
+        divided: each of them keeps the masters of its interval only.
+        master_dtype: of the masters.
+
     Attributes:
+        group: as given: gradients are summed over it.
+        shard_group: ranks among which masters are divided; None: each has all.
         params: ``[numel]`` flat parameters, or their codes; the parameters are views of it.
         grads: ``[numel]`` flat gradients; ``parameter.main_grad`` are views of it.
         shard: this rank's part.
@@ -100,10 +118,13 @@ class Bucket:
         self,
         layout: BucketLayout,
         infos: Sequence[ParamInfo],
-        interval: tuple[int, int],
+        group: ProcessGroup | None,
+        divided: bool,
         master_dtype: torch.dtype,
     ) -> None:
         self.layout = layout
+        self.group = group
+        self.shard_group = group if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
         device = self.infos[0].parameter.device
         codes = layout.kind.codes
@@ -118,11 +139,14 @@ class Bucket:
         for (parameter, view), (_, main_grad) in zip(self._views(self.params), self._views(self.grads), strict=True):
             parameter.data = view
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
+        kind = layout.kind
+        interval = layout.interval(kind.place) if divided else (0, layout.numel)
+        replicas = ((kind.mesh.global_rank,), 0) if divided else (kind.ranks, kind.place)
         own = values[slice(*interval)]
         self.master_is_own_params = codes is None and master_dtype == own.dtype
         master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
-        self.shard = FlatShard(layout.kind.group, *interval, master.requires_grad_(), slots)
+        self.shard = FlatShard(kind.group, *interval, master.requires_grad_(), slots, *replicas)
         self.shard.master.is_master_copy = not self.master_is_own_params  # type: ignore[attr-defined]
 
     def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:

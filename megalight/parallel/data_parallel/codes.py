@@ -32,22 +32,21 @@ class Codes:
 
     Args:
         buckets: those that hold codes.
-        group: ranks among which masters are divided; None: each has all.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: ProcessGroup | None, device: torch.device) -> None:
-        self.group = group
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self.parts: list[tuple[int, Bucket, int, int]] = []
         """Number of the weight, and the elements ``[start, stop)`` of a bucket that this rank casts."""
         self.weights: list[LowPrecision] = []
-        for bucket in buckets:
-            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
-                low, high = max(bucket.shard.start, slot.start), min(bucket.shard.stop, slot.stop)
-                if low < high:
-                    self.parts.append((len(self.weights), bucket, low, high))
-                precision = precision_of(info.parameter)
-                assert precision is not None
-                self.weights.append(precision)
+        self._divided: list[tuple[ProcessGroup, slice]] = []
+        """Which weights' masters are divided among which ranks."""
+        for group in dict.fromkeys(bucket.shard_group for bucket in buckets):
+            first = len(self.weights)
+            for bucket in buckets:
+                if bucket.shard_group is group:
+                    self._add(bucket)
+            if group is not None:
+                self._divided.append((group, slice(first, len(self.weights))))
         self.amax = torch.zeros(len(self.weights), device=device)
         self.scales = torch.ones(len(self.weights), ALIGNMENT // 4, device=device)[:, 0]
         self._here = torch.tensor([number for number, *_ in self.parts], dtype=torch.long, device=device)
@@ -58,9 +57,18 @@ class Codes:
                 agree.setdefault(id(reduce), (reduce, []))[1].append(number)
         self._agree = [(reduce, torch.tensor(numbers, device=device)) for reduce, numbers in agree.values()]
 
+    def _add(self, bucket: Bucket) -> None:
+        for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+            low, high = max(bucket.shard.start, slot.start), min(bucket.shard.stop, slot.stop)
+            if low < high:
+                self.parts.append((len(self.weights), bucket, low, high))
+            precision = precision_of(info.parameter)
+            assert precision is not None
+            self.weights.append(precision)
+
     @torch.no_grad()
     def cast(self) -> None:
-        """Set this rank's codes, and all scales, from the masters: one reduction for all weights."""
+        """Set this rank's codes, and all scales, from the masters: one reduction per data-parallel group."""
         if not self.weights:
             return
         self.amax.zero_()
@@ -69,8 +77,8 @@ class Codes:
         if self.parts:
             largest = torch._foreach_norm(masters, float("inf"))
             self.amax[self._here] = torch.stack(largest).float()
-        if self.group is not None:
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group=self.group)
+        for group, weights in self._divided:
+            dist.all_reduce(self.amax[weights], dist.ReduceOp.MAX, group=group)
         for reduce, numbers in self._agree:
             among = self.amax[numbers]
             reduce(among)

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
-from megalight.parallel.data_parallel.layout import Kind, default_bucket_size, level_of, plan_buckets
+from megalight.parallel.data_parallel.layout import Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.parameters import ShardedParameters
 from megalight.parallel.groups import check_max_ctas, new_group
-from megalight.parallel.mesh import DATA_AXES, ParallelMesh
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
 
@@ -37,8 +38,9 @@ class DataParallelEngine:
     All reductions are sums: scale the loss. Parameters that need no gradient are left alone.
 
     Args:
-        params: the local parameters; a tied parameter may be listed several times.
-        mesh: ``ParallelMesh()`` for one process.
+        params: the local parameters, of one model or of several; a tied parameter may be listed several times.
+        mesh: all ranks, as the models are split over them that do not bring a mesh of their own; ``ParallelMesh()`` for
+            one process.
         level: ``"no_shard"``: every rank keeps all masters and optimizer state; ``"optim"``: its share of them.
         grad_dtype: of the gradient buffers; None: float32, or float64 for float64 parameters.
         reduce_dtype: what travels in the gradient reduction; None: ``grad_dtype``.
@@ -85,25 +87,19 @@ class DataParallelEngine:
         self.mesh = mesh
         self.level = level_of(level)
         self.infos = distinct_trainable(params)
-        group = mesh.group(*DATA_AXES)
-        if group is not None and max_ctas is not None:
-            check_max_ctas("max_ctas", max_ctas, dist.get_backend())
-            group = new_group(mesh.ranks(*DATA_AXES), "data parallelism", max_ctas=max_ctas)
-        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size)
+        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
         self.main_gradients = MainGradients(
             self.buckets,
-            mesh,
-            group,
+            mesh.everyone,
             self.device,
             scatter=self.level.state,
             reduce_dtype=reduce_dtype,
             reduction=reduction,
             overlap=overlap_grad_reduce,
         )
-        divided = group if self.level.state else None
-        self._parameters = ShardedParameters(self.buckets, divided, self.device, overlap_param_gather)
+        self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather)
 
     def _make_buckets(
         self,
@@ -111,9 +107,8 @@ class DataParallelEngine:
         master_dtype: torch.dtype | None,
         bucket_size: int | None,
         edge_bucket_size: int | None,
+        max_ctas: int | None,
     ) -> list[Bucket]:
-        world = self.mesh.size("dp") * self.mesh.size("cp")
-        rank = self.mesh.ranks(*DATA_AXES).index(self.mesh.global_rank)
         kinds = [
             Kind(
                 i.parameter.dtype,
@@ -122,19 +117,22 @@ class DataParallelEngine:
                 _shared(i.spec),
                 i.chunk,
                 codes_of(i),
+                i.mesh or self.mesh,
+                i.spec.data,
             )
             for i in self.infos
         ]
         sizes = [info.parameter.numel() for info in self.infos]
-        layouts = plan_buckets(sizes, kinds, world, bucket_size or default_bucket_size(world), edge_bucket_size)
+        groups = {kind.ranks: _group(kind, max_ctas) for kind in {kind.ranks: kind for kind in kinds}.values()}
         return [
             Bucket(
                 layout,
                 self.infos,
-                layout.interval(rank, world) if self.level.state else (0, layout.numel),
+                groups[layout.kind.ranks],
+                self.level.state,
                 master_dtype or _wide(layout.kind.param_dtype),
             )
-            for layout in layouts
+            for layout in plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         ]
 
     # ---------------------------------------------------------------- gradients
@@ -264,6 +262,14 @@ class DataParallelEngine:
 def _shared(spec: ShardSpec) -> str:
     """The tensor's name where other pipeline stages hold it as well."""
     return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
+
+
+def _group(kind: Kind, max_ctas: int | None) -> ProcessGroup | None:
+    """The ranks that share buckets of a kind; None for one."""
+    if max_ctas is None or len(kind.ranks) == 1:
+        return kind.mesh.group(*kind.data)
+    check_max_ctas("max_ctas", max_ctas, dist.get_backend())
+    return new_group(kind.ranks, "data parallelism", max_ctas=max_ctas)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -21,31 +21,30 @@ class Gatherer:
 
     Args:
         buckets: in the order in which the forward pass needs them.
-        group: data-parallel ranks; None for one.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: ProcessGroup | None) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self.group = group
         self._waits: dict[int, Callable[[], object]] = {}
         self._home = {id(info.parameter): index for index, bucket in enumerate(buckets) for info in bucket.infos}
 
     def start(self) -> None:
         """Start gathering every bucket."""
-        if self.group is None:
-            return
         for index, bucket in enumerate(self.buckets):
-            self._waits[index] = self._gather(bucket.params, bucket.own_params).wait
+            if bucket.shard_group is not None:
+                self._waits[index] = self._gather(bucket.params, bucket.own_params, bucket.shard_group).wait
 
     def widen(self, bucket: Bucket) -> None:
         """Turn a bucket's codes into parameters of their own type."""
         self.wait()
-        bucket.widen(lambda whole, own: self.group is not None and self._gather(whole, own).wait())
+        group = bucket.shard_group
+        bucket.widen(lambda whole, own: group is not None and self._gather(whole, own, group).wait())
 
-    def _gather(self, whole: Tensor, own: Tensor) -> dist.Work:
+    @staticmethod
+    def _gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
         if whole.element_size() == 1:  # codes: backends know bytes
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-        work: dist.Work = all_gather(whole, own, group=self.group, async_op=True)
+        work: dist.Work = all_gather(whole, own, group=group, async_op=True)
         return work
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
@@ -70,7 +69,7 @@ class Gatherer:
             needed = self.buckets_of(p for each in near for p in each.parameters(recurse=False))
             if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
                 before.remove()  # of an engine that had this module before
-            if needed and self.group is not None:
+            if any(self.buckets[index].shard_group is not None for index in needed):
                 part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
 
     def _hook(self, indices: list[int]) -> Callable[[nn.Module, tuple[object, ...]], None]:

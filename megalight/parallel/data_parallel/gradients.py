@@ -16,11 +16,7 @@ from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.first_writes import FirstWrites
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.trace import span
-
-MODEL_AXES = ("pp", "tp")
-"""Mesh axes whose ranks hold different parameters."""
 
 
 class MainGradients:
@@ -31,7 +27,7 @@ class MainGradients:
 
     Args:
         buckets: in the order in which they are sent.
-        group: data-parallel ranks; None for one.
+        everyone: all ranks of the run, for the norm; None for one.
         scatter: each rank needs the sums of its own interval only.
         reduce_dtype, reduction: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
         overlap: send buckets while the last backward passes run.
@@ -40,8 +36,7 @@ class MainGradients:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        mesh: ParallelMesh,
-        group: ProcessGroup | None,
+        everyone: ProcessGroup | None,
         device: torch.device,
         *,
         scatter: bool,
@@ -51,13 +46,12 @@ class MainGradients:
     ) -> None:
         self.buckets = buckets
         self.device = device
-        shards = [bucket.shard for bucket in buckets]
-        self._reducer = Reducer(group, scatter, reduce_dtype, reduction)
-        self._partial = PartialReducer(shards, mesh, device)
-        self._norm_groups = [mesh.group(*MODEL_AXES), group if scatter else None]
-        self._counted = [counted_runs(shard) for shard in shards]
+        self._reducer = Reducer(scatter, reduce_dtype, reduction)
+        self._partial = PartialReducer(buckets, device)
+        self._everyone = everyone
+        self._counted = [counted_runs(bucket.shard) for bucket in buckets]
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and group is not None:
+        if device.type == "cuda" and any(bucket.group is not None for bucket in buckets):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pending: list[Callable[[], Tensor]] = []
         self._scaler: Callable[[Tensor], None] | None = None
@@ -131,7 +125,7 @@ class MainGradients:
             for gradient, runs in zip(self.values, self._counted, strict=True)
             for start, stop in runs
         ]
-        return global_norm(views, self._norm_groups, self.device)
+        return global_norm(views, self._everyone, self.device)
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:

@@ -1,20 +1,21 @@
 """Where every parameter lies in the flat buffers, and which part each data-parallel rank holds: arithmetic only.
 
-Parameters that share dtypes, an optimizer group and a pipeline chunk are laid end to end in *reverse* registration
-order, so that the first bucket is the first to be complete in the backward pass. Every parameter starts at a multiple
-of :data:`ALIGNMENT` elements, every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``: all ranks hold equal,
-aligned intervals, and one parameter may straddle ranks.
+Parameters that share dtypes, data axes, an optimizer group and a pipeline chunk are laid end to end in *reverse*
+registration order, so that the first bucket is the first to be complete in the backward pass. Every parameter starts at
+a multiple of :data:`ALIGNMENT` elements, every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``: all ranks hold
+equal, aligned intervals, and one parameter may straddle ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.ops.quantize.formats import Format
+from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 ALIGNMENT = 64
 """Elements; where a parameter may start."""
@@ -69,6 +70,8 @@ class Kind:
             intervals are the same on each of them.
         chunk: of the model's parts on this rank. The last micro-batch leaves them at different times.
         codes: the 8-bit format that parameters are kept in, in place of ``param_dtype``.
+        mesh: the grid over which their model is split.
+        data: mesh axes over which their gradients are summed and their state is sharded.
     """
 
     param_dtype: torch.dtype
@@ -77,6 +80,18 @@ class Kind:
     shared: str = ""
     chunk: int = 0
     codes: Format | None = None
+    mesh: ParallelMesh = field(default_factory=ParallelMesh)
+    data: tuple[str, ...] = TOKEN_AXES
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that share the bucket."""
+        return self.mesh.ranks(*self.data)
+
+    @property
+    def place(self) -> int:
+        """This process's place among them."""
+        return self.ranks.index(self.mesh.global_rank)
 
 
 @dataclass(frozen=True)
@@ -101,10 +116,10 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     numel: int
 
-    def interval(self, rank: int, world: int) -> tuple[int, int]:
-        """Elements ``[start, stop)`` that ``rank`` of ``world`` holds; ``world`` 1 holds all."""
-        share = self.numel // world
-        return rank * share, (rank + 1) * share
+    def interval(self, place: int) -> tuple[int, int]:
+        """Elements ``[start, stop)`` that fall to one of the ranks that share the bucket."""
+        share = self.numel // len(self.kind.ranks)
+        return place * share, (place + 1) * share
 
 
 def align(value: int, multiple: int) -> int:
@@ -118,15 +133,14 @@ def default_bucket_size(world: int) -> int:
 
 
 def plan_buckets(
-    sizes: Sequence[int], kinds: Sequence[Kind], world: int, bucket_size: int, edge_size: int | None = None
+    sizes: Sequence[int], kinds: Sequence[Kind], bucket_size: int | None = None, edge_size: int | None = None
 ) -> list[BucketLayout]:
     """Assign parameters to buckets.
 
     Args:
         sizes: elements of each parameter, in registration order.
         kinds: kind of each.
-        world: ranks that share a bucket; its size becomes a multiple of ``world * SHARD_ALIGNMENT``.
-        bucket_size: elements; a bucket closes once it holds at least as many.
+        bucket_size: elements; a bucket closes once it holds at least as many. None: chosen from the number of ranks.
         edge_size: the same for the first ``bucket_size`` elements of each kind, which are reduced last, with no more of
             the backward pass to hide under, and gathered first, while the forward pass waits.
 
@@ -139,15 +153,16 @@ def plan_buckets(
 
     def close(kind: Kind) -> None:
         slots = open_slots.pop(kind)
-        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, world * SHARD_ALIGNMENT)))
+        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, len(kind.ranks) * SHARD_ALIGNMENT)))
 
     left: dict[Kind, int] = {}
     for size, kind in zip(sizes, kinds, strict=True):
         left[kind] = left.get(kind, 0) + size
     for index in reversed(range(len(sizes))):
         kind = kinds[index]
-        at_edge = edge_size is not None and left[kind] <= bucket_size
-        limit = edge_size if edge_size is not None and at_edge else bucket_size
+        limit = bucket_size or default_bucket_size(len(kind.ranks))
+        if edge_size is not None and left[kind] <= limit:
+            limit = edge_size
         left[kind] -= sizes[index]
         slots = open_slots.setdefault(kind, [])
         if slots and slots[-1].stop >= limit:  # grew up to here by the larger size

@@ -16,9 +16,11 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
     """Elements ``[start, stop)`` of a shard that this rank counts, as few runs as possible.
 
     Left out are pieces that another rank owns, and elements inside parameters that no piece covers (vocabulary
-    padding). Gaps *between* parameters hold zeros and are counted in, so that a shard usually is one run.
+    padding). Gaps *between* parameters hold zeros and are counted in, so that a shard usually is one run. Of several
+    ranks that hold the same shard each counts an equal interval.
     """
-    excluded: list[tuple[int, int]] = []
+    bounds = [shard.numel * n // len(shard.replicas) for n in (shard.place, shard.place + 1)]
+    excluded = [(0, bounds[0]), (bounds[1], shard.numel)]
     for spec, offset in shard.slots:
         base, covered = offset - shard.start, 0
         for piece in sorted(spec.pieces, key=lambda piece: piece.start):
@@ -41,8 +43,8 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def global_norm(views: Sequence[Tensor], groups: Sequence[ProcessGroup | None], device: torch.device) -> Tensor:
-    """L2 norm of ``views`` of all ranks of ``groups`` together: a 0-dim tensor, without waiting for the device.
+def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
+    """L2 norm of ``views`` of all ranks of ``group`` together: a 0-dim tensor, without waiting for the device.
 
     Ranks sum squares in float64, as one without ``views`` does not know the type of the others'.
     """
@@ -50,9 +52,8 @@ def global_norm(views: Sequence[Tensor], groups: Sequence[ProcessGroup | None], 
     square = torch.zeros((), dtype=torch.float64, device=device)
     if views:
         square += torch.stack(torch._foreach_norm(list(views), 2, dtype=dtype)).square_().sum()
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(square, group=group)
+    if group is not None:
+        dist.all_reduce(square, group=group)
     return square.sqrt_().to(dtype)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.codes import Codes
@@ -19,7 +18,6 @@ class ShardedParameters:
 
     Args:
         buckets: last parameters of the model first.
-        group: ranks among which masters are divided; None: each has all.
         overlap: let gathering run on after :meth:`publish`.
 
     Attributes:
@@ -27,16 +25,14 @@ class ShardedParameters:
         waited_by_modules: :meth:`wait_in` was asked for.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], group: ProcessGroup | None, device: torch.device, overlap: bool
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, overlap: bool) -> None:
         self.buckets = buckets
         self.overlap = overlap
         self.written = False
         self.waited_by_modules = False
         self._device = device
-        self._gatherer = Gatherer(buckets[::-1], group)
-        self._codes = Codes(self._with_codes(), group, device)
+        self._gatherer = Gatherer(buckets[::-1])
+        self._codes = Codes(self._with_codes(), device)
         self.recast()
 
     @spanned("gather_parameters")
@@ -73,7 +69,7 @@ class ShardedParameters:
         """Give parameters that are codes their own type again."""
         for bucket in self._with_codes():
             self._gatherer.widen(bucket)
-        self._codes = Codes((), None, self._device)
+        self._codes = Codes((), self._device)
 
     def refresh_masters(self) -> None:
         """Take the masters from the parameters; where these are codes, have the codes follow the masters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
-from megalight.parallel.mesh import ParallelMesh
 
 REDUCTIONS = ("sum", "accumulate_fp32")
 
@@ -24,7 +23,6 @@ class Reducer:
     """Reduces a bucket's gradients so that this rank's interval holds the sum over all ranks.
 
     Args:
-        group: data-parallel ranks; None for one.
         scatter: every rank needs its own interval only (reduce-scatter), else all of it (all-reduce).
         wire_dtype: dtype that travels and in which ranks are summed; None: the buffer's.
         reduction: ``"sum"`` leaves the summing to the collective; ``"accumulate_fp32"`` exchanges the intervals
@@ -35,9 +33,7 @@ class Reducer:
         ConfigurationError: an unknown reduction, or ``accumulate_fp32`` without scattering.
     """
 
-    def __init__(
-        self, group: ProcessGroup | None, scatter: bool, wire_dtype: torch.dtype | None, reduction: str
-    ) -> None:
+    def __init__(self, scatter: bool, wire_dtype: torch.dtype | None, reduction: str) -> None:
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduction {reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}.")
         if reduction == "accumulate_fp32" and not scatter:
@@ -45,29 +41,28 @@ class Reducer:
                 "reduction 'accumulate_fp32' works on each rank's own interval, which level 'no_shard' does not have; "
                 "use level 'optim', or reduction 'sum' with reduce_dtype=torch.float32."
             )
-        self.group = group
         self.scatter = scatter
         self.wire_dtype = wire_dtype
         self.exchange = reduction == "accumulate_fp32"
 
     def start(self, bucket: Bucket) -> Callable[[], Tensor]:
-        """Start reducing ``bucket.grads``.
+        """Start reducing ``bucket.grads`` over the bucket's group.
 
         Returns:
             a function that waits and returns the reduced gradients of this rank's interval: a slice of the buffer, or
             with scattering a new tensor where they were summed in a wider dtype.
         """
-        if self.group is None:
+        if bucket.group is None:
             return lambda: bucket.own_grads
         sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
         if self.exchange:
-            return self._exchange(sent)
+            return self._exchange(sent, bucket.group)
         if not self.scatter:
             own = sent
-            work = dist.all_reduce(sent, group=self.group, async_op=True)
+            work = dist.all_reduce(sent, group=bucket.group, async_op=True)
         else:
             own = bucket.own_grads if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
-            work = reduce_scatter(own, sent, group=self.group, async_op=True)
+            work = reduce_scatter(own, sent, group=bucket.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -77,12 +72,12 @@ class Reducer:
 
         return finish
 
-    def _exchange(self, sent: Tensor) -> Callable[[], Tensor]:
+    @staticmethod
+    def _exchange(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         assert work is not None
-        assert self.group is not None
-        world = self.group.size()
+        world = group.size()
 
         def finish() -> Tensor:
             work.wait()
@@ -92,10 +87,10 @@ class Reducer:
         return finish
 
 
-def partial_runs(shards: Sequence[FlatShard]) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
-    """Which elements hold partial gradients: axes -> ``(shard, start, stop)``, neighbours joined."""
+def partial_runs(shards: Mapping[int, FlatShard]) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
+    """Which elements of numbered shards hold partial gradients: axes -> ``(number, start, stop)``, joined."""
     runs: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
-    for index, shard in enumerate(shards):
+    for index, shard in shards.items():
         for piece, first, last, start in shard.intervals():
             if not piece.partial:
                 continue
@@ -117,15 +112,17 @@ class PartialReducer:
         LayoutError: ranks along the axes hold parameters of different sizes, so that their intervals do not match.
     """
 
-    def __init__(self, shards: Sequence[FlatShard], mesh: ParallelMesh, device: torch.device) -> None:
-        runs = partial_runs(shards)
-        pieces = (piece for shard in shards for spec, _ in shard.slots for piece in spec.pieces)
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self.runs: list[tuple[ProcessGroup, list[tuple[int, int, int]]]] = []
-        for axes in sorted({piece.partial for piece in pieces if piece.partial}):
-            group = mesh.group(*axes)
-            if group is not None:
-                _check_agreement(axes, shards, group, device)
-                self.runs.append((group, runs.get(axes, [])))
+        for mesh in dict.fromkeys(bucket.layout.kind.mesh for bucket in buckets):
+            shards = {i: bucket.shard for i, bucket in enumerate(buckets) if bucket.layout.kind.mesh == mesh}
+            runs = partial_runs(shards)
+            pieces = (piece for shard in shards.values() for spec, _ in shard.slots for piece in spec.pieces)
+            for axes in sorted({piece.partial for piece in pieces if piece.partial}):
+                group = mesh.group(*axes)
+                if group is not None:
+                    _check_agreement(axes, shards.values(), group, device)
+                    self.runs.append((group, runs.get(axes, [])))
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place; ``gradients`` are the reduced gradients of the shards, in the shards' order."""
@@ -141,7 +138,7 @@ class PartialReducer:
 
 
 def _check_agreement(
-    axes: tuple[str, ...], shards: Sequence[FlatShard], group: ProcessGroup, device: torch.device
+    axes: tuple[str, ...], shards: Iterable[FlatShard], group: ProcessGroup, device: torch.device
 ) -> None:
     parts = [
         (piece.name, piece.offset, first, last)

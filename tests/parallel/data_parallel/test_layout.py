@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from megalight.parallel.data_parallel.layout import (
     level_of,
     plan_buckets,
 )
+from megalight.parallel.mesh import ParallelMesh
 
 KINDS = [Kind(torch.bfloat16, torch.float32, 0), Kind(torch.bfloat16, torch.float32, 1)]
 
@@ -27,8 +29,9 @@ KINDS = [Kind(torch.bfloat16, torch.float32, 0), Kind(torch.bfloat16, torch.floa
     bucket_size=st.integers(1, 2000),
 )
 def test_every_parameter_has_one_aligned_place(params: list[tuple[int, Kind]], world: int, bucket_size: int) -> None:
-    sizes, kinds = [size for size, _ in params], [kind for _, kind in params]
-    buckets = plan_buckets(sizes, kinds, world, bucket_size)
+    mesh = ParallelMesh(world)
+    sizes, kinds = [size for size, _ in params], [replace(kind, mesh=mesh) for _, kind in params]
+    buckets = plan_buckets(sizes, kinds, bucket_size)
     places = [slot.index for bucket in buckets for slot in bucket.slots]
     assert sorted(places) == list(range(len(sizes)))
     for bucket in buckets:
@@ -42,7 +45,7 @@ def test_every_parameter_has_one_aligned_place(params: list[tuple[int, Kind]], w
         assert all(slot.stop < bucket_size for slot in bucket.slots[:-1])
         assert bucket.numel % (world * SHARD_ALIGNMENT) == 0
         assert position <= bucket.numel < position + world * SHARD_ALIGNMENT
-        edges = [bucket.interval(rank, world) for rank in range(world)]
+        edges = [bucket.interval(rank) for rank in range(world)]
         assert edges[0][0] == 0
         assert edges[-1][1] == bucket.numel
         assert all(left[1] == right[0] for left, right in pairwise(edges))
@@ -53,12 +56,12 @@ def test_every_parameter_has_one_aligned_place(params: list[tuple[int, Kind]], w
 
 def test_golden_layout() -> None:
     """Three parameters of 100, 30 and 200 elements, two ranks: the last comes first and fills a bucket."""
-    first, second = plan_buckets([100, 30, 200], [KINDS[0]] * 3, 2, 150)
+    first, second = plan_buckets([100, 30, 200], [replace(KINDS[0], mesh=ParallelMesh(2))] * 3, 150)
     assert [(slot.index, slot.start, slot.stop) for slot in first.slots] == [(2, 0, 200)]
     assert first.numel == 256
     assert [(slot.index, slot.start, slot.stop) for slot in second.slots] == [(1, 0, 30), (0, 64, 164)]
     assert second.numel == 256
-    assert second.interval(1, 2) == (128, 256)  # parameter 0 straddles the ranks
+    assert second.interval(1) == (128, 256)  # parameter 0 straddles the ranks
 
 
 def test_small_buckets_at_the_edge() -> None:
@@ -66,7 +69,7 @@ def test_small_buckets_at_the_edge() -> None:
     sizes = [40, 30, 60, 90, 80]
 
     def places(edge: int | None) -> list[list[int]]:
-        return [[s.index for s in bucket.slots] for bucket in plan_buckets(sizes, [KINDS[0]] * 5, 1, 150, edge)]
+        return [[s.index for s in bucket.slots] for bucket in plan_buckets(sizes, [KINDS[0]] * 5, 150, edge)]
 
     assert places(None) == [[4, 3], [2, 1, 0]]
     assert places(50) == [[4, 3], [2], [1, 0]]
@@ -75,7 +78,7 @@ def test_small_buckets_at_the_edge() -> None:
 
 def test_a_large_bucket_closes_where_the_edge_begins() -> None:
     sizes = [20, 100, 90]
-    places = [[s.index for s in bucket.slots] for bucket in plan_buckets(sizes, [KINDS[0]] * 3, 1, 120, 30)]
+    places = [[s.index for s in bucket.slots] for bucket in plan_buckets(sizes, [KINDS[0]] * 3, 120, 30)]
     assert places == [[2], [1], [0]]
 
 

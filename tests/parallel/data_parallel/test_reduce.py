@@ -138,4 +138,4 @@ def test_ranks_that_disagree_about_partial_gradients_are_refused() -> None:
 def test_neighbouring_partial_pieces_are_one_run() -> None:
     spec = ShardSpec((Piece("a", (4,), (0,), (4,), 0, ("tp",)), Piece("b", (6,), (0,), (6,), 4, ("tp",))), (10,))
     shard = FlatShard(0, 2, 130, torch.zeros(128), [(spec, 0), (spec, 64)])
-    assert partial_runs([shard, shard]) == {("tp",): [(0, 0, 8), (0, 62, 72), (1, 0, 8), (1, 62, 72)]}
+    assert partial_runs({0: shard, 1: shard}) == {("tp",): [(0, 0, 8), (0, 62, 72), (1, 0, 8), (1, 62, 72)]}
