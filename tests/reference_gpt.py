@@ -16,7 +16,7 @@ Params = dict[str, Tensor]
 
 def canonical_params(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> Params:
     """Leaf copies of a one-device model's parameters by canonical name, with ``requires_grad``."""
-    from megalight.nn.names import parts
+    from megalight.nn.canonical import parts
 
     found = {}
     own = dict(model.named_parameters())
@@ -29,7 +29,7 @@ def canonical_params(model: torch.nn.Module, dtype: torch.dtype = torch.float64)
 
 def canonical_gradients(model: torch.nn.Module) -> Params:
     """A one-device model's gradients by canonical name."""
-    from megalight.nn.names import parts
+    from megalight.nn.canonical import parts
 
     own = dict(model.named_parameters())
     return {

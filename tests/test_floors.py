@@ -216,7 +216,7 @@ def test_a_rule_complains(rule: type, file: str, text: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("nn/a.py", "from megalight.ops.linear import linear\nfrom megalight.nn.names import parts"),
+        ("nn/a.py", "from megalight.ops.linear import linear\nfrom megalight.nn.canonical import parts"),
         ("registry.py", "from megalight.errors import MegalightError"),
         ("parallel/a.py", "PLANS.register('megalight.models.gpt.model.GPT')(plan)"),
         ("nn/a.py", '"""megalight.cli is higher up."""\ng = "megalight.plugins"'),

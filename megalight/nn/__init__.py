@@ -2,6 +2,7 @@
 
 from megalight.nn.attention import Attention as Attention
 from megalight.nn.attention import InnerAttention as InnerAttention
+from megalight.nn.canonical import Section as Section
 from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
@@ -11,7 +12,6 @@ from megalight.nn.linear import Linear as Linear
 from megalight.nn.masked_lm import MaskedLMHead as MaskedLMHead
 from megalight.nn.mlp import MLP as MLP
 from megalight.nn.mlp import Activation as Activation
-from megalight.nn.names import Section as Section
 from megalight.nn.norm import LayerNorm as LayerNorm
 from megalight.nn.norm import RMSNorm as RMSNorm
 from megalight.nn.pooler import Pooler as Pooler

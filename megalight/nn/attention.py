@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
-from megalight.nn.names import Section
 from megalight.nn.rotary import RotaryTable
 from megalight.nn.state import KeysAndValues, Slots
 from megalight.ops.attention import attention

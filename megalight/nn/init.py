@@ -1,7 +1,8 @@
 """Initial values that depend on the seed and the canonical name alone, so that any part of a tensor can be drawn alone.
 
 A tensor is drawn in tiles of fixed size, each from its own generator; whoever needs a box of it draws the tiles that
-the box touches. Draws are float32 on the given device: bit-equal for a device type, whatever the layout.
+the box touches. Tensors of more than two dims are drawn as matrices: rows along dim 0, all else laid flat. Draws are
+float32 on the given device: bit-equal for a device type, whatever the layout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.names import parts
+from megalight.nn.canonical import parts
 
 TILE = 1024
 """Rows and columns of a tile. Part of the definition of an initialisation: changing it changes every model."""
@@ -58,21 +59,44 @@ def draw(
         return torch.full(size, initializer.value, dtype=torch.float32, device=device)
     rows, columns = (shape[0] if shape else 1), prod(shape[1:])
     row, height = (offset[0], size[0]) if shape else (0, 1)
-    box_is_whole_rows = size[1:] == shape[1:]
-    if len(shape) > 2 and not box_is_whole_rows:
-        raise ValueError(f"{name}: a box of a {len(shape)}-dim tensor must hold whole rows; given {size} of {shape}.")
-    column, width = (offset[1], size[1]) if len(shape) == 2 else (0, columns)
-    out = torch.empty(height, width, dtype=torch.float32, device=device)
+    out = torch.empty(height, prod(size[1:]), dtype=torch.float32, device=device)
     generator = torch.Generator(device=device)
     for top in range(row // TILE * TILE, row + height, TILE):
-        for left in range(column // TILE * TILE, column + width, TILE):
+        for left, inside, place in _columns(shape[1:], offset[1:], size[1:]):
             generator.manual_seed(key(seed, name, top, left))
             extent = min(TILE, rows - top), min(TILE, columns - left)
             tile = torch.randn(extent, generator=generator, dtype=torch.float32, device=device)
-            y0, y1 = max(top, row), min(top + extent[0], row + height)
-            x0, x1 = max(left, column), min(left + extent[1], column + width)
-            out[y0 - row : y1 - row, x0 - column : x1 - column] = tile[y0 - top : y1 - top, x0 - left : x1 - left]
+            first, last = max(top, row), min(top + extent[0], row + height)
+            out[first - row : last - row, place] = tile[first - top : last - top][:, inside]
     return out.mul_(initializer.std).view(size)
+
+
+def _columns(
+    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> Iterator[tuple[int, slice | Tensor, slice]]:
+    """Which columns a box takes from each tile, where rows of many dims are laid flat.
+
+    Args:
+        shape: of a row of the tensor.
+        offset, size: of the box within a row.
+
+    Yields:
+        the tile's first column; the box's columns within the tile; their place in a row of the box.
+    """
+    if not shape:
+        yield 0, slice(0, 1), slice(0, 1)
+        return
+    step = prod(shape[1:])
+    begin, end = offset[0] * step, (offset[0] + size[0]) * step
+    position = 0
+    for left in range(begin // TILE * TILE, end, TILE):
+        places = torch.unravel_index(torch.arange(left, min(left + TILE, prod(shape))), shape)
+        held = [(o <= place) & (place < o + s) for place, o, s in zip(places, offset, size, strict=True)]
+        inside = torch.stack(held).all(0).nonzero().flatten()
+        if count := len(inside):
+            first, last = int(inside[0]), int(inside[-1]) + 1
+            yield left, slice(first, last) if last - first == count else inside, slice(position, position + count)
+            position += count
 
 
 def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initializer]]:

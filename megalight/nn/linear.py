@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.canonical import Section, joined
 from megalight.nn.init import Constant, Initializer, Normal
-from megalight.nn.names import Section
 from megalight.ops.linear import linear
 
 
@@ -47,6 +47,14 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in] -> [..., out]``."""
         return linear(x, self.weight, self.bias)
+
+    def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The sections, each under its own name in the layer's place; see :mod:`megalight.nn.canonical`."""
+        shape = tuple(getattr(self, local).shape)
+        if self.sections is None:
+            yield joined(path, local), shape
+        for section in self.sections or ():
+            yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])
 
     def extra_repr(self) -> str:
         """Shape and sections, for printing."""

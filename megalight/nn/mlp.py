@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
+from megalight.nn.canonical import Section
 from megalight.nn.linear import Linear
-from megalight.nn.names import Section
 from megalight.ops.activation import activation, gated
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {

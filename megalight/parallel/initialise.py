@@ -8,15 +8,14 @@ float32, so that masters may keep more than a half-precision parameter can.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.nn.canonical import Part
 from megalight.nn.init import draw, initializers, key
-from megalight.nn.names import Part
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Origin, on_meta
 from megalight.parallel.tensor.split import take
@@ -79,9 +78,12 @@ def initialise(
         wanted = {local: name for local, name in mine.items() if name not in drawn}
         if not wanted and not any(buffer is not None for buffer in module._buffers.values()):
             continue
-        whole = _drawn_whole(model, path, module, key(seed, _canonical(path, wanted, specs)))
+        parts = {local: _parts(module, local, specs[name]) for local, name in wanted.items()}
+        # the same seed on all ranks: of the whole module's first tensor, which a rank need not hold
+        first = next((found[0].name.rpartition(".")[0] for found in parts.values() if found), path)
+        whole = _drawn_whole(model, path, module, key(seed, first))
         for local, name in wanted.items():
-            _take_drawn(name, module._parameters[local], whole._parameters[local], specs[name], give)
+            _take_drawn(name, module._parameters[local], whole._parameters[local], parts[local], specs[name], give)
         for local, buffer in module._buffers.items():
             if buffer is not None:
                 _copy_known(_join(path, local), buffer, whole._buffers[local])
@@ -129,6 +131,7 @@ def _take_drawn(
     name: str,
     parameter: nn.Parameter | None,
     whole: nn.Parameter | None,
+    parts: Sequence[Part],
     spec: ShardSpec,
     give: Callable[[str, Tensor], None],
 ) -> None:
@@ -139,14 +142,18 @@ def _take_drawn(
         _copy_known(name, parameter, whole)
         give(name, parameter.detach().float())
         return
-    parts, start = [], 0
-    for piece in spec.pieces:
-        parts.append(Part(name, piece.name, piece.shape, start))
-        start += prod(piece.shape)
     values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     take(whole.detach(), parts, spec, values)
     parameter.copy_(values)
     give(name, values)
+
+
+def _parts(module: nn.Module, local: str, spec: ShardSpec) -> Sequence[Part]:
+    """The canonical tensors of the whole parameter. A module that was not replaced holds its parameters whole."""
+    origin = getattr(module, "origin", None)
+    if isinstance(origin, Origin):
+        return origin.parts[local]
+    return [Part(local, piece.name, piece.shape, piece.start) for piece in spec.pieces]
 
 
 def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:
@@ -159,14 +166,6 @@ def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:
             f"{name} has no value and its module no way to make one; give the module a method reset_parameters() that "
             "fills its parameters and buffers, or an attribute initializers, or build the model off the meta device."
         )
-
-
-def _canonical(path: str, wanted: Mapping[str, str], specs: Mapping[str, ShardSpec]) -> str:
-    """A module's canonical name, read off its first parameter's; its path where it has none."""
-    for name in wanted.values():
-        for piece in specs[name].pieces:
-            return piece.name.rpartition(".")[0]
-    return path
 
 
 def _join(path: str, local: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.nn.names import Part, parts
+from megalight.nn.canonical import Part, parts
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor import split
@@ -27,9 +27,15 @@ Rule: TypeAlias = Callable[[Sequence[Part], tuple[int, ...], ParallelMesh], Shar
 
 @dataclass(frozen=True)
 class Origin:
-    """The one-device module, with meta parameters, that a parallel one stands for: it knows how to draw its values."""
+    """The one-device module that a parallel one stands for: it knows how to draw its values.
+
+    Attributes:
+        module: its parameters are on meta.
+        parts: the canonical tensors of each parameter, by the parameter's own name.
+    """
 
     module: nn.Module
+    parts: Mapping[str, Sequence[Part]]
 
 
 class Splitter:
@@ -120,10 +126,20 @@ class Splitter:
                 raise LayoutError(
                     f"{name}: the style {type(style).__name__} replaces the module, so it must stand alone."
                 )
-            dress(replacement, current)
+            self.dress(replacement, current)
             current = replacement
         if current is not module:
             self.replace(module, current)
+
+    def dress(self, replacement: nn.Module, module: nn.Module) -> None:
+        """Give a parallel module what its one-device original says of mode and initial values."""
+        replacement.train(module.training)
+        own = {local: self._first.get(id(p)) for local, p in module._parameters.items() if p is not None}
+        if hasattr(module, "initializers"):
+            replacement.initializers = module.initializers
+        elif own:
+            parts = {local: self._parts[first] for local, first in own.items() if first is not None}
+            replacement.origin = Origin(on_meta(module), parts)  # type: ignore[assignment]
 
     def replace(self, module: nn.Module, replacement: nn.Module) -> None:
         """Put ``replacement`` wherever the model has ``module``.
@@ -141,15 +157,6 @@ class Splitter:
     def sizes(self, weight: nn.Parameter) -> list[int]:
         """Rows here of each section of a one-device ``weight`` that has been split."""
         return [piece.size[0] for piece in self.specs[self._first[id(weight)]].pieces]
-
-
-def dress(replacement: nn.Module, module: nn.Module) -> None:
-    """Give a parallel module what its one-device original says of mode and initial values."""
-    replacement.train(module.training)
-    if hasattr(module, "initializers"):
-        replacement.initializers = module.initializers
-    elif any(parameter is not None for parameter in module._parameters.values()):
-        replacement.origin = Origin(on_meta(module))  # type: ignore[assignment]
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -6,8 +6,7 @@ from torch import nn
 
 from megalight.errors import CheckpointError
 from megalight.nn import MLP, Linear, Section
-from megalight.nn.canonical import canonical_tensors, load_canonical
-from megalight.nn.names import Part, parts
+from megalight.nn.canonical import Part, canonical_tensors, load_canonical, parts
 
 
 def test_parts_of_a_fused_layer():
@@ -18,6 +17,24 @@ def test_parts_of_a_fused_layer():
         Part("a.qkv.bias", "a.q.bias", (4,), 0),
         Part("a.qkv.bias", "a.k.bias", (2,), 4),
     ]
+
+
+class Blocks(nn.Module):
+    """Three matrices in one parameter, each a canonical tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 5))
+
+    def canonical_parts(self, path, local):
+        return [(f"{path}.{index}.{local}", (4, 5)) for index in range(3)]
+
+
+def test_a_module_states_its_canonical_parts():
+    model = nn.ModuleDict({"blocks": Blocks()})
+    assert list(parts(model)) == [Part("blocks.weight", f"blocks.{i}.weight", (4, 5), 20 * i) for i in range(3)]
+    tensors = canonical_tensors(model)
+    assert torch.equal(tensors["blocks.1.weight"], model["blocks"].weight[1])
 
 
 def test_tied_parameters_appear_once():

@@ -12,8 +12,8 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import AttentionConfig, NormConfig, PositionConfig
 from megalight.models.gpt.plan import gpt_plan
+from megalight.nn.canonical import parts
 from megalight.nn.init import initialise as initialise_whole
-from megalight.nn.names import parts
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
-from megalight.nn.names import Part
+from megalight.nn.canonical import Part
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec, boxes, check_cover
 from megalight.parallel.tensor import split
@@ -74,7 +74,8 @@ def specs(mesh: ParallelMesh, units: int, *, partial: bool) -> dict[str, ShardSp
     q, kv = Part("qkv", "q", (units * 8, 3), 0), Part("qkv", "k", (units, 3), units * 24)
     return {
         "qkv": split.output_features([q, kv], [units * 8, units], mesh),
-        "proj": split.input_features(Part("proj", "proj", (3, 16), 0), mesh),
+        "proj": split.along(Part("proj", "proj", (3, 16), 0), 1, mesh),
+        "conv": split.along(Part("conv", "conv", (3, 2, 8, 5), 0), 2, mesh),
         "embed": split.vocabulary(Part("embed", "embed", (29, 3), 0), mesh),
         "norm": split.replicated([Part("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
     }

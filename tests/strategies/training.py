@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
+from megalight.nn.canonical import parts
 from megalight.nn.init import initialise
-from megalight.nn.names import parts
 from megalight.optim import AdamConfig
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import TokenBatch

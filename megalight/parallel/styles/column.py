@@ -9,7 +9,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Linear
-from megalight.nn.names import Part
+from megalight.nn.canonical import Part
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter

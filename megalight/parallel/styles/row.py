@@ -33,7 +33,7 @@ class Row(Style):
         partial = splitter.shared.sequence_parallel
         if getattr(linear, "sections", None):
             raise LayoutError(f"{name} has sections of output features, but its rule Row splits the input; use Column.")
-        weight = splitter.split(name, linear, "weight", lambda parts, shape, mesh: split.input_features(parts[0], mesh))
+        weight = splitter.split(name, linear, "weight", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))
         bias = splitter.split(
             name, linear, "bias", lambda parts, shape, mesh: split.replicated(parts, shape, mesh, partial=partial)
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megalight.nn import Linear, LMHead
-from megalight.parallel.splitter import Splitter, dress
+from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import head, split
 from megalight.parallel.tensor.shared import Tokens
@@ -37,6 +37,6 @@ class VocabHead(Style):
         layer = head.VocabLinear(weight, bias, linear.weight.shape[0], splitter.shared, tokens=self.tokens)
         if not is_head:
             return layer
-        dress(layer, linear)
+        splitter.dress(layer, linear)
         splitter.done.add(id(linear))
         return head.VocabHead(whole.norm, layer, whole.softcap, whole.backend)

@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds: the pieces of columns, rows, vocabularies and replicas."""
+"""Which part of a parameter a rank holds: the pieces of columns, rows, vocabularies, stacks and replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.nn.names import Part
+from megalight.nn.canonical import Part
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 
@@ -45,17 +45,17 @@ def output_features(parts: Sequence[Part], units: Sequence[int], mesh: ParallelM
     return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
 
 
-def input_features(part: Part, mesh: ParallelMesh) -> ShardSpec:
-    """Dim 1 of a weight is split over ``tp``.
+def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
+    """One dim of a tensor is split over ``tp``: dim 1 of a weight ``[out, in]`` is its input features.
 
     Raises:
         LayoutError: ``tp`` does not divide it.
     """
-    rows, columns = part.shape
-    replicas_of(columns, mesh.tp, part.name, may_share=False)
-    size = (rows, columns // mesh.tp)
-    offset = (0, mesh.rank("tp") * size[1])
-    return ShardSpec((Piece(part.name, part.shape, offset, size),), size)
+    replicas_of(part.shape[dim], mesh.tp, part.name, may_share=False)
+    size, offset = list(part.shape), [0] * len(part.shape)
+    size[dim] //= mesh.tp
+    offset[dim] = mesh.rank("tp") * size[dim]
+    return ShardSpec((Piece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
 
 
 def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:

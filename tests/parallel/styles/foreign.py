@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.nn.names import Part
+from megalight.nn.canonical import Part
 from megalight.parallel.collectives import copy, join
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
