@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from megalight.data.blend import blend_index
-from megalight.data.gpt import GPTDataset, SampleOptions
-from megalight.data.index import SamplePlan, build
+from megalight.data.gpt.dataset import GPTDataset, SampleOptions, collate
+from megalight.data.gpt.index import SamplePlan, build
 from megalight.data.indexed import IndexedDataset, IndexedWriter
-from megalight.data.loader import collate
 from megalight.data.prepare import prepare
 from megalight.data.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megalight.data.module import GPTDataModule
+from megalight.data.gpt.module import GPTDataModule
 from megalight.data.prepare import prepare
 from megalight.inference import TextGenerator
 from megalight.models.gpt import GPTConfig

@@ -23,7 +23,7 @@ from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule
-from megalight.data.module import GPTDataModule
+from megalight.data.gpt.module import GPTDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.registry import load_plugins

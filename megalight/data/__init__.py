@@ -1,1 +1,1 @@
-"""Token files, datasets, samplers, tokenizers."""
+"""Token files, tokenizers, data sets, samplers and Lightning data modules."""

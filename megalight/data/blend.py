@@ -1,4 +1,4 @@
-"""Mixing data sets by weight, in whole numbers: the mix is the same on every machine."""
+"""Mixing data sets by weight. All arithmetic is in integers, so the mix is the same on every machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_DATASETS = np.iinfo(np.int16).max
 
 
 class Samples(Protocol[ItemT]):
-    """A data set whose item None is a sample without loss, and whose ``order`` is a hash of its order."""
+    """A data set with a known order. Item None is a sample without loss."""
 
     @property
     def order(self) -> str:
-        """Hash of the order of samples."""
+        """Hash of everything that the order of samples depends on."""
 
     def __len__(self) -> int: ...
 
@@ -32,19 +32,19 @@ class Samples(Protocol[ItemT]):
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
-    """The smallest whole numbers in the ratio of ``weights`` (each taken as the decimal it is written as).
+    """Return the smallest integers in the ratio of ``weights``.
 
     Raises:
-        DataError: a weight that is not positive and finite, or too many data sets.
+        DataError: a weight is not positive and finite, or there are too many data sets.
     """
     if len(weights) > MAX_DATASETS:
-        raise DataError(f"{len(weights)} data sets; a blend takes at most {MAX_DATASETS}.")
+        raise DataError(f"there are {len(weights)} data sets; a blend takes at most {MAX_DATASETS}. Merge some.")
     try:
-        exact = [Fraction(str(weight)) for weight in weights]
+        exact = [Fraction(str(weight)) for weight in weights]  # 0.1 means one tenth, not the nearest binary number
     except (ValueError, OverflowError):
         exact = []
     if not exact or min(exact) <= 0:
-        raise DataError(f"blend weights {list(weights)}: each must be a number above 0.")
+        raise DataError(f"blend weights are {list(weights)}; each must be a number above 0.")
     common = int(np.lcm.reduce([part.denominator for part in exact], dtype=object))
     scaled = [int(part * common) for part in exact]
     divisor = int(np.gcd.reduce(scaled, dtype=object))
@@ -52,14 +52,14 @@ def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
 
 
 def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] | None = None) -> NDArray[np.int16]:
-    """``[num_samples]`` the data set of each step: the one that is furthest behind its share.
+    """``[num_samples]``: the data set of each sample: always the one that is furthest behind its share.
 
-    At step ``i`` that is the argmax of ``w_d * max(i, 1) - taken_d * sum(w)``, the first one on a tie.
+    For sample ``i`` this is the argmax of ``w_d * max(i, 1) - taken_d * sum(w)``; the first one wins a tie.
 
     Args:
-        weights: the shares, whole numbers.
-        num_samples: steps.
-        limits: samples at which a data set is exhausted and takes part no longer.
+        weights: integer weights.
+        num_samples: number of samples.
+        limits: number of samples of each data set. A data set that is used up takes part no longer. None: no limits.
     """
     total = sum(weights)
     left = list(limits) if limits is not None else [num_samples] * len(weights)
@@ -68,7 +68,7 @@ def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] 
     seen: dict[tuple[float, ...], int] = {}
     for step in range(num_samples):
         if limits is None and step % total == 1 % total and step:
-            # whole numbers come round: from a state that was here before, the same steps follow
+            # The state is a tuple of integers, so it repeats. After a repeated state the same samples follow.
             start = seen.setdefault(tuple(behind), step)
             if start < step:
                 index[step:] = np.resize(index[start:step], num_samples - step)
@@ -85,7 +85,7 @@ def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] 
 
 
 def places(index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
-    """``[n]`` for each step, how many earlier steps took the same data set: the sample to take from it."""
+    """``[n]``: for each entry, how many earlier entries name the same data set: the sample to take from it."""
     found = np.empty(len(index), np.int64)
     for dataset in range(num_datasets):
         steps = np.flatnonzero(index == dataset)
@@ -94,7 +94,10 @@ def places(index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
 
 
 def requested_sizes(weights: Sequence[int], index: NDArray[np.int16]) -> list[int]:
-    """Samples to ask of each data set for a blend: its share rounded up plus 0.5 %, and never less than it takes."""
+    """Number of samples to request from each data set: its share plus 0.5 %, at least what the blend takes.
+
+    The extra 0.5 % is Megatron-LM's; it decides how often documents are repeated, and so the order.
+    """
     total, target = sum(weights), len(index)
     taken = np.bincount(index, minlength=len(weights)).tolist()
     shares = [-(-target * weight // total) for weight in weights]
@@ -102,7 +105,7 @@ def requested_sizes(weights: Sequence[int], index: NDArray[np.int16]) -> list[in
 
 
 def longest_blend(weights: Sequence[int], sizes: Sequence[int]) -> NDArray[np.int16]:
-    """The blend that goes on until a data set would have to repeat a sample."""
+    """The longest blend in which no data set repeats a sample."""
     total = sum(weights)
     bound = min(size * total // weight for size, weight in zip(sizes, weights, strict=True)) + len(weights)
     while True:
@@ -110,11 +113,11 @@ def longest_blend(weights: Sequence[int], sizes: Sequence[int]) -> NDArray[np.in
         over = np.flatnonzero(places(index, len(sizes)) >= np.asarray(sizes)[index])
         if len(over):
             return index[: over[0]]
-        bound *= 2  # a data set may come later than its share says
+        bound *= 2  # the bound may be a little short, because a data set can lag behind its share
 
 
 def cached(folder: str | os.PathLike[str], label: str, weights: Sequence[int], num_samples: int) -> NDArray[np.int16]:
-    """:func:`blend_index`, built once for all processes."""
+    """Return :func:`blend_index`, built once for all processes."""
     return build_once(
         folder,
         f"BlendedDataset-{label}",
@@ -124,15 +127,15 @@ def cached(folder: str | os.PathLike[str], label: str, weights: Sequence[int], n
 
 
 class BlendedDataset(Generic[ItemT]):
-    """Data sets mixed step by step.
+    """A mixture of data sets, sample by sample.
 
     Args:
-        datasets: what is mixed.
-        index: ``[n]`` which data set each step takes, as :func:`blend_index` makes it; its samples come in order. None:
-            every sample of each once, spread evenly over the whole.
+        datasets: the data sets. The samples of each come in its own order.
+        index: ``[n]``: the data set of each sample, from :func:`blend_index`. None: every sample of each data set
+            occurs once, spread evenly.
 
     Raises:
-        DataError: a data set has fewer samples than the blend takes of it.
+        DataError: a data set has fewer samples than the blend takes from it.
     """
 
     def __init__(self, datasets: Sequence[Samples[ItemT]], index: NDArray[np.int16] | None = None) -> None:
@@ -144,8 +147,8 @@ class BlendedDataset(Generic[ItemT]):
         for number, (size, count) in enumerate(zip(sizes, taken, strict=True)):
             if count > size:
                 raise DataError(
-                    f"the blend takes {count} samples of data set {number}, which has {size}; build it with at least "
-                    "that many, or take fewer samples of the blend."
+                    f"the blend takes {count} samples of data set {number}, which has {size}; build the data set with "
+                    "at least that many, or make the blend shorter."
                 )
         facts = [dataset.order for dataset in datasets] + [hashlib.sha256(index[:4096].tobytes()).hexdigest()]
         self.order = hashlib.blake2b("".join(facts).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Arrays that are costly to build, built once and mapped by every process that needs them."""
+"""A cache on disk for arrays that are expensive to build. All processes map the same files."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DESCRIPTION = "description.txt"
 def build_once(
     folder: str | os.PathLike[str], label: str, description: Mapping[str, object], build: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays that ``build`` makes, from the cache where they are there already, as memory maps.
+    """Return the arrays of ``build()`` as memory maps. They are built only if they are not in the cache.
 
-    They live in ``<folder>/<hash of the description>-<label>/``, one ``.npy`` file each beside the description itself.
-    Any number of processes may call this at once: one builds while the others wait for its lock (which the system frees
-    should it die), and a finished entry appears by one rename. An entry that is torn, or whose description is not this
-    one, is built again.
+    An entry is the folder ``<folder>/<hash of the description>-<label>/`` with one ``.npy`` file per array and the
+    description. Any number of processes may call this at once: one builds, the others wait for its lock. If that
+    process dies, the system frees the lock. A finished entry appears by one rename. An entry that is incomplete, or has
+    another description, is built again.
 
     Args:
-        folder: where caches are kept; made if need be.
+        folder: folder of the cache; it is created if needed.
         label: readable part of the entry's name.
-        description: everything the arrays depend on, as JSON values.
-        build: makes the arrays.
+        description: everything that the arrays depend on, as JSON values.
+        build: builds the arrays.
 
     Raises:
         DataError: the folder cannot be written.
@@ -50,13 +50,13 @@ def build_once(
     try:
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(place / f"{key}.lock"):
-            arrays = _load(entry, text)
+            arrays = _load(entry, text)  # another process may have built it while this one waited
             if arrays is None:
                 _publish(entry, text, build())
                 arrays = _load(entry, text)
     except OSError as error:
         raise DataError(
-            f"the index cache {place} cannot be written ({error}); set cache_dir to a folder that can."
+            f"the index cache {place} cannot be written ({error}); set cache_dir to a writable folder."
         ) from error
     if arrays is None:
         raise DataError(f"the index cache {entry} cannot be read back; remove it, or set cache_dir to another folder.")
@@ -67,7 +67,7 @@ def _load(entry: Path, text: str) -> Arrays | None:
     try:
         if (entry / DESCRIPTION).read_text(encoding="utf-8") != text:
             return None
-        # plain arrays over the map: slicing numpy's memmap class is several times slower
+        # Plain arrays over the map: slices of numpy's memmap class are several times slower.
         return {file.stem: np.asarray(np.load(file, mmap_mode="r", allow_pickle=False)) for file in entry.glob("*.npy")}
     except (OSError, ValueError, EOFError):
         return None
@@ -76,7 +76,7 @@ def _load(entry: Path, text: str) -> Arrays | None:
 def _publish(entry: Path, text: str, arrays: Arrays) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
     try:
-        temporary.chmod(0o755)  # mkdtemp's is for its owner alone; caches are shared
+        temporary.chmod(0o755)  # mkdtemp makes it private, but users share caches
         for name, array in arrays.items():
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
@@ -84,7 +84,8 @@ def _publish(entry: Path, text: str, arrays: Arrays) -> None:
         try:
             os.replace(temporary, entry)
         except OSError:
-            if _load(entry, text) is None:  # else another machine, which this lock does not reach, was faster
+            # A process on another machine, which the lock may not reach, may have published the entry first.
+            if _load(entry, text) is None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A prepared corpus, opened and checked against the tokenizer and the vocabulary before anything is trained."""
+"""A prepared corpus: token files that are checked against the tokenizer and the vocabulary before training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
 SCAN_LIMIT = 1 << 26
+"""Without facts, corpora of up to this many tokens are read once to find the highest id."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token files and the facts that came with them.
+    """Token files and the facts about them.
 
     Attributes:
         data: the token files.
-        meta: what ``prepare`` wrote about them; None for files made by other programs.
+        meta: the facts that ``prepare`` wrote; None for files of other programs.
     """
 
     data: IndexedDataset
@@ -31,41 +32,47 @@ class Corpus:
         """Open the files of a prefix.
 
         Raises:
-            DataError: they are missing, torn, or do not belong together.
+            DataError: a file is missing or incomplete, or the files do not belong together.
         """
         data = IndexedDataset(prefix)
         meta = CorpusMeta.load(prefix)
         if meta is not None and meta.num_tokens != data.num_tokens:
             raise DataError(
-                f"{CorpusMeta.path(prefix)} speaks of {meta.num_tokens} tokens, {data.prefix}.bin holds "
-                f"{data.num_tokens}: they are of different data sets. Prepare the data again."
+                f"{CorpusMeta.path(prefix)} says {meta.num_tokens} tokens, but {data.prefix}.bin holds "
+                f"{data.num_tokens}: they belong to different data sets. Prepare the data again."
             )
         return cls(data, meta)
 
     @property
     def tokenizer_path(self) -> str | None:
-        """The tokenizer that came with the corpus, or None."""
+        """Path of the tokenizer that was saved with the corpus, or None."""
         path = tokenizer_path(self.data.prefix)
         return os.fspath(path) if path.is_file() else None
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Compare with the tokenizer the corpus was made with, where that is known.
+        """Check that the corpus was made with ``tokenizer``, if that is known.
 
         Raises:
-            DataError: it is another one.
+            DataError: it was made with another tokenizer.
         """
         if self.meta is not None and self.meta.tokenizer_identity != tokenizer.identity:
             raise DataError(
                 f"{self.data.prefix} was made with the tokenizer {self.meta.tokenizer_identity}, but this one is "
-                f"{tokenizer.identity}: the same ids mean other text. Use {tokenizer_path(self.data.prefix)}, or "
+                f"{tokenizer.identity}: the same ids mean different text. Use {tokenizer_path(self.data.prefix)}, or "
                 "prepare the data again."
             )
 
     def check_vocabulary(self, vocab_size: int, owner: str) -> None:
-        """Compare the highest id with a vocabulary: from the facts where there are any, by reading small files.
+        """Check that the highest id of the corpus is in a vocabulary.
+
+        The highest id comes from the facts. Without them small files are read, and large ones are not checked here.
+
+        Args:
+            vocab_size: size of the vocabulary.
+            owner: what has this vocabulary, for the message.
 
         Raises:
-            DataError: an id that the vocabulary does not have.
+            DataError: the corpus has an id outside the vocabulary.
         """
         if self.meta is not None:
             highest = self.meta.max_token_id
@@ -75,16 +82,16 @@ class Corpus:
             return  # each sample is checked when it is read
         if highest >= vocab_size:
             raise DataError(
-                f"{self.data.prefix} holds the token id {highest}, but {owner} allows {vocab_size} "
-                "tokens; ids must be below that. Use the tokenizer the data was made with, and a model of its size."
+                f"{self.data.prefix} holds the token id {highest}, but {owner} allows {vocab_size} tokens; ids must be "
+                "below that. Use the tokenizer that the data was made with, and a model with its vocabulary size."
             )
 
 
 def same_tokenizer(corpora: Iterable[Corpus]) -> CorpusMeta | None:
-    """The facts of the first corpus that has any, after checking that all were made with one tokenizer.
+    """Check that all corpora were made with one tokenizer; return the facts of the first that has any.
 
     Raises:
-        DataError: two corpora were made with different ones.
+        DataError: two corpora were made with different tokenizers.
     """
     first: Corpus | None = None
     for corpus in corpora:

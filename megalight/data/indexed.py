@@ -1,8 +1,9 @@
-"""Megatron's indexed token files, byte for byte: ``<prefix>.bin`` (token ids end to end) and ``<prefix>.idx``.
+"""Token files in the format of Megatron-LM: ``<prefix>.bin`` (token ids end to end) and ``<prefix>.idx`` (the index).
 
 Layout of the ``.idx`` file, little endian: 9 bytes ``MMIDIDX\\0\\0``; u64 version 1; u8 dtype code; u64 number of
 sequences ``S``; u64 entries ``D`` of the document array; i32 lengths ``[S]``; i64 byte offsets ``[S]``; i64 document
-array ``[D]`` (first 0, last ``S``: where each document starts); optionally i8 modes ``[S]`` (multimodal data).
+array ``[D]`` (the sequence at which each document starts; the first entry is 0, the last ``S``); optionally i8 modes
+``[S]`` (multimodal data).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron's writer picks: uint16 for vocabularies below 65500, else int32."""
+    """Return the dtype that Megatron-LM chooses: uint16 for vocabularies below 65500, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The ``.bin`` and ``.idx`` paths of ``prefix`` (which may itself end in either)."""
+    """Return the ``.bin`` and ``.idx`` paths of ``prefix``. The prefix may end with either suffix."""
     name = os.fspath(prefix)
     if name.endswith((".bin", ".idx")):
         name = name[:-4]
@@ -52,27 +53,28 @@ def paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def _map(path: Path) -> memoryview | mmap.mmap:
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
+        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
             return memoryview(b"")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class IndexedDataset:
-    """Sequences of tokens in a pair of files, read through memory maps: opening costs no reading of tokens.
+    """Sequences of tokens in a pair of files, read through memory maps. Opening reads the index only.
 
-    Opening checks that the two files belong together, so that a torn copy is found before training.
+    Opening checks that the two files belong together, so an incomplete copy is found before training.
 
     Attributes:
         prefix: path without ``.bin`` / ``.idx``.
         dtype: dtype of the token ids on disk.
-        tokens: ``[num_tokens]`` every token of the ``.bin`` file, mapped.
-        lengths: ``[S]`` int32 tokens of each sequence.
-        starts: ``[S]`` int64 where each sequence starts in ``tokens``.
-        documents: ``[D]`` int64 the sequence at which each document starts, ``S`` last.
-        modes: ``[S]`` int8 of multimodal files, else None.
+        tokens: ``[num_tokens]``: all tokens of the ``.bin`` file, mapped.
+        lengths: ``[S]`` int32: number of tokens of each sequence.
+        starts: ``[S]`` int64: start of each sequence in ``tokens``.
+        documents: ``[D]`` int64: the sequence at which each document starts, then ``S``.
+        modes: ``[S]`` int8 for multimodal files, else None.
 
     Raises:
-        DataError: a file is missing, torn, of another format or version, or the two do not fit each other.
+        DataError: a file is missing or incomplete, has another format or version, or the two files do not belong
+            together.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -82,32 +84,32 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(
                     f"{path} does not exist; the data prefix {self.prefix!r} needs both {bin_path.name} and "
-                    f"{idx_path.name}. Make them with: megalight prepare INPUT --output {self.prefix}"
+                    f"{idx_path.name}. Create them with: megalight prepare INPUT --output {self.prefix}"
                 )
         self._read_index(idx_path, bin_path.stat().st_size)
         self.tokens: NDArray[Any] = np.frombuffer(_map(bin_path), dtype=self.dtype)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return type(self), (self.prefix,)  # another process maps the files again; their content never travels
+        return type(self), (self.prefix,)  # another process maps the files itself; their content is not pickled
 
     def _read_index(self, path: Path, bin_size: int) -> None:
         buffer = _map(path)
-        again = "Write the pair again, or copy both files again."
+        again = "Write or copy both files again."
         if len(buffer) < HEADER.size:
-            raise DataError(f"{path} has {len(buffer)} bytes; an index has at least {HEADER.size}. {again}")
+            raise DataError(f"{path} has {len(buffer)} bytes, but an index has at least {HEADER.size}. {again}")
         magic, version, code, num_sequences, num_documents = HEADER.unpack_from(buffer)
         if magic != MAGIC:
-            raise DataError(f"{path} starts with {magic!r}; an index starts with {MAGIC!r}: this is not an index file.")
+            raise DataError(f"{path} is not an index file: it starts with {magic!r}; an index starts with {MAGIC!r}.")
         if version != VERSION:
-            raise DataError(f"{path} has version {version}; version {VERSION} is the only one known.")
+            raise DataError(f"{path} has version {version}; only version {VERSION} can be read.")
         if code not in DTYPES:
             raise DataError(f"{path} has dtype code {code}; known codes are {sorted(DTYPES)}. {again}")
         self.dtype = DTYPES[code]
         size = HEADER.size + 12 * num_sequences + 8 * num_documents
         if len(buffer) not in (size, size + num_sequences):
             raise DataError(
-                f"{path} has {len(buffer)} bytes; {num_sequences} sequences and {num_documents} document entries take "
-                f"{size}: the file is torn. {again}"
+                f"{path} has {len(buffer)} bytes, but {num_sequences} sequences and {num_documents} document entries "
+                f"take {size}: the file is incomplete. {again}"
             )
         offset = HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(buffer, "<i4", num_sequences, offset)
@@ -124,21 +126,21 @@ class IndexedDataset:
 
     def _check(self, path: Path, byte_offsets: NDArray[np.int64], bin_size: int, again: str) -> None:
         if len(self) and int(self.lengths.min()) < 0:
-            raise DataError(f"{path} holds the sequence length {int(self.lengths.min())}; lengths are >= 0. {again}")
+            raise DataError(f"{path} has a sequence length of {int(self.lengths.min())}; lengths are >= 0. {again}")
         ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
         total = int(ends[-1]) if len(self) else 0
         if len(self) and (byte_offsets[0] != 0 or not np.array_equal(byte_offsets[1:], ends[:-1])):
-            raise DataError(f"{path}: the sequence offsets do not add up from the lengths: the file is torn. {again}")
+            raise DataError(f"{path} is damaged: the sequence offsets are not the sums of the lengths. {again}")
         if total != bin_size:
             raise DataError(
-                f"{self.prefix}.bin has {bin_size} bytes; its index describes {total}: one of the two is torn or of "
-                f"another data set. {again}"
+                f"{self.prefix}.bin has {bin_size} bytes, but its index describes {total}: one of the two files is "
+                f"incomplete or belongs to another data set. {again}"
             )
         bounds = self.documents
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self) or (np.diff(bounds) < 0).any():
             raise DataError(
-                f"{path}: the document array must rise from 0 to {len(self)} (the number of sequences): the file is "
-                f"torn. {again}"
+                f"{path} is damaged: the document array must increase from 0 to {len(self)}, the number of sequences. "
+                f"{again}"
             )
 
     def __len__(self) -> int:
@@ -146,22 +148,22 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents (each is one or more sequences)."""
+        """Number of documents. Each is one or more sequences."""
         return len(self.documents) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``[offset, offset + length)`` of sequence ``index`` (to its end by default): a view, no copy.
+        """Return tokens ``[offset, offset + length)`` of a sequence (by default to its end): a view, not a copy.
 
         Raises:
-            IndexError: ``index`` is not a sequence, or the slice leaves it.
+            IndexError: there is no such sequence, or it has no such tokens.
         """
         size = int(self.lengths[index])
         stop = size if length is None else offset + length
@@ -172,18 +174,23 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a pair of files under temporary names and gives them their names in :meth:`close`: a reader never sees
-    half a data set. As a context manager it closes on success and removes what it wrote on an exception.
+    """Writes a pair of token files.
+
+    The files have temporary names until :meth:`close`, so a reader never sees half a data set. As a context manager,
+    the writer closes on success and removes its files on an exception.
 
     Args:
-        prefix: path without ``.bin`` / ``.idx``; its folder is made.
-        dtype: one of the dtypes the format knows; see :func:`token_dtype`.
+        prefix: path without ``.bin`` / ``.idx``. Its folder is created.
+        dtype: dtype of the token ids; see :func:`token_dtype`.
+
+    Raises:
+        DataError: the format has no such dtype.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
-            raise DataError(f"dtype {np.dtype(dtype)} is not in the format; known: {[str(d) for d in CODES]}.")
+            raise DataError(f"dtype {np.dtype(dtype)} is not in the format; use one of {[str(d) for d in CODES]}.")
         self._bin, self._idx = paths(prefix)
         self._bin.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (self._bin, self._idx)]
@@ -194,10 +201,10 @@ class IndexedWriter:
         self._num_sequences = 0
 
     def add_sequences(self, tokens: NDArray[Any], lengths: NDArray[Any] | Iterable[int], mode: int = 0) -> None:
-        """Append sequences, given end to end, to the current document.
+        """Append sequences to the current document; ``tokens`` holds them end to end.
 
         Raises:
-            DataError: a token id that the file's dtype cannot hold, or lengths that do not sum to ``len(tokens)``.
+            DataError: the dtype of the file cannot hold a token id, or the lengths do not sum to ``len(tokens)``.
         """
         sizes = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), dtype=np.int32)
         if int(sizes.sum(dtype=np.int64)) != len(tokens):
@@ -213,39 +220,42 @@ class IndexedWriter:
         self._num_sequences += len(sizes)
 
     def end_document(self) -> None:
-        """Close the current document: later sequences belong to the next one."""
+        """End the current document. Later sequences belong to the next one."""
         self._documents.append(np.array([self._num_sequences], np.int64))
 
     def add_documents(
         self, tokens: NDArray[Any], lengths: NDArray[Any] | Iterable[int], counts: Sequence[int] | None = None
     ) -> None:
-        """Append whole documents, given end to end.
+        """Append whole documents.
 
         Args:
-            tokens: of all of them.
-            lengths: of their sequences.
-            counts: sequences of each document; None: each sequence is a document of its own (what GPT data is).
+            tokens: the tokens of all documents, end to end.
+            lengths: number of tokens of each sequence.
+            counts: number of sequences of each document. None: each sequence is a document, as in GPT data.
 
         Raises:
-            DataError: as :meth:`add_sequences`, or counts that do not sum to the number of sequences.
+            DataError: as in :meth:`add_sequences`, or the counts do not sum to the number of sequences.
         """
         lengths = lengths if isinstance(lengths, np.ndarray) else list(lengths)
         sizes = np.ones(len(lengths), np.int64) if counts is None else np.asarray(counts, np.int64)
         if int(sizes.sum()) != len(lengths):
-            raise DataError(f"documents of {int(sizes.sum())} sequences in all, but {len(lengths)} were given.")
+            raise DataError(f"counts sum to {int(sizes.sum())} sequences, but {len(lengths)} sequences were given.")
         before = self._num_sequences
         self.add_sequences(tokens, lengths)
         self._documents.append(before + np.cumsum(sizes))
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Append another pair of files whole (merge).
+        """Append another pair of files as a whole.
 
         Raises:
-            DataError: its dtype is another one.
+            DataError: it has another dtype.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise DataError(f"{other.prefix} holds {other.dtype}, this file {self.dtype}; only equal dtypes merge.")
+            raise DataError(
+                f"{other.prefix} holds {other.dtype}, but this file holds {self.dtype}; only files of one dtype can "
+                "be merged. Prepare one of them again with the other's tokenizer."
+            )
         with open(paths(prefix)[0], "rb") as source:
             shutil.copyfileobj(source, self._file, 16 << 20)
         self._lengths.append(other.lengths)
@@ -254,7 +264,7 @@ class IndexedWriter:
         self._num_sequences += len(other)
 
     def close(self) -> None:
-        """Write the index and publish both files. An older pair of that name is replaced."""
+        """Write the index and publish both files. They replace an older pair of this name."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -272,12 +282,12 @@ class IndexedWriter:
                 file.write(modes.data)
             file.flush()
             os.fsync(file.fileno())
-        self._idx.unlink(missing_ok=True)  # so that no moment pairs an old index with new tokens
+        self._idx.unlink(missing_ok=True)  # before the new tokens appear: an old index must not be read with them
         os.replace(self._temporary[0], self._bin)
         os.replace(self._temporary[1], self._idx)
 
     def discard(self) -> None:
-        """Remove what was written; an older pair of that name stays as it was."""
+        """Remove the temporary files. An older pair of this name stays."""
         self._file.close()
         for path in self._temporary:
             path.unlink(missing_ok=True)
@@ -298,10 +308,10 @@ class IndexedWriter:
 
 
 def merge(prefixes: Iterable[str | os.PathLike[str]], output: str | os.PathLike[str]) -> IndexedDataset:
-    """Concatenate data sets of one dtype, in the order given, into ``output``.
+    """Concatenate data sets of one dtype, in the given order, into ``output``.
 
     Raises:
-        DataError: no input, or inputs of different dtypes.
+        DataError: there is no input, or the inputs have different dtypes.
     """
     inputs = list(prefixes)
     if not inputs:

@@ -1,42 +1,27 @@
-"""Batches of tokens: how samples become one, and a loader that resumes with the trainer."""
+"""A data loader that resumes where the trainer's step count says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
-
-from megalight.data.gpt import Sample
-from megalight.types import TokenBatch
-
-
-def collate(samples: Sequence[Sample]) -> TokenBatch:
-    """Samples as the rows of a batch."""
-    documents = tuple(sample.document_lengths for sample in samples if sample.document_lengths is not None)
-    return TokenBatch(
-        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
-        torch.from_numpy(np.stack([sample.labels for sample in samples])),
-        torch.from_numpy(np.stack([sample.loss_mask for sample in samples])),
-        documents or None,
-    )
 
 
 class TokenLoader(DataLoader[Any]):
-    """A ``DataLoader`` whose place in the data follows from the trainer's step count when its first batch is taken.
+    """A ``DataLoader`` whose sampler asks the trainer for the position in the data when the first batch is taken.
 
-    Lightning may make an iterator before it has restored a checkpoint (to count steps for a schedule), so nothing is
-    read until a batch is wanted. It has no state of its own, and says so by the methods of a resumable loader.
+    Lightning may create an iterator before it restores a checkpoint, to count the steps of a schedule. So nothing is
+    read until the first batch is requested. The loader has no state of its own; the methods of a resumable loader
+    tell Lightning so.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        yield from super().__iter__()
+        yield from super().__iter__()  # a generator: the sampler is not asked before the first batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the place is not the loader's to keep."""
+        """Return nothing: the position follows from the trainer's step count."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Restore nothing."""

@@ -1,4 +1,4 @@
-"""What ``prepare`` writes beside the token files: facts that are cheap to check before training."""
+"""Facts about a corpus that ``prepare`` writes beside the token files, to check it quickly before training."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class CorpusMeta:
     """Facts about a prepared corpus.
 
     Attributes:
-        num_documents: documents in the files.
-        num_tokens: tokens in the files, end-of-document tokens included.
+        num_documents: number of documents.
+        num_tokens: number of tokens, with end-of-document tokens.
         dtype: dtype of the ids on disk.
-        vocab_size: rows an embedding needs for the tokenizer.
+        vocab_size: number of rows that an embedding needs for the tokenizer.
         max_token_id: highest id that occurs; -1 in an empty corpus.
-        unigram_entropy_nats: entropy of the token frequencies.
+        unigram_entropy_nats: entropy of the token frequencies, in nats.
         tokenizer_identity: see :attr:`megalight.data.tokenizer.Tokenizer.identity`.
-        eod_id: id that ends documents, or None.
-        pad_id: id that can only be padding, or -1.
-        append_eod: whether each document was given ``eod_id`` at its end.
-        num_bytes: bytes of the input files.
+        eod_id: id of the end-of-document token, or None.
+        pad_id: id that means only padding, or -1.
+        append_eod: whether each document ends with ``eod_id``.
+        num_bytes: size of the input files.
     """
 
     num_documents: int
@@ -43,15 +43,15 @@ class CorpusMeta:
 
     @staticmethod
     def path(prefix: str | os.PathLike[str]) -> Path:
-        """Where the facts about a data prefix are kept."""
+        """Path of the facts about a data prefix."""
         return paths(prefix)[0].with_suffix(".json")
 
     @classmethod
     def load(cls, prefix: str | os.PathLike[str]) -> CorpusMeta | None:
-        """Read the facts about a data prefix, or None where there are none (files written by other programs).
+        """Read the facts about a data prefix. Returns None if there are none (files of other programs).
 
         Raises:
-            DataError: the file is torn or of another form.
+            DataError: the file is incomplete or has another format.
         """
         path = cls.path(prefix)
         if not path.is_file():
@@ -61,12 +61,12 @@ class CorpusMeta:
             return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"{path} is torn or of another form ({type(error).__name__}: {error}). Prepare the data again, or "
-                "remove this file to go without its checks."
+                f"{path} is incomplete or has another format ({type(error).__name__}: {error}). Prepare the data "
+                "again, or remove this file to skip its checks."
             ) from error
 
     def save(self, prefix: str | os.PathLike[str]) -> None:
-        """Write the facts, atomically."""
+        """Write the facts atomically."""
         path = self.path(prefix)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -74,5 +74,5 @@ class CorpusMeta:
 
 
 def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
-    """Where ``prepare`` keeps the tokenizer of a data prefix."""
+    """Path of the tokenizer that ``prepare`` saves with a data prefix."""
     return paths(prefix)[0].with_suffix(".tokenizer.json")

@@ -1,4 +1,4 @@
-"""Which corpora a split is made of, with which weights; and the data set that this comes to."""
+"""Mixtures of corpora: parsing them from options, and building the data set of a split from its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from megalight.data.blend import BlendedDataset, Samples, cached, longest_blend, requested_sizes, whole_weights
 from megalight.data.corpus import Corpus
-from megalight.data.gpt import GPTDataset, Sample, SampleOptions
 from megalight.errors import DataError
 
 SampleT = TypeVar("SampleT")
@@ -25,17 +24,17 @@ def _number(value: str | float) -> float | None:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Data prefixes, with weights (None: every document of all of them)."""
+    """Data prefixes and their weights. Without weights, every document of each is used."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
     @classmethod
     def parse(cls, data: Data, option: str = "data") -> Mixture:
-        """Read a prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or ``{prefix: weight}``.
+        """Parse a prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or ``{prefix: weight}``.
 
         Raises:
-            DataError: none of these, or a prefix twice.
+            DataError: the value has another form, or a prefix occurs twice.
         """
         if isinstance(data, str):
             mixture = cls((data,))
@@ -61,7 +60,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences of a corpus that are whole documents, and their weight in a mixture."""
+    """A range of sequences of a corpus (whole documents) and its weight in a mixture."""
 
     corpus: Corpus
     documents: range
@@ -69,49 +68,9 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these sequences."""
+        """Number of tokens of these sequences."""
         lengths = self.corpus.data.lengths[self.documents.start : self.documents.stop]
         return int(lengths.sum(dtype="int64"))
-
-
-def build_split(
-    parts: Sequence[Part],
-    options: SampleOptions,
-    *,
-    num_samples: int | None,
-    seed: int,
-    label: str,
-    cache_dir: str | os.PathLike[str] | None,
-    drop_last_partial: bool,
-) -> Samples[Sample] | None:
-    """The data set of a split for GPT, or None when its parts hold no text: see :func:`mix`.
-
-    Args:
-        parts: what it is mixed of.
-        options: what samples are made of.
-        num_samples: see :func:`mix`.
-        seed: of the order.
-        label: name of the split, for messages and caches.
-        cache_dir: where indices are cached.
-        drop_last_partial: see :class:`megalight.data.gpt.GPTDataset`.
-
-    Raises:
-        DataError: a part too short for a sample.
-    """
-
-    def dataset(part: Part, samples: int | None) -> GPTDataset:
-        return GPTDataset(
-            part.corpus.data,
-            part.documents,
-            options,
-            num_samples=samples,
-            seed=seed,
-            label=label,
-            cache_dir=cache_dir,
-            drop_last_partial=drop_last_partial,
-        )
-
-    return mix(parts, dataset, num_samples=num_samples, label=label, cache_dir=cache_dir)
 
 
 def mix(
@@ -122,17 +81,18 @@ def mix(
     label: str,
     cache_dir: str | os.PathLike[str] | None,
 ) -> Samples[SampleT] | None:
-    """The data set that parts come to, or None when they hold no text.
+    """Build the data set of a split from its parts. Returns None if the parts hold no text.
 
     Args:
-        parts: what it is mixed of. With weights they are mixed by them; without, every sample occurs, spread evenly.
-        dataset: makes a part's own data set, of so many samples (None: one pass).
-        num_samples: samples needed, repeating documents as often as that takes. None: one pass; with weights, until
-            one of the parts would have to repeat a sample.
+        parts: the parts to mix. With weights, samples are drawn in their ratio. Without, every sample occurs, spread
+            evenly.
+        dataset: builds the data set of one part with the given number of samples (None: one pass).
+        num_samples: number of samples needed; documents are repeated as often as this takes. None: one pass; with
+            weights, the mixture ends before a part would have to repeat a sample.
         label: name of the split, for caches.
-        cache_dir: where indices are cached.
+        cache_dir: folder for cached indices; by default the folder ``cache`` beside the first part's data.
     """
-    live = [part for part in parts if part.num_tokens > 1]
+    live = [part for part in parts if part.num_tokens > 1]  # an input and its label take two tokens
     if not live:
         return None
     if len(live) == 1:

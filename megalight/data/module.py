@@ -1,111 +1,308 @@
-"""The Lightning data module of language-model pre-training."""
+"""The base class of data modules that read token files: opening and checking corpora, splits, resuming."""
 
 from __future__ import annotations
 
+import logging
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
 from megalight.data.blend import Samples
-from megalight.data.corpus import Corpus
-from megalight.data.gpt import Sample, SampleOptions
-from megalight.data.loader import collate
-from megalight.data.mixture import Data, build_split
-from megalight.data.splits import split_bounds
-from megalight.data.tokens.module import TokenDataModule
+from megalight.data.corpus import Corpus, same_tokenizer
+from megalight.data.loader import TokenLoader
+from megalight.data.mixture import Data, Mixture, Part
+from megalight.data.sampler import GlobalBatchSampler
+from megalight.data.splits import SPLITS
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
+
+log = logging.getLogger(__name__)
 
 
-class GPTDataModule(TokenDataModule):
-    """Token files to batches: ``[global_batch_size / data-parallel ranks, sequence_length]`` on each rank.
+class TokenDataModule(pl.LightningDataModule, ABC):
+    """Reads token files and yields batches of samples.
 
-    Training takes ``max_steps * accumulate_grad_batches * global_batch_size`` samples when the trainer has
-    ``max_steps``, repeating documents as often as that takes; otherwise an epoch is one pass over the data, in another
-    order each time. Validation and test read their split once, in order, to its last token: what is missing in the
-    last global batch is filled up with rows that carry no loss.
+    A subclass defines how a corpus is divided (:meth:`divide`), the data set of a split (:meth:`build`), and how
+    samples become a batch (``collate``).
 
-    All files are opened and checked here, before anything starts.
+    If the trainer has ``max_steps``, training reads ``max_steps * accumulate_grad_batches * global_batch_size`` samples
+    and repeats documents as often as this takes. Otherwise an epoch is one pass over the data, in a new order each
+    time. Validation and test read their split once, in order, to the end. Samples without loss fill up the last global
+    batch.
 
     Args:
-        data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
-            ``{prefix: weight}``; divided into train, validation and test by ``split``.
         global_batch_size: samples of a batch over all data-parallel ranks.
-        sequence_length: tokens of a sample.
-        split: weights of train, validation and test, by document.
-        train_data: corpora for training alone, instead of a share of ``data``.
-        val_data: corpora for validation alone.
-        test_data: corpora for testing alone.
-        tokenizer: a ``tokenizer.json`` file or folder. By default the one that came with the data.
-        vocab_size: tokens of the vocabulary, to check ids against; by default the tokenizer's. A model that has a
-            ``config.vocab_size`` is checked too.
-        document_mask: whether attention stays within documents, and positions restart with each.
-        eod_mask_loss: whether positions whose input ends a document carry no loss.
-        seed: of the order of samples.
-        num_workers: processes that read, per loader; 0 reads in the training process, which mapped files make cheap.
-        cache_dir: where sample indices are cached; by default ``cache`` beside the data.
-        train_samples: samples of a pass over the training data, instead of what the trainer asks for.
-        val_samples: at most so many validation samples.
-        test_samples: at most so many test samples.
+        sequence_length: tokens of a sample, at most.
+        data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
+            ``{prefix: weight}``. It is divided into train, validation and test by ``split``.
+        split: weights of train, validation and test; documents are divided in this ratio.
+        separate: data of train, validation and test, instead of ``data``.
+        tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
+        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's. If the model has
+            ``config.vocab_size``, ids are checked against that too.
+        seed: seed of the order of samples.
+        num_workers: reader processes per loader. 0 reads in the training process.
+        cache_dir: folder for cached sample indices; by default the folder ``cache`` beside the data.
+        samples: upper limits of samples of each split. For training, the number of samples instead of what the trainer
+            needs.
+
+    Attributes:
+        eod_id: id of the end-of-document token, or None.
+        pad_id: id that means only padding, or -1.
 
     Raises:
-        DataError: missing or torn files, ids outside the vocabulary, another tokenizer than the data's, data too short
-            for a sequence.
-        ConfigurationError: neither or both of ``data`` and per-split corpora.
-        LayoutError: ``global_batch_size`` does not divide by the data-parallel ranks (in ``setup``).
+        DataError: a file is missing or incomplete, an id is outside the vocabulary, or the data was made with another
+            tokenizer.
+        ConfigurationError: neither or both of ``data`` and per-split data are given.
+        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
     """
+
+    collate: Callable[[Sequence[Any]], Any]
 
     def __init__(
         self,
         *,
         global_batch_size: int,
         sequence_length: int,
-        data: Data | None = None,
-        split: str = "969,30,1",
-        train_data: Data | None = None,
-        val_data: Data | None = None,
-        test_data: Data | None = None,
-        tokenizer: str | None = None,
-        vocab_size: int | None = None,
-        document_mask: bool = False,
-        eod_mask_loss: bool = False,
-        seed: int = 1234,
-        num_workers: int = 0,
-        cache_dir: str | None = None,
-        train_samples: int | None = None,
-        val_samples: int | None = None,
-        test_samples: int | None = None,
+        data: Data | None,
+        split: str,
+        separate: tuple[Data | None, Data | None, Data | None],
+        tokenizer: str | None,
+        vocab_size: int | None,
+        seed: int,
+        num_workers: int,
+        cache_dir: str | None,
+        samples: tuple[int | None, int | None, int | None],
     ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size,
-            sequence_length=sequence_length,
-            data=data,
-            split=split,
-            separate=(train_data, val_data, test_data),
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            seed=seed,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            samples=(train_samples, val_samples, test_samples),
-        )
-        self.options = SampleOptions(
-            sequence_length=sequence_length,
-            document_mask=document_mask,
-            eod_id=self.eod_id,
-            eod_mask_loss=eod_mask_loss,
-            pad_id=self.pad_id,
-            vocab_size=self.vocab_size,
-        )
+        super().__init__()
+        for name, value in (("global_batch_size", global_batch_size), ("sequence_length", sequence_length)):
+            if value < 1:
+                raise DataError(f"{name} is {value}; it must be at least 1.")
+        self.global_batch_size = global_batch_size
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.num_workers = num_workers
+        self.cache_dir = cache_dir
+        self.samples = dict(zip(SPLITS, samples, strict=True))
+        self._corpora: dict[str, Corpus] = {}
+        self.parts = self._open(data, split, dict(zip(SPLITS, separate, strict=True)))
+        self._tokenizer_path = tokenizer
+        self.vocab_size = vocab_size
+        self.eod_id: int | None = None
+        self.pad_id = -1
+        self._check()
+        self._datasets: dict[str, Samples[Any] | None] = {}
 
-    collate = staticmethod(collate)
-
+    @abstractmethod
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
-        """Each sequence is a document."""
-        return split_bounds(split, len(corpus.data))
+        """Return the sequences of a corpus for train, validation and test."""
 
-    def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
-        """Documents end to end, cut into samples of equal length."""
-        return build_split(
-            self.parts[name],
-            self.options,
-            num_samples=num_samples,
+    @abstractmethod
+    def build(self, name: str, num_samples: int | None) -> Samples[Any] | None:
+        """Build the data set of a split, or return None if the split holds no text.
+
+        Args:
+            name: ``train``, ``validation`` or ``test``. Its corpora are ``self.parts[name]``.
+            num_samples: number of samples needed. None: one pass.
+        """
+
+    def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[Part]]:
+        separate = any(value is not None for value in own.values())
+        if (data is None) != separate:
+            raise ConfigurationError(
+                "give either data, which split divides, or some of train_data, val_data and test_data; "
+                + ("neither was given." if data is None else "both were given.")
+            )
+        parts: dict[str, list[Part]] = {}
+        for number, name in enumerate(SPLITS):
+            given = own[name] if separate else data
+            mixture = Mixture((), ()) if given is None else Mixture.parse(given)
+            weights = mixture.weights or (None,) * len(mixture.prefixes)
+            parts[name] = []
+            for prefix, weight in zip(mixture.prefixes, weights, strict=True):
+                if prefix not in self._corpora:
+                    self._corpora[prefix] = Corpus.open(prefix)
+                corpus = self._corpora[prefix]
+                sequences = range(len(corpus.data)) if separate else self.divide(corpus, split)[number]
+                parts[name].append(Part(corpus, sequences, weight))
+        return parts
+
+    def _check(self) -> None:
+        meta = same_tokenizer(self._corpora.values())
+        if meta is not None:
+            self.eod_id, self.pad_id = meta.eod_id, meta.pad_id
+        if self._tokenizer_path is not None:
+            for corpus in self._corpora.values():
+                corpus.check_tokenizer(self.tokenizer)
+            self.eod_id, self.pad_id = self.tokenizer.eod_id, self.tokenizer.safe_pad_id
+        if self.vocab_size is None and self._tokenizer_path is not None:
+            self.vocab_size = self.tokenizer.vocab_size
+        elif self.vocab_size is None and meta is not None:
+            self.vocab_size = meta.vocab_size
+        if self.vocab_size is not None:
+            self._check_vocabulary(self.vocab_size, "vocab_size" if self._tokenizer_path is None else "the tokenizer")
+
+    def _check_vocabulary(self, vocab_size: int, owner: str) -> None:
+        for corpus in self._corpora.values():
+            corpus.check_vocabulary(vocab_size, owner)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data.
+
+        Raises:
+            DataError: none was given, and none was saved with the data.
+        """
+        if (path := self._find_tokenizer()) is not None:
+            return Tokenizer.load(path)
+        raise DataError("no tokenizer was saved with the data; give one with tokenizer=PATH.")
+
+    def _find_tokenizer(self) -> str | None:
+        paths = [self._tokenizer_path, *(corpus.tokenizer_path for corpus in self._corpora.values())]
+        return next((path for path in paths if path is not None), None)
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Return the files to save in every checkpoint: those of the tokenizer, if there is one."""
+        return {} if self._find_tokenizer() is None else self.tokenizer.files()
+
+    def setup(self, stage: str) -> None:
+        """Build the sample indices of the splits that ``stage`` needs, or map them from the cache."""
+        model_config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
+        vocab_size = getattr(model_config, "vocab_size", None)
+        if isinstance(vocab_size, int):
+            self._check_vocabulary(vocab_size, "the model")
+        wanted = {"fit": ("train", "validation"), "validate": ("validation",)}.get(stage, ("test",))
+        for name in wanted:
+            self._datasets[name] = self._build(name)
+            if self._datasets[name] is not None:
+                self._sampler(name)  # raises before training if global_batch_size does not divide
+
+    def _build(self, name: str) -> Samples[Any] | None:
+        dataset = self.build(name, self._train_samples if name == "train" else None)
+        if dataset is None and name == "train":
+            raise DataError("the training split holds no documents; give it a larger share of split, or more data.")
+        if dataset is None:
+            log.warning("the %s split holds no documents, so there is no %s", name, name)
+        else:
+            log.info("%s: %d samples of at most %d tokens", name, len(dataset), self.sequence_length)
+        return dataset
+
+    @property
+    def _whole_run(self) -> bool:
+        """Whether one pass over the training data lasts for the whole run (``max_steps``)."""
+        return self.samples["train"] is None and self.trainer is not None and self.trainer.max_steps > 0
+
+    @property
+    def _train_samples(self) -> int | None:
+        if self._whole_run and self.trainer is not None:
+            return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
+        return self.samples["train"]
+
+    def _position(self) -> tuple[int, int]:
+        """The current pass over the training data, and how many of its batches are done."""
+        trainer = self.trainer
+        if trainer is None:
+            return 0, 0
+        per_step = trainer.accumulate_grad_batches
+        if self._whole_run:
+            return 0, trainer.global_step * per_step
+        batches, limit = self._sampler("train").num_batches, trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+        turn, step = divmod(trainer.global_step, max(1, math.ceil(batches / per_step)))
+        return turn, step * per_step
+
+    def _sampler(self, name: str) -> GlobalBatchSampler:
+        dataset = self._datasets[name]
+        size = 0 if dataset is None else len(dataset)
+        limit = self._train_samples if name == "train" else self.samples[name]
+        strategy = None if self.trainer is None else self.trainer.strategy
+        ranks = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return GlobalBatchSampler(
+            size if limit is None else min(size, limit),
+            self.global_batch_size,
+            rank=ranks["rank"],
+            num_replicas=ranks["num_replicas"],
+            start=self._position if name == "train" else None,
+            pad=name != "train",
             seed=self.seed,
-            label=name,
-            cache_dir=self.cache_dir,
-            drop_last_partial=name == "train",
         )
+
+    def _loader(self, name: str) -> TokenLoader | list[Any]:
+        dataset = self._datasets[name]
+        if dataset is None:
+            return []
+        sampler = self._sampler(name)
+        # Reading mapped files takes microseconds, so Lightning's advice to use many workers does not apply.
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        trainer = self.trainer
+        return TokenLoader(
+            dataset,  # type: ignore[arg-type]  # map-style by shape, not by inheritance
+            batch_size=sampler.share,
+            sampler=sampler,
+            num_workers=self.num_workers,
+            collate_fn=type(self).collate,
+            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings with which the trainer's step count determines the position in the data.
+
+        The position itself is not saved.
+        """
+        dataset = self._datasets.get("train")
+        if dataset is None or self.trainer is None:
+            return {}
+        return {
+            "global_batch_size": self.global_batch_size,
+            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
+            "order": dataset.order,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare these settings with those in a checkpoint, if this run continues training.
+
+        Raises:
+            ConfigurationError: the batch size or the accumulation differs, so the position in the data is unknown.
+        """
+        mine = self.state_dict()
+        for key in ("global_batch_size", "accumulate_grad_batches"):
+            if mine and mine[key] != state_dict[key]:
+                raise ConfigurationError(
+                    f"{key} is {mine[key]}; the checkpoint was written with {state_dict[key]}, and its position in the "
+                    f"data is counted in such batches. Resume with {key}={state_dict[key]}, or start a new run from "
+                    "the weights of the checkpoint."
+                )
+        if mine and mine["order"] != state_dict["order"]:
+            log.warning(
+                "the order of the training data differs from that of the checkpoint (other data, seed, sequence length "
+                "or number of passes), so samples may repeat"
+            )
+
+    def train_dataloader(self) -> TokenLoader | list[Any]:
+        """Return the training batches of this rank, from the trainer's position on."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> TokenLoader | list[Any]:
+        """Return the validation batches of this rank, in order; an empty list if the split is empty."""
+        return self._loader("validation")
+
+    def test_dataloader(self) -> TokenLoader | list[Any]:
+        """Return the test batches of this rank, in order; an empty list if the split is empty."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> TokenLoader | list[Any]:
+        """Return the batches of the test split."""
+        return self._loader("test")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy a batch to the device without making the host wait."""
+        if hasattr(batch, "to"):
+            return batch.to(device, non_blocking=True)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)

@@ -1,4 +1,4 @@
-"""Text into token files: read, tokenise in parallel, write in input order, publish at the end."""
+"""Turn text into token files: read, tokenise in parallel, write in the order of the input, publish at the end."""
 
 from __future__ import annotations
 
@@ -24,29 +24,34 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
 from megalight.data.meta import CorpusMeta, tokenizer_path
 from megalight.data.sentences import sentences_of
-from megalight.data.sources import Block, Format, OnBad, Source, blocks, find, texts_of
 from megalight.data.statistics import add_counts, entropy
+from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
 
 log = logging.getLogger(__name__)
 
 TRAINING_BYTES_PER_TOKEN = 2 << 10
+"""Text that the tokenizer is trained on, per token of its vocabulary."""
+
 BYTES_PER_WORKER = 8 << 20
+"""Input per worker process, by default: starting a process costs more than tokenising less than this."""
+
 IN_FLIGHT_PER_WORKER = 3
+"""Blocks that are read ahead per worker: a limit on memory."""
 
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What was written.
+    """What :func:`prepare` wrote.
 
     Attributes:
-        prefix: data prefix to give to the data module; ``.bin``, ``.idx`` and ``.json`` are appended.
-        tokenizer: the tokenizer's file.
-        meta: counts and identities, as in ``<prefix>.json``.
-        num_files: input files.
-        skipped: one message for each file or line that was left out (with ``on_bad="skip"``).
-        empty: documents without text, which are left out.
+        prefix: data prefix for the data module. The files are the prefix with ``.bin``, ``.idx`` and ``.json``.
+        tokenizer: path of the tokenizer file.
+        meta: the content of ``<prefix>.json``.
+        num_files: number of input files.
+        skipped: one message for each file or line that was skipped (``on_bad="skip"``).
+        empty: number of documents without text. They are not written.
         seconds: wall time.
     """
 
@@ -60,18 +65,18 @@ class PrepareReport:
 
     def __str__(self) -> str:
         meta = self.meta
-        left_out = f", {len(self.skipped)} left out" if self.skipped else ""
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         rate = meta.num_bytes / max(self.seconds, 1e-9) / 1e6
         return (
             f"{self.prefix}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}), vocabulary "
             f"{meta.vocab_size:,}, unigram entropy {meta.unigram_entropy_nats:.3f} nats, from {self.num_files:,} files"
-            f"{left_out} in {self.seconds:.1f} s ({rate:.1f} MB/s)"
+            f"{skipped} in {self.seconds:.1f} s ({rate:.1f} MB/s)"
         )
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A block as tokens: texts end to end, the length of each, and which ones end a document."""
+    """The tokens of a block: texts laid end to end, their lengths, and which of them end a document."""
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
@@ -82,7 +87,7 @@ class _Encoded:
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Turns blocks into tokens; each worker process has one."""
+    """Turns a block into tokens. Each worker process has one."""
 
     tokenizer: Tokenizer
     text_key: str
@@ -101,11 +106,11 @@ class _Encoder:
         return _Encoded(tokens, lengths, ends, skipped, sum(piece.size for piece in block))
 
 
-_worker: list[_Encoder] = []
+_worker: list[_Encoder] = []  # the encoder of this worker process
 
 
 def _start_worker(tokenizer: str, text_key: str, on_bad: OnBad, dtype: str, split_sentences: bool) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # several processes already use all cores
     _worker[:] = [_Encoder(Tokenizer.from_json(tokenizer), text_key, on_bad, np.dtype(dtype), split_sentences)]
 
 
@@ -133,94 +138,100 @@ def prepare(
     """Turn text, JSON lines or Parquet into Megatron's token files.
 
     Writes ``<output>.bin``, ``<output>.idx``, ``<output>.json`` (counts and identities) and
-    ``<output>.tokenizer.json``, all under temporary names until everything is there. The result does not depend on the
-    number of workers.
+    ``<output>.tokenizer.json``. All have temporary names until everything is written. The result does not depend on
+    the number of workers.
 
     Args:
-        inputs: files, directories or globs; see :func:`megalight.data.sources.find`. A text file is one document, as is
-            a JSON line and a Parquet row. ``.gz`` is read through gzip.
+        inputs: files, directories or globs; see :func:`megalight.data.text_files.find`. A text file, a JSON line and a
+            Parquet row are one document each. ``.gz`` files are decompressed.
         output: the data prefix.
-        tokenizer: a ``tokenizer.json`` file or a tokenizer's folder.
-        train_tokenizer: train a byte-level BPE on the inputs instead: on an even sample of their documents, 2 KiB
-            for each token of the vocabulary.
-        vocab_size: tokens of the vocabulary to train.
-        special_tokens: of the vocabulary to train, beside the end of documents and padding (BERT needs ``[CLS]``,
-            ``[SEP]`` and ``[MASK]``).
-        text_key: the JSON key or Parquet column that holds the text.
-        format: what the inputs are; ``auto`` goes by the suffix (.jsonl, .ndjson, .parquet; all else is text).
-        workers: processes that tokenise; by default one for each CPU, fewer for little text.
-        append_eod: whether each document ends with the tokenizer's end-of-document token.
-        eod_token: that token, where the tokenizer's own configuration does not name it.
-        split_sentences: whether each sentence becomes a sequence of its document, as
-            :func:`megalight.data.sentences.sentences_of` finds them; else a document is one sequence.
-        on_bad: what a file or line that cannot be read does: ``raise`` names it and stops, ``skip`` leaves it out and
-            names it in the report.
+        tokenizer: a ``tokenizer.json`` file, or the folder of a tokenizer.
+        train_tokenizer: train a byte-level BPE on the inputs instead, on an even sample of the documents with about
+            2 KiB of text per token of the vocabulary.
+        vocab_size: size of the vocabulary to train.
+        special_tokens: further special tokens of the vocabulary to train. BERT needs ``[CLS]``, ``[SEP]`` and
+            ``[MASK]``.
+        text_key: JSON key or Parquet column that holds the text.
+        format: format of the inputs. ``auto`` goes by the suffix: .jsonl, .ndjson, .parquet, and text for all others.
+        workers: number of processes that tokenise. Default: one per CPU, fewer for little text.
+        append_eod: whether to end each document with the end-of-document token of the tokenizer.
+        eod_token: the end-of-document token, if the configuration of the tokenizer does not name it.
+        split_sentences: whether each sentence is a sequence of its document, as
+            :func:`megalight.data.sentences.sentences_of` finds them. If not, a document is one sequence.
+        on_bad: what happens with a file or line that cannot be read: ``raise`` stops with an error that names it,
+            ``skip`` lists it in the report.
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        DataError: inputs that name nothing, bad text, no or two tokenizers, no end-of-document token to append, or
-            nothing to write.
+        DataError: an input names no file, a text is bad, neither or both ways to get a tokenizer are given, there is
+            no end-of-document token to append, or the inputs hold no text.
     """
     begin = time.monotonic()
     if (tokenizer is None) == (not train_tokenizer):
         raise DataError(
-            f"tokenizer is {tokenizer!r} and train_tokenizer {train_tokenizer}: give exactly one of the two."
+            f"tokenizer is {tokenizer!r} and train_tokenizer is {train_tokenizer}; give exactly one of the two."
         )
     if workers is not None and workers < 1:
-        raise DataError(f"workers is {workers}; at least 1 process must tokenise.")
+        raise DataError(f"workers (--workers) is {workers}; it must be at least 1.")
     prefix = os.fspath(paths(output)[0])[:-4]
-    sources = _apart(find(inputs, format), inputs, prefix)
-    num_bytes = sum(source.size for source in sources)
+    files = _without_outputs(find(inputs, format), inputs, prefix)
+    num_bytes = sum(file.size for file in files)
     skipped: list[str] = []
     with ExitStack() as stack:
         bar = stack.enter_context(_progress(progress))
         if train_tokenizer:
             task = bar.add_task("training the tokenizer", total=None)
-            chosen = _train(sources, num_bytes, vocab_size, special_tokens, text_key, on_bad)
+            chosen = _train(files, num_bytes, vocab_size, special_tokens, text_key, on_bad)
             bar.remove_task(task)
         else:
             chosen = Tokenizer.load(str(tokenizer), eod_token)
         if append_eod and chosen.eod_id is None:
             raise DataError(
-                "the tokenizer has no known end-of-document token; name one with eod_token, or set append_eod=False."
+                "the tokenizer has no known end-of-document token; name one with eod_token (--eod-token), or append "
+                "none with append_eod=False (--no-eod)."
             )
         encoder = _Encoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
         count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
         task = bar.add_task("tokenising", total=num_bytes)
         writer = stack.enter_context(IndexedWriter(prefix, encoder.dtype))
         sink = _Sink(writer, chosen.eod_id if append_eod else None, split_sentences)
-        for item in _encode_all(blocks(sources, on_bad, skipped), encoder, count, stack):
+        for item in _encode_all(blocks(files, on_bad, skipped), encoder, count, stack):
             skipped.extend(item.skipped)
             sink.add(item)
             bar.update(task, advance=item.size)
         meta = sink.meta(chosen, append_eod, num_bytes)
-        # the writer publishes last, when the stack closes it: until there is an index, there is no data set
+        # Readers need the index. Remove an older one first; the writer publishes the new one last, when the stack
+        # closes it. So no reader ever sees a mixture of old and new files.
         paths(prefix)[1].unlink(missing_ok=True)
         chosen.save(tokenizer_path(prefix))
         meta.save(prefix)
     seconds = time.monotonic() - begin
     tokenizer_file = os.fspath(tokenizer_path(prefix))
-    return PrepareReport(prefix, tokenizer_file, meta, len(sources), tuple(skipped), sink.empty, seconds)
+    return PrepareReport(prefix, tokenizer_file, meta, len(files), tuple(skipped), sink.empty, seconds)
 
 
-def _apart(sources: list[Source], inputs: Sequence[str], prefix: str) -> list[Source]:
-    """The inputs without what an earlier call wrote beside them; naming a file that would be overwritten raises."""
+def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) -> list[TextFile]:
+    """Leave out files that an earlier call with this output wrote into an input folder.
+
+    Raises:
+        DataError: an input names such a file itself.
+    """
     tokenizer = tokenizer_path(prefix)
     outputs = (*paths(prefix), CorpusMeta.path(prefix), tokenizer, config_path(tokenizer))
     written = {path.resolve() for path in outputs}
     for name in inputs:
         if Path(name).resolve() in written:
             raise DataError(f"input {name!r} is a file that this output would overwrite; choose another output.")
-    return [source for source in sources if source.path.resolve() not in written]
+    return [file for file in files if file.path.resolve() not in written]
 
 
 class _Sink:
-    """Joins texts to documents, ends each with ``eod_id``, counts, and writes.
+    """Joins texts to documents, appends the end-of-document token, counts tokens, and writes.
 
     Args:
-        writer: of the files.
-        eod_id: ends documents; None: nothing does.
-        keep_texts: whether the texts of a document stay sequences of their own.
+        writer: writes the token files.
+        eod_id: id of the end-of-document token; None: none is appended.
+        keep_texts: whether each text of a document is a sequence of its own.
     """
 
     def __init__(self, writer: IndexedWriter, eod_id: int | None, keep_texts: bool = False) -> None:
@@ -233,7 +244,7 @@ class _Sink:
         self.empty = 0
 
     def add(self, item: _Encoded) -> None:
-        """Write the documents that end in a block; keep what is left of the last one for the next block."""
+        """Write the documents that end in this block. Keep the start of an unfinished document for the next block."""
         bounds = np.concatenate([[0], np.cumsum(item.lengths)])
         done: list[NDArray[Any]] = []
         lengths: list[int] = []
@@ -259,13 +270,15 @@ class _Sink:
             self.num_documents += len(texts)
 
     def meta(self, tokenizer: Tokenizer, append_eod: bool, num_bytes: int) -> CorpusMeta:
-        """The facts about everything written.
+        """Return the facts about all documents written.
 
         Raises:
-            DataError: nothing was.
+            DataError: none was written.
         """
         if not self.num_documents:
-            raise DataError("the inputs hold no text: nothing was written. Check the inputs and text_key.")
+            raise DataError(
+                "the inputs hold no text, so nothing was written; check the inputs and text_key (--text-key)."
+            )
         return CorpusMeta(
             num_documents=self.num_documents,
             num_tokens=int(self.counts.sum()),
@@ -282,21 +295,23 @@ class _Sink:
 
 
 def _train(
-    sources: Sequence[Source],
+    files: Sequence[TextFile],
     num_bytes: int,
     vocab_size: int,
     special_tokens: Sequence[str],
     text_key: str,
     on_bad: OnBad,
 ) -> Tokenizer:
-    stride = max(1, num_bytes // (vocab_size * TRAINING_BYTES_PER_TOKEN))
-    texts = (text.text for block in blocks(sources, on_bad) for text in texts_of(block, text_key, on_bad)[0])
+    stride = max(1, num_bytes // (vocab_size * TRAINING_BYTES_PER_TOKEN))  # every n-th text: an even sample
+    texts = (text.text for block in blocks(files, on_bad) for text in texts_of(block, text_key, on_bad)[0])
     return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size, special_tokens=special_tokens)
 
 
 def _encode_all(work: Iterator[Block], encoder: _Encoder, workers: int, stack: ExitStack) -> Iterator[_Encoded]:
-    """Blocks as tokens, in order. One worker is this process (the tokenizer's own threads serve); several are
-    processes, with a bounded number of blocks on the way.
+    """Encode blocks, in order.
+
+    One worker means this process, where the tokenizer uses its own threads. Several workers are processes; the number
+    of blocks in flight is bounded.
     """
     if workers == 1:
         return map(encoder, work)
@@ -318,8 +333,8 @@ def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> I
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenises died (out of memory?); nothing was written. Try fewer workers. In a script, call "
-            "prepare under: if __name__ == '__main__':"
+            "a worker process died (out of memory?), so nothing was written; use fewer workers (--workers). In a "
+            "script, call prepare under: if __name__ == '__main__':"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Which samples each data-parallel rank reads."""
+"""The sampler of global batches: which samples each data-parallel rank reads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from megalight.errors import DataError, LayoutError
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
-    """A rank's share of every global batch, sample by sample; ``share`` of them make a batch.
+    """Yields this rank's share of every global batch, sample by sample. ``share`` samples make one batch of the rank.
 
-    Global batch ``k`` is samples ``[k * G, (k + 1) * G)``; rank ``r`` of ``n`` takes the ``r``-th ``G / n`` of them, so
-    that all ranks together read what one rank would. It is a ``DistributedSampler``, which is how Lightning
-    knows that it must not put its own in this one's place.
+    Global batch ``k`` is samples ``[k * G, (k + 1) * G)``. Rank ``r`` of ``n`` takes the ``r``-th part of ``G / n``
+    samples, so all ranks together read what one rank alone would read. The class derives from ``DistributedSampler`` so
+    that Lightning does not replace it by its own.
 
     Args:
         num_samples: samples of the data set.
         global_batch_size: samples ``G`` of a batch over all ranks.
         rank: this data-parallel rank.
-        num_replicas: data-parallel ranks.
-        start: asked whenever iteration begins: the pass over the data (0 is the data set's own order, later ones are
-            shuffled anew) and the batches of it that are done already. The length stays that of a whole pass, because
-            Lightning counts the done ones too.
-        pad: whether an incomplete last batch is filled up with samples None, which carry no loss (evaluation); else it
-            is dropped (training).
-        seed: of later passes' orders.
+        num_replicas: number of data-parallel ranks.
+        start: called when an iteration begins. It returns the pass over the data (0 has the order of the data set,
+            each later pass is shuffled) and the number of batches of this pass that are already done. ``len()`` still
+            counts the whole pass, because Lightning counts the done batches too.
+        pad: whether to fill up an incomplete last batch with None, which gives samples without loss (evaluation). If
+            not, the batch is dropped (training).
+        seed: seed of the order of later passes.
 
     Raises:
-        LayoutError: the batch does not divide by the ranks.
-        DataError: not a single batch.
+        LayoutError: ``global_batch_size`` is not a multiple of the number of ranks.
+        DataError: there are too few samples for one batch.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     ) -> None:
         if global_batch_size < 1 or global_batch_size % num_replicas:
             raise LayoutError(
-                f"global_batch_size is {global_batch_size} and there are {num_replicas} data-parallel ranks; the batch "
-                "must divide evenly over the ranks. Change global_batch_size or the layout."
+                f"global_batch_size is {global_batch_size} and there are {num_replicas} data-parallel ranks; it must "
+                "be a multiple of their number. Change global_batch_size or the layout."
             )
-        # only the length of its data set is looked at
+        # the base class looks only at the length of the data set
         super().__init__(cast("Dataset[Any]", range(num_samples)), num_replicas, rank, shuffle=False, seed=seed)
         self.share = global_batch_size // num_replicas
         self.global_batch_size = global_batch_size
@@ -63,7 +63,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         if not self.num_batches:
             raise DataError(
                 f"there are {num_samples} samples, fewer than one global batch of {global_batch_size}; use more data, "
-                "shorter sequences, or a smaller global_batch_size."
+                "a lower sequence_length, or a smaller global_batch_size."
             )
 
     def __len__(self) -> int:

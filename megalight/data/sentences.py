@@ -1,15 +1,15 @@
-"""Texts cut into sentences by a simple rule, for data sets that pair them."""
+"""Splitting texts into sentences by a simple rule, for data sets of sentence pairs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from megalight.data.sources import Text
+from megalight.data.text_files import Text
 
 END = re.compile(
     r"""
-    (?<=[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])  # an end mark, perhaps closed, then space and no lower-case letter
+    (?<=[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])  # end mark, closing quotes, space, then no lower-case letter
     | (?<=[。！？])\s*                                # end marks of scripts without spaces
     | \n\s*\n\s*                                     # an empty line
     """,
@@ -18,11 +18,11 @@ END = re.compile(
 
 
 def sentences_of(text: Text) -> Iterator[Text]:
-    """The sentences of a text, stripped; the last one ends the document where the text did.
+    """Yield the sentences of a text, stripped. The last one ends the document if the text does.
 
-    A sentence ends with a full stop, question or exclamation mark before a space and anything but a lower-case letter,
-    or at an empty line. Abbreviations before a name ("Dr. Who") end one too: for pairs of segments that is harmless. A
-    rule of your own goes before ``prepare``: put empty lines where sentences end.
+    A sentence ends at a full stop, question mark or exclamation mark that is followed by a space and no lower-case
+    letter, or at an empty line. Abbreviations before a name ("Dr. Who") end a sentence too, which is harmless for pairs
+    of segments. To use another rule, put an empty line after each sentence before you call ``prepare``.
     """
     found, start = [], 0
     for match in END.finditer(text.text):

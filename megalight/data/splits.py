@@ -1,4 +1,4 @@
-"""Splitting a data set into train, validation and test by document."""
+"""Dividing the documents of a data set into train, validation and test."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ SPLITS = ("train", "validation", "test")
 
 
 def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
-    """The documents of the three splits: contiguous, in order, covering all.
+    """Return the documents of the three splits: contiguous ranges, in order, that cover all documents.
 
-    Bounds are Megatron's: weights are normalised, accumulated as floats, and ``round(bound * num_documents)`` is where
-    a split ends.
+    The bounds equal Megatron-LM's: weights are normalised and accumulated as floats, and a split ends at
+    ``round(bound * num_documents)``.
 
     Args:
-        split: up to three weights, such as ``"969,30,1"``; missing ones are 0.
-        num_documents: documents to divide.
+        split: up to three weights, such as ``"969,30,1"``. Missing weights are 0.
+        num_documents: number of documents.
 
     Raises:
-        DataError: not numbers, a negative one, more than three, or all zero.
+        DataError: a weight is no number or is negative, all are zero, or there are more than three.
     """
     try:
         weights = [float(part) for part in str(split).replace("/", ",").split(",")]
@@ -26,7 +26,7 @@ def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
         weights = []
     if not 1 <= len(weights) <= 3 or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
         raise DataError(
-            f"split {split!r}: it must be one to three weights >= 0 for train, validation, test, such as '969,30,1'."
+            f"split is {split!r}; give one to three weights >= 0 for train, validation and test, such as '969,30,1'."
         )
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)

@@ -1,4 +1,4 @@
-"""What a corpus is made of: how often each token occurs, and the entropy of that."""
+"""Token frequencies of a corpus, and their entropy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = 1 << 24
 
 
 def token_counts(data: IndexedDataset) -> NDArray[np.int64]:
-    """``[highest id + 1]`` occurrences of each token id; reads all tokens once."""
+    """``[highest id + 1]``: how often each token id occurs. Reads all tokens once."""
     counts = np.zeros(0, np.int64)
     for start in range(0, data.num_tokens, CHUNK):
         counts = add_counts(counts, data.tokens[start : start + CHUNK])
@@ -21,14 +21,14 @@ def token_counts(data: IndexedDataset) -> NDArray[np.int64]:
 
 
 def add_counts(counts: NDArray[np.int64], tokens: NDArray[Any]) -> NDArray[np.int64]:
-    """``counts`` with those of ``tokens`` added, longer where a higher id occurs."""
+    """Add the counts of ``tokens`` to ``counts``. The result is longer if a higher id occurs."""
     more = np.bincount(tokens, minlength=len(counts)).astype(np.int64)
     more[: len(counts)] += counts
     return more
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
-    """``-sum p ln p`` in nats of the distribution that the counts describe; 0 when there are none."""
+    """Entropy of the distribution of the counts, ``-sum p ln p``, in nats; 0 without counts."""
     positive = counts[counts > 0].astype(np.float64)
     if not len(positive):
         return 0.0
@@ -37,5 +37,5 @@ def entropy(counts: NDArray[np.int64]) -> float:
 
 
 def unigram_entropy(data: IndexedDataset) -> float:
-    """Entropy in nats of the corpus' token frequencies: the loss of the best model that ignores context."""
+    """Entropy of the token frequencies of a corpus, in nats: the loss of the best model that ignores context."""
     return entropy(token_counts(data))

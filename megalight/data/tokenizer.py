@@ -1,4 +1,4 @@
-"""One face for tokenizers: ``tokenizer.json`` files, ``transformers`` folders, or a BPE trained on the spot."""
+"""One interface to tokenizers: ``tokenizer.json`` files, folders of ``transformers``, and byte-level BPEs we train."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ PAD_TOKEN = "<|pad|>"
 KNOWN_EOD_TOKENS = (EOD_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<eod>", "<|im_end|>", "[SEP]")
 OTHER_SPECIALS = ("bos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 PROBE = "Hello, world!\n\tdef f(x): return x**2  # 12345 naïve 東京 🙂\n\n"
+"""Text that is encoded to compare tokenizers (:attr:`Tokenizer.identity`)."""
 
 
 class Tokenizer:
-    """Text to token ids and back. Made by :meth:`load` or :meth:`train`; never pickled, saved as JSON.
+    """Converts text to token ids and back. Create one with :meth:`load` or :meth:`train`. It is saved as JSON.
 
     Attributes:
-        eod_id: the token that ends a document, or None when the tokenizer has none.
-        pad_id: the padding token, or None. It may be one that also means something else: see :attr:`safe_pad_id`.
+        eod_id: id of the end-of-document token, or None if the tokenizer has none.
+        pad_id: id of the padding token, or None. It may also have another meaning: see :attr:`safe_pad_id`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Tokenizer:
         self._vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         for name, token in (("eod_token", eod_token), ("pad_token", pad_token)):
             if token is not None and token not in self._vocabulary:
-                raise DataError(f"{name} {token!r} is not in the tokenizer's vocabulary; name one of its tokens.")
+                raise DataError(f"{name} {token!r} is not in the vocabulary of the tokenizer; name one of its tokens.")
         if eod_token is None:
             eod_token = next((token for token in KNOWN_EOD_TOKENS if token in self._vocabulary), None)
         self.eod_token = eod_token
@@ -55,14 +56,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
-        """Read a ``tokenizer.json`` file, or a folder that holds one or any tokenizer ``transformers`` can read.
+        """Read a ``tokenizer.json`` file, or a folder with such a file or with a tokenizer of ``transformers``.
 
-        Special tokens come from ``tokenizer_config.json`` beside it where there is one (``x_config.json`` beside
-        ``x.json``); ``eod_token`` overrides the end-of-document token, which otherwise is the configured ``eos_token``
-        or the first well-known name.
+        Special tokens come from ``tokenizer_config.json`` in the same folder, if it exists (``x_config.json`` for
+        ``x.json``). The end-of-document token is ``eod_token``, else the configured ``eos_token``, else the first
+        well-known name in the vocabulary.
 
         Raises:
-            DataError: nothing there, not readable, or ``eod_token`` is not in the vocabulary.
+            DataError: the path does not exist or cannot be read, or ``eod_token`` is not in the vocabulary.
             MissingPackageError: the folder needs ``transformers``.
         """
         place = Path(path)
@@ -82,31 +83,32 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
-        """The tokenizer that the content of a ``tokenizer.json`` describes."""
+        """Create a tokenizer from the content of a ``tokenizer.json``."""
         return cls(Model.from_str(text))
 
     @classmethod
     def train(
         cls, texts: Iterable[str], vocab_size: int, length: int | None = None, special_tokens: Sequence[str] = ()
     ) -> Tokenizer:
-        """Train a byte-level BPE with the special tokens ``<|endoftext|>`` and ``<|pad|>``, and others after them.
+        """Train a byte-level BPE. Its first special tokens are ``<|endoftext|>`` and ``<|pad|>``.
 
         The same texts in the same order give the same tokenizer.
 
         Args:
             texts: an iterable of documents.
-            vocab_size: tokens of the vocabulary, special ones included; at least 258 (all bytes and two specials).
-            length: number of texts, where known (for the trainer's own bookkeeping).
-            special_tokens: further ones, such as ``[CLS]``, ``[SEP]`` and ``[MASK]``.
+            vocab_size: size of the vocabulary with special tokens; at least 258 (all bytes and two special tokens).
+            length: number of texts, if known.
+            special_tokens: further special tokens, such as ``[CLS]``, ``[SEP]`` and ``[MASK]``.
 
         Raises:
-            DataError: ``vocab_size`` too small, or the texts too few to fill it.
+            DataError: ``vocab_size`` is too small, or the texts are too few for it.
         """
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         specials = [EOD_TOKEN, PAD_TOKEN, *special_tokens]
         if vocab_size < len(alphabet) + len(specials):
             raise DataError(
-                f"vocab_size is {vocab_size}; a byte-level vocabulary has at least {len(alphabet) + len(specials)}."
+                f"vocab_size (--vocab-size) is {vocab_size}; a byte-level vocabulary with {len(specials)} special "
+                f"tokens has at least {len(alphabet) + len(specials)} tokens."
             )
         model = Model(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -120,67 +122,70 @@ class Tokenizer:
         model.train_from_iterator(texts, trainer, length=length)
         if model.get_vocab_size() < vocab_size:
             raise DataError(
-                f"the texts give a vocabulary of {model.get_vocab_size()} tokens, {vocab_size} were asked for. Use a "
-                "smaller vocab_size or more text."
+                f"the texts give a vocabulary of {model.get_vocab_size()} tokens, but vocab_size is {vocab_size}. Use "
+                "a smaller vocab_size (--vocab-size) or more text."
             )
         return cls(model, EOD_TOKEN, PAD_TOKEN, special_tokens)
 
     @property
     def vocab_size(self) -> int:
-        """The smallest size of an embedding that has a row for every token: the highest id plus one."""
+        """The highest id plus one: the number of rows that an embedding needs."""
         return int(max(self._vocabulary.values())) + 1
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the vocabulary and of how a probe text is cut: equal for tokenizers that mean the same by each id,
-        whatever library or version wrote them.
+        """Hash of the vocabulary and of the ids of a probe text.
+
+        Tokenizers with equal identities give each id the same meaning, also if different libraries or versions wrote
+        them.
         """
         facts = [sorted(self._vocabulary.items(), key=lambda item: (item[1], item[0])), self.encode(PROBE)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     @property
     def safe_pad_id(self) -> int:
-        """The padding id when it can mean nothing but padding, else -1, an id that cannot occur.
+        """The padding id if it means only padding, else -1, which never occurs in data.
 
-        A padding token that is also the end of documents or another special token would take the loss from genuine
-        ones.
+        Labels with this id carry no loss. If the padding token were also the end-of-document token (or another special
+        token), real tokens would lose their loss.
         """
         if self.pad_id is None:
             return -1
         if self.pad_token in self._others:
-            log.info("pad token %r has another meaning too; labels are not masked by its value", self.pad_token)
+            log.info("pad token %r also has another meaning, so labels with its id keep their loss", self.pad_token)
             return -1
         return self.pad_id
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """Id of every token, special ones included."""
+        """Token -> id, with special tokens."""
         return self._vocabulary
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token, or None."""
+        """Return the id of a token, or None."""
         return self._vocabulary.get(token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens added."""
+        """Return the ids of a text. No special tokens are added."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens added; on all cores."""
+        """Return the ids of each text, computed on all cores. No special tokens are added."""
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Text of ids, with or without the special tokens."""
+        """Return the text of ids, with or without special tokens."""
         return str(self._model.decode(list(ids), skip_special_tokens=skip_special))
 
     def to_json(self) -> str:
-        """The content of ``tokenizer.json``."""
+        """Return the content of ``tokenizer.json``."""
         return str(self._model.to_str(pretty=True))
 
     def files(self, name: str = FILE) -> dict[str, bytes]:
-        """The tokenizer as files by name: ``tokenizer.json``, and ``tokenizer_config.json`` with its special tokens.
-        ``transformers`` reads them too.
+        """Return the files of the tokenizer by name; ``transformers`` can read them too.
+
+        They are ``tokenizer.json``, and ``tokenizer_config.json`` with the special tokens.
         """
         specials = {"eos_token": self.eod_token, "pad_token": self.pad_token}
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in specials.items() if v is not None}
@@ -190,7 +195,7 @@ class Tokenizer:
         }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write :meth:`files` to a folder, or under the name of a ``.json`` file; returns what :meth:`load` takes."""
+        """Write :meth:`files` to a folder, or under the name of a ``.json`` file. Returns the path for :meth:`load`."""
         place = Path(path)
         folder, name = (place.parent, place.name) if place.suffix == ".json" else (place, FILE)
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +207,7 @@ class Tokenizer:
 
 
 def config_path(file: Path) -> Path:
-    """Where the special tokens of a tokenizer file are kept: ``x_config.json`` beside ``x.json``."""
+    """Path of the special tokens of a tokenizer file: ``x_config.json`` for ``x.json``."""
     return file.with_name(f"{file.stem}_config.json")
 
 
@@ -210,27 +215,27 @@ def _read_model(file: Path) -> Any:
     try:
         return Model.from_file(str(file))
     except Exception as error:  # the package raises a bare Exception
-        raise DataError(f"{file} is not a tokenizer that the package tokenizers can read: {error}") from error
+        raise DataError(f"{file} is not a tokenizer that the package `tokenizers` can read: {error}") from error
 
 
 def _read_folder(folder: Path) -> tuple[Any, dict[str, str]]:
-    """A tokenizer that ``transformers`` can convert to the form of the package ``tokenizers``; its special tokens."""
+    """Read a tokenizer with ``transformers``; return it in the form of ``tokenizers``, and its special tokens."""
     transformers = require("transformers", f"the tokenizer in {folder}, which has no {FILE},")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"{folder} holds no tokenizer that could be read: {error}") from error
+        raise DataError(f"{folder} holds no tokenizer that can be read: {error}") from error
     model = getattr(loaded, "backend_tokenizer", None)
     if model is None:
         raise DataError(
-            f"the tokenizer in {folder} is a {type(loaded).__name__}, which exists in Python alone; convert it to a "
-            f"{FILE} first."
+            f"the tokenizer in {folder} is a {type(loaded).__name__}, which is written in Python only; convert it to "
+            f"a {FILE} first."
         )
     return model, {key: token for key, token in loaded.special_tokens_map.items() if isinstance(token, str)}
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """``tokenizer_config.json`` with its special tokens as strings; empty where there is none."""
+    """Read ``tokenizer_config.json`` with special tokens as strings; empty if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -238,7 +243,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise DataError(f"{file} holds a {type(config).__name__}; a JSON object is expected.")
+        raise DataError(f"{file} holds a {type(config).__name__}; it must hold a JSON object.")
     for key in ("eos_token", "pad_token", *OTHER_SPECIALS):
         if isinstance(config.get(key), dict):
             config[key] = config[key].get("content")

@@ -99,5 +99,5 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="set cache_dir to a folder that can"):
+    with pytest.raises(DataError, match="set cache_dir to a writable folder"):
         build_once(tmp_path / "file", "x", FACTS, arrays)

@@ -70,7 +70,7 @@ def test_merge(tmp_path: Path) -> None:
     assert merged.starts.tolist() == [0, 3, 5, 9, 11, 11, 14, 17, 19]
     assert merged.tokens.tolist() == [*range(1, 10), *range(100, 105), *range(1, 10)]
     write(tmp_path / "d", [1], "int32")
-    with pytest.raises(DataError, match="only equal dtypes merge"):
+    with pytest.raises(DataError, match="only files of one dtype"):
         merge([tmp_path / "a", tmp_path / "d"], tmp_path / "e")
     assert not list(tmp_path.glob("e*"))
     with pytest.raises(DataError, match="nothing to merge"):
@@ -109,7 +109,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
     assert [data[i].tolist() for i in range(len(data))] == [tokens.tolist() for tokens in flat]
 
 
-def test_torn_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path: Path) -> None:
     golden(tmp_path / "a")
     index, tokens = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
     huge = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 1 << 60, 3)
@@ -122,12 +122,12 @@ def test_torn_files_are_named(tmp_path: Path) -> None:
         (b"X" + index[1:], tokens, "not an index file"),
         (index[:9] + b"\x02" + index[10:], tokens, "version 2"),
         (index[:17] + b"\x63" + index[18:], tokens, "dtype code 99"),
-        (index[:-5], tokens, "the file is torn"),
-        (huge, tokens, "the file is torn"),
-        (negative, tokens, "sequence length -2"),
-        (shifted, tokens, "do not add up"),
-        (unordered, tokens, "must rise from 0 to 3"),
-        (index, tokens[:-2], "a.bin has 16 bytes; its index describes 18"),
+        (index[:-5], tokens, "the file is incomplete"),
+        (huge, tokens, "the file is incomplete"),
+        (negative, tokens, "sequence length of -2"),
+        (shifted, tokens, "are not the sums of the lengths"),
+        (unordered, tokens, "must increase from 0 to 3"),
+        (index, tokens[:-2], "a.bin has 16 bytes, but its index describes 18"),
         (index, tokens + b"\0\0", "a.bin has 20 bytes"),
     ]
     for bad_index, bad_tokens, message in cases:

@@ -7,8 +7,8 @@ import pytest
 
 from megalight.data.blend import BlendedDataset, Samples
 from megalight.data.corpus import Corpus, same_tokenizer
-from megalight.data.gpt import GPTDataset, Sample, SampleOptions
-from megalight.data.mixture import Data, Mixture, Part, build_split
+from megalight.data.gpt.dataset import GPTDataset, Sample, SampleOptions
+from megalight.data.mixture import Data, Mixture, Part, mix
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
@@ -48,15 +48,14 @@ def test_parse_bad(data: Data, message: str) -> None:
 
 
 def build(parts: list[Part], num_samples: int | None = None, drop: bool = True) -> Samples[Sample] | None:
-    return build_split(
-        parts,
-        SampleOptions(sequence_length=4),
-        num_samples=num_samples,
-        seed=1,
-        label="train",
-        cache_dir=None,
-        drop_last_partial=drop,
-    )
+    options = SampleOptions(sequence_length=4)
+
+    def dataset(part: Part, samples: int | None) -> GPTDataset:
+        return GPTDataset(
+            part.corpus.data, part.documents, options, num_samples=samples, seed=1, drop_last_partial=drop
+        )
+
+    return mix(parts, dataset, num_samples=num_samples, label="train", cache_dir=None)
 
 
 def parts(folder: Path, weights: tuple[float | None, ...], lengths: tuple[list[int], ...]) -> list[Part]:
@@ -108,7 +107,7 @@ def test_corpus_checks(corpus: PrepareReport, tokenizer: Tokenizer, jsonl: Path,
     opened.check_vocabulary(300, "the model")
     assert opened.tokenizer_path == corpus.tokenizer
     other = Tokenizer.train(documents(), 310)
-    with pytest.raises(DataError, match="the same ids mean other text"):
+    with pytest.raises(DataError, match="the same ids mean different text"):
         opened.check_tokenizer(other)
     highest = corpus.meta.max_token_id
     with pytest.raises(DataError, match=rf"token id {highest}, but the model allows {highest}"):
@@ -129,5 +128,5 @@ def test_corpus_checks(corpus: PrepareReport, tokenizer: Tokenizer, jsonl: Path,
 def test_facts_of_another_data_set(corpus: PrepareReport, tmp_path: Path) -> None:
     write(tmp_path / "x", [9])
     (tmp_path / "x.json").write_bytes(Path(corpus.prefix + ".json").read_bytes())
-    with pytest.raises(DataError, match="are of different data sets"):
+    with pytest.raises(DataError, match="belong to different data sets"):
         Corpus.open(tmp_path / "x")

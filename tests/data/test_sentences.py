@@ -8,7 +8,7 @@ import pytest
 from megalight.data.indexed import IndexedDataset, IndexedWriter
 from megalight.data.prepare import prepare
 from megalight.data.sentences import sentences_of
-from megalight.data.sources import Text
+from megalight.data.text_files import Text
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
@@ -69,6 +69,6 @@ def test_sentences_become_sequences_of_their_document(tmp_path: Path) -> None:
 def test_counts_that_do_not_add_up(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", "uint16") as writer:
         writer.add_documents(np.arange(6), [1, 2, 3], [1, 2])
-        with pytest.raises(DataError, match="4 sequences in all, but 3 were"):
+        with pytest.raises(DataError, match="4 sequences, but 3 sequences were"):
             writer.add_documents(np.arange(6), [1, 2, 3], [2, 2])
     assert IndexedDataset(tmp_path / "a").documents.tolist() == [0, 1, 3]

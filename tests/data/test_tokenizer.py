@@ -33,7 +33,7 @@ def test_training_repeats(tokenizer: Tokenizer) -> None:
     assert Tokenizer.train(documents(), 299).identity != tokenizer.identity
 
 
-@pytest.mark.parametrize(("size", "message"), [(257, "at least 258"), (4096, "Use a smaller vocab_size or more text")])
+@pytest.mark.parametrize(("size", "message"), [(257, "at least 258"), (4096, "smaller vocab_size .* or more text")])
 def test_bad_sizes(size: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Tokenizer.train(documents(), size)
@@ -115,5 +115,5 @@ def test_bad_files(tmp_path: Path) -> None:
 
 def test_an_empty_folder(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(DataError, match="holds no tokenizer that could be read"):
+    with pytest.raises(DataError, match="holds no tokenizer that can be read"):
         Tokenizer.load(tmp_path)

@@ -157,7 +157,7 @@ def test_shares_of_the_context_hold_everything_once() -> None:
         assert share.sequences.num_tokens == len(share.tokens) == len(share.labels) == len(share.token_types)
         assert share.weight == 2.0
         assert share.to("cpu").sequences.context is not None
-    with pytest.raises(DataError, match="micro-batches first"):
+    with pytest.raises(DataError, match="split the whole batch first"):
         shares[0].split(2)
 
 

@@ -68,7 +68,7 @@ class Place:
             },
             "model": {"class_path": "megalight.models.gpt.GPTModule", "init_args": {"config": CONFIG}},
             "data": {
-                "class_path": "megalight.data.module.GPTDataModule",
+                "class_path": "megalight.data.gpt.module.GPTDataModule",
                 "init_args": {
                     "data": str(self.root / "corpus"),
                     "split": "100,0,0",

@@ -1,4 +1,4 @@
-"""Batches of segment pairs, packed: no row is padded to the length of another."""
+"""Batches of segment pairs, packed without padding."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from megalight.errors import DataError
 from megalight.types import PackedSequences
 
 IGNORED = -100
-"""Label of what carries no loss."""
+"""Label of positions and samples without loss, as in ``torch.nn.functional.cross_entropy``."""
 
 
 @dataclass(frozen=True, eq=False)
 class BertBatch:
-    """Samples end to end.
+    """Samples laid end to end.
 
     Attributes:
         tokens: ``[T]`` int64 inputs, some of them masked.
         token_types: ``[T]`` int64: 0 in the first segment of a sample, 1 in the second.
-        labels: ``[T]`` int64: the token that belongs in a masked place, -100 elsewhere.
-        order: ``[B]`` int64: 0 where the segments are in the order of the text, 1 where they are swapped, -100 where
-            nobody asks.
-        lengths: tokens of each sample, on the host; they sum to ``T``.
-        rows: ``[M]`` int64: places of the masked tokens, so that a model need not look at others. None: not known.
-        row_counts: how many of them each sample has, on the host; empty where they are not known.
-        weight: samples per sample of an average micro-batch: what the mean of this batch's samples must be multiplied
-            by, so that the mean over micro-batches is the mean over samples. :meth:`split` sets it.
-        share: how the tokens divide, where they are a share of cut samples (:meth:`context_share`); None otherwise.
+        labels: ``[T]`` int64: the original token at masked positions, -100 elsewhere.
+        order: ``[B]`` int64: 0 if the segments are in the order of the text, 1 if they are swapped, -100 if the sample
+            has no order loss.
+        lengths: number of tokens of each sample, on the host. They sum to ``T``.
+        rows: ``[M]`` int64: positions of the masked tokens, so that a model can skip all others. None: unknown.
+        row_counts: number of masked tokens of each sample, on the host; empty if unknown.
+        weight: number of samples here, divided by the mean number per micro-batch. :meth:`split` sets it. The mean over
+            the samples of a micro-batch times this weight, averaged over micro-batches, is the mean over all samples.
+        share: set by :meth:`context_share`: how the tokens of this context-parallel share divide into samples. None:
+            the batch holds whole samples.
     """
 
     tokens: Tensor
@@ -48,11 +49,11 @@ class BertBatch:
 
     @property
     def sequences(self) -> PackedSequences:
-        """How the tokens divide into samples, on their device."""
+        """How the tokens divide into samples; on the device of the tokens."""
         return self.share or PackedSequences.of_lengths(self.lengths, self.tokens.device)
 
     def with_rows(self) -> BertBatch:
-        """The same, with ``rows`` as the labels say. On a device the host waits for it: for batches in the making."""
+        """Return the batch with ``rows`` and ``row_counts`` from the labels. On a GPU, this makes the host wait."""
         rows = (self.labels != IGNORED).nonzero().flatten()
         if not len(rows):
             return self
@@ -60,13 +61,16 @@ class BertBatch:
         return replace(self, rows=rows, row_counts=counts)
 
     def split(self, size: int) -> list[BertBatch]:
-        """Micro-batches of ``size`` samples (the last may be smaller): views, no copy.
+        """Split into micro-batches of ``size`` samples; the last may have fewer. The tensors are views, not copies.
 
         Raises:
-            DataError: this is a share of cut samples.
+            DataError: this batch is a context-parallel share.
         """
         if self.share is not None:
-            raise DataError("a share of cut samples cannot be split; take micro-batches first, then their shares.")
+            raise DataError(
+                "a context-parallel share cannot be split into micro-batches; split the whole batch first, then take "
+                "the share of each micro-batch."
+            )
         bounds = [0, *itertools.accumulate(self.lengths)]
         places = [0, *itertools.accumulate(self.row_counts)]
         firsts = range(0, len(self), size)
@@ -94,18 +98,18 @@ class BertBatch:
         return parts
 
     def context_share(self, rank: int, size: int, multiple: int = 1) -> BertBatch:
-        """Share ``rank`` of ``size`` of every sample, by :meth:`PackedSequences.zigzag`; its padding has no loss.
+        """Take the part of every sample that one context-parallel rank holds (:meth:`PackedSequences.zigzag`).
 
-        The first share has the first token of every sample, and alone answers for the order of segments: for all.
-        Samples of fewer tokens than there are chunks are padded, even where all are so short.
+        Padding carries no loss. Share 0 has the first token of every sample, so it alone has the order loss. Samples
+        with fewer tokens than ``2 * size`` chunks are padded.
 
         Args:
             rank: which share.
-            size: how many shares.
-            multiple: the share's token count is a multiple of this.
+            size: number of shares.
+            multiple: the number of tokens of the share is a multiple of this.
 
         Raises:
-            DataError: the batch is a share already.
+            DataError: the batch is already a share.
         """
         if size == 1:
             return self
@@ -119,12 +123,12 @@ class BertBatch:
             order=self.order if rank == 0 else torch.full_like(self.order, IGNORED),
             rows=None,  # to count them in this share, the host would have to wait for the device
             row_counts=(),
-            weight=self.weight * size,
+            weight=self.weight * size,  # gradients are averaged over the shares, but only share 0 has the order loss
             share=share,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
-        """A copy on ``device``. From page-locked memory the host never waits for it."""
+        """Copy to ``device``. Copies from page-locked memory never make the host wait."""
         non_blocking = non_blocking or self.tokens.is_pinned()
         return replace(
             self,
@@ -137,7 +141,7 @@ class BertBatch:
         )
 
     def pin_memory(self) -> BertBatch:
-        """A copy in page-locked host memory."""
+        """Copy to page-locked host memory."""
         return replace(
             self,
             tokens=self.tokens.pin_memory(),

@@ -1,4 +1,4 @@
-"""The data set that BERT is pre-trained on: pairs of segments in order or swapped, with whole words masked."""
+"""The data set of BERT's pre-training: pairs of segments, in order or swapped, with masked whole words."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from megalight.data.indexed import IndexedDataset
 from megalight.errors import DataError
 
 SPECIALS = 3
-"""Tokens of a sample that are not text: one before the first segment, one after each."""
+"""Special tokens of a sample: one before the first segment, one after each segment."""
 
 IN_ORDER, SWAPPED = 0, 1
+"""Labels of the order of two segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,10 @@ class PairOptions:
 
     Attributes:
         sequence_length: tokens of a sample, at most.
-        words: the vocabulary.
-        mask_probability: part of the tokens to predict.
-        short_probability: part of the samples that are shorter than they could be.
-        eod_id: a token that ends documents in the files; it is left out. None: there is none.
+        words: the vocabulary, as masking needs it.
+        mask_probability: fraction of the tokens to predict.
+        short_probability: fraction of the samples that are made shorter than possible.
+        eod_id: id of the end-of-document token in the files, which samples leave out. None: there is none.
     """
 
     sequence_length: int
@@ -48,7 +49,7 @@ class PairOptions:
     def __post_init__(self) -> None:
         if self.sequence_length < SPECIALS + 2:
             raise DataError(
-                f"sequence_length is {self.sequence_length}; a pair of segments takes at least {SPECIALS + 2} tokens."
+                f"sequence_length is {self.sequence_length}; it must be at least {SPECIALS + 2} for a pair of segments."
             )
         for name in ("mask_probability", "short_probability"):
             if not 0 <= getattr(self, name) < 1:
@@ -57,7 +58,7 @@ class PairOptions:
 
 @dataclass(frozen=True)
 class PairSample:
-    """One sample: see :class:`~megalight.data.bert.batch.BertBatch`."""
+    """One sample. The fields are those of :class:`~megalight.data.bert.batch.BertBatch`."""
 
     tokens: NDArray[np.int64]
     token_types: NDArray[np.int64]
@@ -66,10 +67,13 @@ class PairSample:
 
 
 def make_pair(sentences: Sequence[NDArray[Any]], options: PairOptions, generator: np.random.Generator) -> PairSample:
-    """Two segments of a run of sentences: in order or, half of the time, swapped (ALBERT,
-    https://arxiv.org/abs/1909.11942), in special tokens, with whole words masked.
+    """Make a sample from consecutive sentences: divide them into two segments, and mask whole words.
 
-    Where there are too many tokens, the longer segment loses some, at either end at random.
+    Half of the pairs are swapped (sentence-order prediction of ALBERT, https://arxiv.org/abs/1909.11942). If there are
+    too many tokens, the longer segment loses tokens at both ends at random.
+
+    Raises:
+        DataError: an id is not in the vocabulary.
     """
     words = options.words
     middle = int(generator.integers(1, len(sentences)))
@@ -85,7 +89,7 @@ def make_pair(sentences: Sequence[NDArray[Any]], options: PairOptions, generator
     if tokens.max() >= len(words.special) or tokens.min() < 0:
         raise DataError(
             f"the data holds the token ids {int(tokens.min())} to {int(tokens.max())}; the vocabulary has "
-            f"{len(words.special)} tokens. Use the tokenizer the data was made with."
+            f"{len(words.special)} tokens. Use the tokenizer that the data was made with."
         )
     hidden, labels = mask_words(tokens, words, options.mask_probability, generator)
     return PairSample(hidden, types, labels, order)
@@ -97,7 +101,7 @@ def _text(sentences: Sequence[NDArray[Any]], options: PairOptions) -> NDArray[np
 
 
 def _fit(first: int, second: int, limit: int) -> tuple[int, int]:
-    """The sizes of two segments after tokens have been taken from the longer one until both fit."""
+    """Return the sizes of two segments after the longer one has lost tokens until both fit into ``limit``."""
     if first + second <= limit:
         return first, second
     shorter = min(first, second, limit // 2)
@@ -105,31 +109,31 @@ def _fit(first: int, second: int, limit: int) -> tuple[int, int]:
 
 
 def filler(words: Words) -> PairSample:
-    """A sample without loss: an empty pair, which fills up a batch."""
+    """Return a sample without loss (an empty pair), which fills up a batch."""
     tokens = np.array([words.classify, words.separate, words.separate])
     return PairSample(tokens, np.array([0, 0, 1]), np.full(3, IGNORED), IGNORED)
 
 
 class BertDataset:
-    """Samples of one split of one indexed data set, in shuffled order.
+    """Samples of one split of a pair of token files, in shuffled order.
 
-    Everything that is random in a sample follows from the seed and the sample's number, so that it does not depend on
-    who reads it when. Another pass over the documents makes other samples.
+    All random choices in a sample depend only on the seed and the number of the sample, not on the process that reads
+    it. Each pass over the documents gives new samples.
 
     Args:
         data: the token files, one sequence per sentence.
-        sentences: the sequences of this split: whole documents.
-        options: what samples are made of.
-        num_samples: samples needed, in as many passes as that takes; None: one pass.
-        seed: of order, pairs and masks.
-        label: name of the split, for the cache.
-        cache_dir: where indices are cached; by default the folder ``cache`` beside the data.
+        sentences: the sequences of this split; they are whole documents.
+        options: how samples are made.
+        num_samples: number of samples needed; documents are repeated as often as this takes. None: one pass.
+        seed: seed of the order, the pairs and the masks.
+        label: name of the split, for the cache and for messages.
+        cache_dir: folder for cached indices; by default the folder ``cache`` beside the data.
 
     Attributes:
-        order: hash of all that the samples depend on.
+        order: hash of everything that the samples depend on.
 
     Raises:
-        DataError: no document of two sentences, or files that do not hold token ids.
+        DataError: no document has two sentences, or the files do not hold token ids.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class BertDataset:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if data.dtype.kind not in "iu":
-            raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers.")
+            raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers. Prepare the data again.")
         self.data = data
         self.options = options
         self.seed = seed
@@ -158,7 +162,8 @@ class BertDataset:
             "short_probability": options.short_probability,
             "seed": seed,
         }
-        facts = [description, options.mask_probability]  # more samples begin with the same ones
+        # Without the number of samples: a longer run begins with the same samples.
+        facts = [description, options.mask_probability]
         self.order = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
         try:
             self.runs = build_once(
@@ -181,13 +186,13 @@ class BertDataset:
             raise DataError(f"{label} split of {data.prefix}: {error}") from error
 
     def __reduce__(self) -> tuple[Callable[..., BertDataset], tuple[Any, ...]]:
-        return _again, self._arguments  # another process maps the arrays again; they never travel
+        return _rebuild, self._arguments  # another process maps the cached arrays itself; they are not pickled
 
     def __len__(self) -> int:
         return len(self.runs)
 
     def __getitem__(self, index: int | None) -> PairSample:
-        """Sample ``index`` in shuffled order. None is a sample without loss, which fills up a batch."""
+        """Return sample ``index`` in shuffled order. None gives a sample without loss, which fills up a batch."""
         if index is None:
             return filler(self.options.words)
         if not 0 <= index < len(self):
@@ -197,7 +202,7 @@ class BertDataset:
         return make_pair([self.data.get(k) for k in range(first, last)], self.options, generator)
 
 
-def _again(
+def _rebuild(
     data: IndexedDataset,
     sentences: range,
     options: PairOptions,
@@ -210,7 +215,7 @@ def _again(
 
 
 def collate(samples: Sequence[PairSample]) -> BertBatch:
-    """Samples end to end."""
+    """Lay samples end to end."""
     batch = BertBatch(
         torch.from_numpy(np.concatenate([sample.tokens for sample in samples])),
         torch.from_numpy(np.concatenate([sample.token_types for sample in samples])),

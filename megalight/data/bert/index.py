@@ -1,4 +1,4 @@
-"""Which sentences make which sample of segment pairs: runs of sentences of one document, greedily filled."""
+"""The sample index of BERT's data set: consecutive sentences of one document, filled greedily to a target length."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ def runs_of(
     short_probability: float,
     generator: np.random.Generator,
 ) -> Runs:
-    """One pass over the documents: ``[n, 2]``, the sentences ``[first, last)`` of each sample, in order.
+    """``[n, 2]``: the sentences ``[first, last)`` of each sample of one pass over the documents, in order.
 
-    A sample takes sentences until it has ``target`` tokens, or, with ``short_probability``, a random number of at
-    least 2; and always two sentences. What is left of a document and is a single sentence goes to the sample before
-    it; documents of one sentence make no sample.
+    A sample takes sentences until it has ``target`` tokens or, with ``short_probability``, a random number of at least
+    2 tokens. It always takes at least two sentences. If a single sentence is left of a document, the last sample takes
+    it too. Documents of one sentence give no sample.
 
     Args:
-        lengths: ``[S]`` tokens of each sentence.
-        documents: ``[D + 1]`` where documents begin, ``S`` last.
-        target: tokens wanted per sample.
-        short_probability: part of the samples that are shorter, so that the model sees all lengths.
-        generator: of the lengths.
+        lengths: ``[S]``: number of tokens of each sentence.
+        documents: ``[D + 1]``: the first sentence of each document, then ``S``.
+        target: tokens per sample.
+        short_probability: fraction of samples with a random shorter target, so that the model sees all lengths.
+        generator: draws the shorter targets.
     """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens before each sentence
     first, stop = documents[:-1], documents[1:]
     found: list[Runs] = []
-    while len(first):  # all documents advance by one sample at a time
+    while len(first):  # vectorised over documents: each turn takes one sample from every document that has one
         live = stop - first >= 2
         first, stop = first[live], stop[live]
         short = generator.random(len(first)) < short_probability
         wanted = np.where(short, generator.integers(2, target + 1, len(first)), target)
-        last = np.searchsorted(ends, ends[first] + wanted)  # the first boundary with enough tokens before it
+        last = np.searchsorted(ends, ends[first] + wanted)  # first sentence boundary after enough tokens
         last = np.minimum(np.maximum(last, first + 2), stop)
-        last = np.where(stop - last == 1, stop, last)
+        last = np.where(stop - last == 1, stop, last)  # a single sentence left over is no sample
         found.append(np.stack([first, last], axis=1))
         first = last
     runs = np.concatenate([np.zeros((0, 2), np.int64), *found])
@@ -55,7 +55,7 @@ def sample_runs(
     num_samples: int | None,
     seed: int,
 ) -> Runs:
-    """The runs of all samples, shuffled within each pass; as many passes as ``num_samples`` take (None: one).
+    """Return the sentences of all samples, shuffled within each pass. None for ``num_samples`` means one pass.
 
     Raises:
         DataError: no document has two sentences.
@@ -67,7 +67,7 @@ def sample_runs(
         runs = runs_of(lengths, documents, target, short_probability, generator)
         if not len(runs):
             raise DataError(
-                f"none of {len(documents) - 1} documents has two sentences, and samples are pairs. Prepare the data "
+                f"none of {len(documents) - 1} documents has two sentences, but a sample is a pair. Prepare the data "
                 "with: megalight prepare ... --split-sentences"
             )
         passes.append(generator.permutation(runs))

@@ -1,4 +1,4 @@
-"""Masking of whole words (BERT, https://arxiv.org/abs/1810.04805; whole words since its release of May 2019)."""
+"""Masking of whole words (BERT, https://arxiv.org/abs/1810.04805; its release of May 2019 masks whole words)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from megalight.data.bert.batch import IGNORED
 from megalight.data.bert.words import Words
 
 KEPT = 0.1
-"""Part of the chosen tokens that stays as it is."""
+"""Fraction of the chosen tokens that stays unchanged."""
 
 REPLACED = 0.1
-"""Part of the chosen tokens that becomes a random one; all others become the mask token."""
+"""Fraction of the chosen tokens that becomes a random token. All other chosen tokens become the mask token."""
 
 
 def mask_words(
     tokens: NDArray[np.int64], words: Words, probability: float, generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose whole words until they have ``probability`` of the tokens, and hide them.
+    """Choose whole words at random until they have the fraction ``probability`` of the tokens, and mask them.
 
-    Special tokens are never chosen. A word that would go beyond the number wanted is passed over, but one word is
-    chosen always, so that no sample is without loss.
+    Special tokens are never chosen. A word that would exceed the fraction is skipped. At least one word is chosen, so
+    every sample has a loss.
 
     Returns:
-        the tokens with 80 % of the chosen ones masked, 10 % replaced by random ones and 10 % kept; and labels: the
-        chosen tokens where they are, -100 elsewhere.
+        the inputs, with 80 % of the chosen tokens masked, 10 % replaced by random tokens and 10 % unchanged; and the
+        labels: the chosen tokens at their positions, -100 elsewhere.
     """
     labels = np.full(len(tokens), IGNORED, np.int64)
     chosen = _choose(tokens, words, probability, generator)
@@ -41,11 +41,11 @@ def mask_words(
 def _choose(
     tokens: NDArray[np.int64], words: Words, probability: float, generator: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Places of the chosen tokens."""
+    """Return the positions of the chosen tokens."""
     places = np.flatnonzero(~words.special[tokens])
     if not len(places):
         return places
-    word = np.cumsum(words.starts(tokens))[places]  # special tokens begin a word and end one, so none spans two
+    word = np.cumsum(words.starts(tokens))[places]  # number of each token's word; no word goes across a special token
     firsts = np.flatnonzero(np.diff(word, prepend=-1))
     sizes = np.diff(firsts, append=len(places))
     wanted = max(1, round(probability * len(places)))
@@ -58,5 +58,5 @@ def _choose(
             left -= int(sizes[index])
         if not left:
             break
-    taken = taken or [int(order[0])]
+    taken = taken or [int(order[0])]  # every word was too long: take one anyway
     return np.concatenate([places[firsts[k] : firsts[k] + sizes[k]] for k in sorted(taken)])

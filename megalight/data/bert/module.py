@@ -7,44 +7,44 @@ from megalight.data.bert.words import Words
 from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus
 from megalight.data.mixture import Data, Part, mix
+from megalight.data.module import TokenDataModule
 from megalight.data.splits import split_bounds
-from megalight.data.tokens.module import TokenDataModule
 
 
 class BertDataModule(TokenDataModule):
-    """Token files of sentences (``megalight prepare --split-sentences``) to batches of segment pairs with masked words.
+    """Reads token files of sentences; yields batches of segment pairs with masked words.
 
-    What is read when, and what a resumed run reads, is as for :class:`~megalight.data.module.GPTDataModule`. With
-    ``max_steps`` every pass over the documents makes new pairs and masks; without, each epoch has the same ones in
-    another order.
+    Make the files with ``megalight prepare --split-sentences``. The number of samples and the position after a resume
+    are as in :class:`~megalight.data.gpt.module.GPTDataModule`. If the trainer has ``max_steps``, every pass over the
+    documents makes new pairs and masks. Otherwise each epoch has the same samples in another order.
 
     Args:
         data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
-            ``{prefix: weight}``; divided into train, validation and test by ``split``.
+            ``{prefix: weight}``. It is divided into train, validation and test by ``split``.
         global_batch_size: samples of a batch over all data-parallel ranks.
         sequence_length: tokens of a sample, at most.
-        split: weights of train, validation and test, by document.
-        train_data: corpora for training alone, instead of a share of ``data``.
-        val_data: corpora for validation alone.
-        test_data: corpora for testing alone.
-        tokenizer: a ``tokenizer.json`` file or folder. By default the one that came with the data. It must have tokens
-            like ``[CLS]``, ``[SEP]`` and ``[MASK]``.
-        vocab_size: tokens of the vocabulary, to check ids against; by default the tokenizer's. A model that has a
-            ``config.vocab_size`` is checked too.
-        mask_probability: part of the tokens to predict, in whole words.
-        short_probability: part of the samples that are shorter than they could be.
-        seed: of order, pairs and masks.
-        num_workers: processes that read, per loader; 0 reads in the training process.
-        cache_dir: where sample indices are cached; by default ``cache`` beside the data.
-        train_samples: samples of a pass over the training data, instead of what the trainer asks for.
-        val_samples: at most so many validation samples.
-        test_samples: at most so many test samples.
+        split: weights of train, validation and test; documents are divided in this ratio.
+        train_data: data for training only, in the forms of ``data``; give it instead of ``data``.
+        val_data: data for validation only.
+        test_data: data for testing only.
+        tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data. It must
+            have tokens like ``[CLS]``, ``[SEP]`` and ``[MASK]``.
+        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's. If the model has
+            ``config.vocab_size``, ids are checked against that too.
+        mask_probability: fraction of the tokens to predict, in whole words.
+        short_probability: fraction of the samples that are made shorter than possible.
+        seed: seed of the order, the pairs and the masks.
+        num_workers: reader processes per loader. 0 reads in the training process.
+        cache_dir: folder for cached sample indices; by default the folder ``cache`` beside the data.
+        train_samples: samples of a pass over the training data, instead of the number the trainer needs.
+        val_samples: upper limit of validation samples.
+        test_samples: upper limit of test samples.
 
     Raises:
-        DataError: missing or torn files, ids outside the vocabulary, another tokenizer than the data's, one without
-            the special tokens, data without documents of two sentences (in ``setup``).
-        ConfigurationError: neither or both of ``data`` and per-split corpora.
-        LayoutError: ``global_batch_size`` does not divide by the data-parallel ranks (in ``setup``).
+        DataError: a file is missing or incomplete, an id is outside the vocabulary, the data was made with another
+            tokenizer, the tokenizer has no such special tokens, or no document has two sentences (in ``setup``).
+        ConfigurationError: neither or both of ``data`` and per-split data are given.
+        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BertDataModule(TokenDataModule):
     collate = staticmethod(collate)
 
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
-        """Whole documents, each of several sequences."""
+        """Divide the documents of a corpus; each has several sequences, one per sentence."""
         bounds = corpus.data.documents
         first, second, third = (
             range(int(bounds[part.start]), int(bounds[part.stop])) for part in split_bounds(split, len(bounds) - 1)
@@ -100,7 +100,7 @@ class BertDataModule(TokenDataModule):
         return first, second, third
 
     def build(self, name: str, num_samples: int | None) -> Samples[PairSample] | None:
-        """Runs of sentences, cut into pairs."""
+        """Build the data set of a split: consecutive sentences, divided into pairs."""
 
         def dataset(part: Part, samples: int | None) -> BertDataset:
             return BertDataset(

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary continue a word, and which are special: known once, as arrays."""
+"""What masking needs to know of a vocabulary: special tokens, and which tokens continue a word."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ OTHERS = ("[PAD]", "[UNK]", "<pad>", "<unk>", "<|pad|>", "<|endoftext|>")
 """Names of special tokens in the vocabularies of BERT, RoBERTa and ALBERT, and in those that ``prepare`` trains."""
 
 SPACE = "Ġ"
-"""How byte-level vocabularies write a space."""
+"""The character for a space in byte-level vocabularies."""
 
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """What masking must know of a vocabulary of ``V`` ids.
+    """Arrays over a vocabulary of ``V`` ids, for masking.
 
     Attributes:
         classify: id of the token that begins a sample.
         separate: id of the token that ends a segment.
-        mask: id of the token that stands for a masked one.
-        inner: ``[V]`` bool: the token can go on inside a word.
-        open: ``[V]`` bool: a word may go on after the token.
-        ordinary: ids of tokens that are not special: what may be masked, and put in the place of others.
-        special: ``[V]`` bool: all others.
+        mask: id of the mask token.
+        inner: ``[V]`` bool: the token can continue a word.
+        open: ``[V]`` bool: a word can continue after the token.
+        ordinary: ids of the tokens that are not special. These can be masked, and can replace others.
+        special: ``[V]`` bool: the token is special.
     """
 
     classify: int
@@ -45,13 +45,14 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Words:
-        """Read a tokenizer's vocabulary.
+        """Read the vocabulary of a tokenizer.
 
-        WordPiece says by ``##`` that a token goes on inside a word. Byte-level and SentencePiece vocabularies mark the
-        space before a word instead: there, letters and digits go on where letters and digits were before.
+        In WordPiece vocabularies, ``##`` marks a token that continues a word. Byte-level and SentencePiece vocabularies
+        mark the space before a word instead. There, a token that begins with a letter or digit continues a word if the
+        token before it ends with a letter or digit.
 
         Raises:
-            DataError: no token to begin a sample with, to end a segment, or to mask.
+            DataError: there is no token to begin a sample, to end a segment, or to mask with.
         """
         vocabulary, size = tokenizer.vocabulary, tokenizer.vocab_size
         wanted = {"begin a sample": CLASSIFY, "end a segment": SEPARATE, "stand for a masked token": MASK}
@@ -69,7 +70,7 @@ class Words:
         return cls(classify, separate, mask, inner, opens, np.flatnonzero(~special), special)
 
     def starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """``[n]`` ids ``-> [n]`` bool: a word begins here."""
+        """``[n]`` ids to ``[n]`` bool: whether a word begins at this token."""
         found = np.ones(len(tokens), bool)
         found[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])
         return found
@@ -80,15 +81,15 @@ def _find(vocabulary: Mapping[str, int], names: tuple[str, ...], purpose: str) -
         if name in vocabulary:
             return vocabulary[name]
     raise DataError(
-        f"the tokenizer has no token to {purpose} ({', '.join(names)}); use a tokenizer of BERT, or train one with: "
+        f"the tokenizer has no token to {purpose} ({', '.join(names)}); use BERT's tokenizer, or train one with: "
         'megalight prepare ... --train-tokenizer --special-tokens "[CLS]" "[SEP]" "[MASK]"'
     )
 
 
 def _letter_of_bytes(character: str) -> bool:
-    """Whether a character of a byte-level token stands for a letter, a digit, or a byte of a longer character.
+    """Return whether a character of a byte-level token stands for a letter, a digit, or a byte of a longer character.
 
-    Byte-level vocabularies write bytes 0x21 to 0x7E as themselves, the spaces and control codes below as U+0100 on,
-    and higher bytes as U+00A1 to U+00FF or from U+0122 on.
+    Byte-level vocabularies write bytes 0x21 to 0x7E as themselves, lower bytes (spaces and control codes) from U+0100
+    on, and higher bytes as U+00A1 to U+00FF or from U+0122 on.
     """
     return character.isalnum() if character.isascii() else not 0x100 <= ord(character) <= 0x121

@@ -10,7 +10,7 @@ import torch
 
 from megalight.data.bert.batch import BertBatch
 from megalight.data.bert.module import BertDataModule
-from megalight.data.module import GPTDataModule
+from megalight.data.gpt.module import GPTDataModule
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.errors import DataError
 from tests.data.bert.conftest import texts

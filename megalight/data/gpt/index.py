@@ -1,8 +1,8 @@
-"""Which tokens make which sample: the document, sample and shuffle index of Megatron's GPT data set.
+"""The document, sample and shuffle index of GPT's data set: which tokens make which sample.
 
-Documents, repeated for as many epochs as are needed and shuffled, are laid end to end; sample ``k`` is the ``s + 1``
-tokens from position ``k * s`` on, so that neighbours share one token (the label of one is the input of the next);
-samples are then visited in shuffled order. The same seed gives the same three arrays as Megatron-LM.
+Documents are repeated for as many epochs as needed, shuffled, and laid end to end. Sample ``k`` is the ``s + 1`` tokens
+from position ``k * s`` on, so neighbours share one token: the last label of one is the first input of the next. Samples
+are then visited in shuffled order. The same seed gives the same three arrays as Megatron-LM.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ IndexArray = NDArray[Any]
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many samples there are and in how many passes; arithmetic only, known before any array is built.
+    """The number of samples and passes: arithmetic only, before any array is built.
 
     Attributes:
         tokens_per_epoch: tokens of one pass over the documents.
-        sequence_length: tokens ``s`` of a sample, its extra last one not counted.
-        num_epochs: passes over the documents.
-        separate_final_epoch: the last pass is needed for less than 80 %, and is shuffled apart, so that its
-            documents do not come early at the expense of others.
-        num_samples: samples in all passes (at least those asked for).
+        sequence_length: tokens ``s`` of a sample, without the extra last label.
+        num_epochs: number of passes over the documents.
+        separate_final_epoch: whether the last pass is shuffled on its own. It is if less than 80 % of it is needed:
+            otherwise its documents would replace documents of earlier passes.
+        num_samples: samples of all passes; at least the number requested.
     """
 
     tokens_per_epoch: int
@@ -41,41 +41,41 @@ class SamplePlan:
     def make(
         cls, tokens_per_epoch: int, sequence_length: int, num_samples: int | None, drop_last_partial: bool = True
     ) -> SamplePlan:
-        """Plan for at least ``num_samples`` samples, or for one pass when None.
+        """Plan at least ``num_samples`` samples, or one pass if it is None.
 
         Args:
             tokens_per_epoch: tokens of one pass.
-            sequence_length: tokens of a sample, its extra last one not counted.
-            num_samples: samples wanted.
-            drop_last_partial: whether the tokens left at the very end, too few for a sample, are dropped; if not, they
-                make a last sample that is padded.
+            sequence_length: tokens of a sample, without the extra last label.
+            num_samples: number of samples needed.
+            drop_last_partial: whether to drop the last tokens if they are too few for a sample. If not, they make a
+                padded sample.
 
         Raises:
-            DataError: too few tokens for a single sample.
+            DataError: there are too few tokens for one sample.
         """
         p, s = tokens_per_epoch, sequence_length
         if num_samples is None and drop_last_partial and p < s + 1:
             raise DataError(
-                f"the documents hold {p} tokens; one sample of sequence_length {s} takes {s + 1}. Shorten "
+                f"the documents hold {p} tokens; one sample of sequence_length {s} takes {s + 1}. Lower "
                 "sequence_length or use more data."
             )
         if p < 2 or s < 1:
-            raise DataError(f"{p} tokens and sequence_length {s}: at least 2 tokens and a length of 1 are needed.")
+            raise DataError(f"there are {p} tokens and sequence_length is {s}; at least 2 tokens and 1 are needed.")
         n = num_samples or 0
         epochs = max(1, -(-(n * s + 1) // p))
-        before_last = ((epochs - 1) * p - 1) // s
-        separate = epochs > 1 and n - before_last < 4 * ((p - 1) // s) // 5
-        last = epochs * p - 1
+        before_last = ((epochs - 1) * p - 1) // s  # samples that end before the last pass
+        separate = epochs > 1 and n - before_last < 4 * ((p - 1) // s) // 5  # less than 80 % of the last pass
+        last = epochs * p - 1  # the very last token is only a label
         return cls(p, s, epochs, separate, last // s if drop_last_partial else -(-last // s))
 
     @property
     def samples_before_final_epoch(self) -> int:
-        """Samples that lie wholly in the passes before the last."""
+        """Number of samples that end before the last pass."""
         return max(0, ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.sequence_length)
 
 
 def document_index(documents: range, plan: SamplePlan, random: np.random.RandomState) -> NDArray[np.int32]:
-    """``[epochs * len(documents)]`` the documents in the order in which their tokens are laid out."""
+    """``[epochs * len(documents)]``: the documents in the order in which their tokens are laid out."""
 
     def shuffled(epochs: int) -> NDArray[np.int32]:
         index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), epochs)
@@ -89,22 +89,22 @@ def document_index(documents: range, plan: SamplePlan, random: np.random.RandomS
 
 
 def sample_index(lengths: NDArray[np.int32], order: NDArray[np.int32], plan: SamplePlan) -> IndexArray:
-    """``[num_samples + 1, 2]`` where each sample starts: position in the document index, token in that document.
+    """``[num_samples + 1, 2]``: where each sample starts: position in the document index, token in the document.
 
-    Row ``k + 1`` is the last token of sample ``k``. int32 where that is enough, else int64.
+    Row ``k + 1`` is also the last token of sample ``k``. The dtype is int32 if that is enough, else int64.
     """
     ends = np.cumsum(lengths[order], dtype=np.int64)
     targets = np.arange(plan.num_samples + 1, dtype=np.int64) * plan.sequence_length
     np.minimum(targets, ends[-1] - 1, out=targets)
     rows = np.searchsorted(ends, targets, side="right")
     offsets = targets - ends[rows] + lengths[order[rows]]
-    rows[0] = 0  # where the walk over the documents starts, also when the first ones are empty
+    rows[0] = 0  # Megatron starts at the first document even if it is empty; `searchsorted` skips empty ones
     wide = max(len(order), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
     return np.stack([rows, offsets], axis=1).astype(np.int64 if wide else np.int32)
 
 
 def shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> IndexArray:
-    """``[num_samples]`` the order in which samples are visited; a separate final epoch comes last."""
+    """``[num_samples]``: the order in which samples are visited. A separate final epoch comes last."""
     total = plan.num_samples
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     first = plan.samples_before_final_epoch if plan.separate_final_epoch else total
@@ -115,7 +115,8 @@ def shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> IndexArray
 
 
 def build(lengths: NDArray[np.int32], documents: range, plan: SamplePlan, seed: int) -> dict[str, IndexArray]:
-    """The three arrays by name. One generator, seeded once, draws them in this order: that is part of the format."""
+    """Build the three arrays; returns them by name."""
+    # One generator draws documents first, then samples: equality with Megatron-LM depends on this order.
     random = np.random.RandomState(seed)
     order = document_index(documents, plan, random)
     samples = sample_index(lengths, order, plan)

@@ -1,4 +1,4 @@
-"""The data set that language models are pre-trained on: documents end to end, cut into samples of equal length."""
+"""The data set of language-model pre-training: documents laid end to end and cut into samples of equal length."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
-from megalight.data.index import SamplePlan, build
+from megalight.data.gpt.index import SamplePlan, build
 from megalight.data.indexed import IndexedDataset
 from megalight.errors import DataError
+from megalight.types import TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +25,15 @@ class SampleOptions:
     """How tokens become inputs, labels and masks.
 
     Attributes:
-        sequence_length: tokens ``S`` of a sample.
-        document_mask: whether a sample names the documents it holds, so that attention does not cross them and
-            positions restart.
-        eod_id: the token that ends documents, for ``eod_mask_loss``.
-        eod_mask_loss: whether the loss skips positions whose input is ``eod_id`` (what follows the end of a document
-            is another document's start).
-        pad_id: an id that means padding and nothing else: labels of that id carry no loss. Negative: none.
-        vocab_size: ids at or above this raise, rather than fail inside a device kernel. None: not checked.
+        sequence_length: number of tokens ``S`` of a sample.
+        document_mask: whether samples carry the lengths of their documents. Attention then stays inside documents,
+            and positions restart at each.
+        eod_id: id of the end-of-document token, for ``eod_mask_loss``.
+        eod_mask_loss: whether positions whose input is ``eod_id`` carry no loss. Their label is the first token of
+            another document.
+        pad_id: an id that means only padding: labels with this id carry no loss. Negative: there is none.
+        vocab_size: a sample with an id at or above this raises, instead of failing in a device kernel. None: ids are
+            not checked.
     """
 
     sequence_length: int
@@ -42,7 +45,9 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         if self.eod_mask_loss and self.eod_id is None:
-            raise DataError("eod_mask_loss needs the id of the end-of-document token; name the tokenizer.")
+            raise DataError(
+                "eod_mask_loss needs an end-of-document token, and none is known; give a tokenizer that has one."
+            )
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,9 @@ class Sample:
 
     Attributes:
         tokens: ``[S]`` int64 inputs.
-        labels: ``[S]`` int64, the token after each input.
-        loss_mask: ``[S]`` float32.
-        document_lengths: lengths of the documents in ``tokens``, summing to ``S``, where they are asked for.
+        labels: ``[S]`` int64: the token that follows each input.
+        loss_mask: ``[S]`` float32: 1 where the label counts in the loss.
+        document_lengths: lengths of the documents in ``tokens``, which sum to ``S``; None without ``document_mask``.
     """
 
     tokens: NDArray[np.int64]
@@ -63,11 +68,13 @@ class Sample:
 
 
 def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sample:
-    """Lay the pieces of documents end to end (up to ``S + 1`` tokens) and make inputs, labels and loss mask.
+    """Make inputs, labels and the loss mask from pieces of documents, ``S + 1`` tokens in total.
 
-    Too few tokens are filled up with zeros that carry no loss, known by their position and not by their value. Ids
-    below 0 in the data (what some tools write for padding) become 0 as inputs and carry no loss as labels; a padding
-    token of the vocabulary stays what it is as an input.
+    If there are fewer tokens, zeros without loss fill the rest. Negative ids, which some tools write for padding,
+    become 0 as inputs and carry no loss as labels. A padding token of the vocabulary (``pad_id``) stays as an input.
+
+    Raises:
+        DataError: an id is not in the vocabulary.
     """
     s = options.sequence_length
     text = np.zeros(s + 1, np.int64)
@@ -76,11 +83,11 @@ def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sampl
     if options.vocab_size is not None and int(text.max()) >= options.vocab_size:
         raise DataError(
             f"the data holds the token id {int(text.max())}; the vocabulary has {options.vocab_size} tokens. Use the "
-            "tokenizer the data was made with, and a model of its vocabulary size."
+            "tokenizer that the data was made with, and a model with its vocabulary size."
         )
     tokens, labels = text[:-1], text[1:].copy()
     mask = np.ones(s, np.float32)
-    mask[max(0, have - 1) :] = 0
+    mask[max(0, have - 1) :] = 0  # by position: a real token may also have the id 0
     if options.pad_id >= 0:
         mask[labels == options.pad_id] = 0
     if text.min() < 0:
@@ -94,7 +101,7 @@ def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sampl
 
 
 def _document_lengths(lengths: Sequence[int], s: int) -> tuple[int, ...]:
-    """Lengths of the documents' parts among the first ``s`` tokens; what is missing is a last document of its own."""
+    """Lengths of the documents among the first ``s`` tokens. Filled-up tokens are a last document of their own."""
     found: list[int] = []
     left = s
     for length in (*lengths, s):
@@ -105,24 +112,25 @@ def _document_lengths(lengths: Sequence[int], s: int) -> tuple[int, ...]:
 
 
 class GPTDataset:
-    """Samples of one split of one indexed data set, in shuffled order; the order is Megatron-LM's for equal seeds.
+    """Samples of one split of a pair of token files, in shuffled order. Megatron-LM has the same order for equal seeds.
 
     Args:
         data: the token files.
-        documents: the sequences of this split (each is a document).
-        options: what samples are made of.
-        num_samples: samples needed, in as many passes as that takes; None: one pass.
-        seed: of the order.
-        label: name of the split, for the cache.
-        cache_dir: where indices are cached; by default the folder ``cache`` beside the data.
-        drop_last_partial: whether the last tokens, too few for a sample, are dropped (training) or make a padded one.
+        documents: the sequences of this split. Each sequence is a document.
+        options: how samples are made.
+        num_samples: number of samples needed; documents are repeated as often as this takes. None: one pass.
+        seed: seed of the order.
+        label: name of the split, for the cache and for messages.
+        cache_dir: folder for cached indices; by default the folder ``cache`` beside the data.
+        drop_last_partial: whether to drop the last tokens if they are too few for a sample (training). If not, they
+            make a padded sample.
 
     Attributes:
-        plan: counts of samples and passes.
-        order: hash of all that the order of samples depends on.
+        plan: number of samples and passes.
+        order: hash of everything that the order of samples depends on.
 
     Raises:
-        DataError: no documents, or too few tokens for a sample.
+        DataError: there are no documents, or too few tokens for one sample.
     """
 
     def __init__(
@@ -139,7 +147,7 @@ class GPTDataset:
     ) -> None:
         lengths = data.lengths[documents.start : documents.stop]
         if data.dtype.kind not in "iu":
-            raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers.")
+            raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers. Prepare the data again.")
         try:
             self.plan = SamplePlan.make(
                 int(lengths.sum(dtype=np.int64)), options.sequence_length, num_samples, drop_last_partial
@@ -170,13 +178,13 @@ class GPTDataset:
         self.shuffle_index = arrays["shuffle_index"]
 
     def __reduce__(self) -> tuple[Callable[..., GPTDataset], tuple[Any, ...]]:
-        return _again, self._arguments  # another process maps the arrays again; they never travel
+        return _rebuild, self._arguments  # another process maps the cached arrays itself; they are not pickled
 
     def __len__(self) -> int:
         return self.plan.num_samples
 
     def __getitem__(self, index: int | None) -> Sample:
-        """Sample ``index`` in shuffled order. None is a sample without loss, which fills up a batch."""
+        """Return sample ``index`` in shuffled order. None gives a sample without loss, which fills up a batch."""
         if index is None:
             return make_sample([], self.options)
         if not 0 <= index < len(self):
@@ -184,7 +192,7 @@ class GPTDataset:
         return make_sample(self.pieces(int(self.shuffle_index[index])), self.options)
 
     def pieces(self, sample: int) -> list[NDArray[Any]]:
-        """The runs of tokens, one per document, that make up a sample (before shuffling): views of the file."""
+        """Return the parts of documents that make up a sample (its number before shuffling): views of the file."""
         (first, start), (last, stop) = self.sample_index[sample].tolist(), self.sample_index[sample + 1].tolist()
         documents = self.document_index[first : last + 1].tolist()
         get = self.data.get
@@ -194,7 +202,7 @@ class GPTDataset:
         return [get(documents[0], start), *middle, get(documents[-1], 0, stop + 1)]
 
 
-def _again(
+def _rebuild(
     data: IndexedDataset,
     documents: range,
     options: SampleOptions,
@@ -213,4 +221,15 @@ def _again(
         label=label,
         cache_dir=cache_dir,
         drop_last_partial=drop_last_partial,
+    )
+
+
+def collate(samples: Sequence[Sample]) -> TokenBatch:
+    """Stack samples to the rows of a batch."""
+    documents = tuple(sample.document_lengths for sample in samples if sample.document_lengths is not None)
+    return TokenBatch(
+        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        torch.from_numpy(np.stack([sample.labels for sample in samples])),
+        torch.from_numpy(np.stack([sample.loss_mask for sample in samples])),
+        documents or None,
     )

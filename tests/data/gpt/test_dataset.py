@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalight.data.gpt import GPTDataset, SampleOptions, make_sample
+from megalight.data.gpt.dataset import GPTDataset, SampleOptions, make_sample
 from megalight.errors import DataError
 from tests.data.corpora import write
 

@@ -1,7 +1,7 @@
-"""Where text comes from: files of plain text, JSON lines and Parquet, cut into blocks of about a megabyte.
+"""Input files of ``prepare`` (plain text, JSON lines, Parquet), read in blocks of about a megabyte.
 
-One process reads and cuts, in a fixed order, so that what comes out does not depend on who works on the blocks; turning
-a block into texts (:func:`texts_of`) is left to the workers.
+One process finds and reads the files in a fixed order (:func:`find`, :func:`blocks`). Workers turn blocks into texts
+(:func:`texts_of`). So the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
-class Source:
-    """An input file and what it holds."""
+class TextFile:
+    """An input file and its format."""
 
     path: Path
     kind: Kind
@@ -44,15 +44,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one file's content.
+    """A part of one file.
 
     Attributes:
         path: the file, for messages.
-        kind: how to read ``data``.
+        kind: format of the file.
         data: bytes of text or of whole JSON lines; empty for Parquet.
-        first: number of the first line (JSON lines), or the row group (Parquet).
-        ends: whether the document ends with this piece (text; elsewhere pieces hold whole documents).
-        size: bytes of the input that are dealt with when this piece is, for progress.
+        first: number of the first line (text, JSON lines), or the row group (Parquet).
+        ends: whether the document ends with this piece. Only a text file can have a document of several pieces.
+        size: bytes of the input file that this piece accounts for, for the progress bar.
     """
 
     path: Path
@@ -68,22 +68,22 @@ Block = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Text:
-    """A text, and whether its document ends with it."""
+    """A text, and whether it is the end of its document."""
 
     text: str
     ends: bool
 
 
-def find(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
-    """The files that inputs name, in a fixed order, each once.
+def find(inputs: Sequence[str], form: Format = "auto") -> list[TextFile]:
+    """Find the files that the inputs name, in a fixed order, each once.
 
-    An input is a file, a glob pattern (``**`` allowed), or a directory: of a directory every file below it, in sorted
-    order, save hidden ones and those that look binary (a zero byte in the first 8 KiB, as git decides it).
+    An input is a file, a glob pattern (``**`` is allowed), or a directory. A directory stands for all files below it,
+    in sorted order, without hidden files and without binary files (a zero byte in the first 8 KiB, as in git).
 
     Raises:
-        DataError: an input that names nothing.
+        DataError: an input names no file.
     """
-    found: dict[Path, Source] = {}
+    found: dict[Path, TextFile] = {}
     for given in inputs:
         place = Path(given)
         if place.is_dir():
@@ -96,9 +96,9 @@ def find(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
             raise DataError(f"input {given!r} names no file; give a file, a directory, or a glob in quotes.")
         for path in paths:
             kind = SUFFIXES.get(_suffix(path), "text") if form == "auto" else form
-            found.setdefault(path, Source(path, kind, path.stat().st_size))
+            found.setdefault(path, TextFile(path, kind, path.stat().st_size))
     if not found:
-        raise DataError("no input was given; name at least one file, directory or glob.")
+        raise DataError("no input was given; give at least one file, directory or glob.")
     return list(found.values())
 
 
@@ -118,7 +118,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if not entry.is_symlink():  # links may lead in circles
+            if not entry.is_symlink():  # symbolic links may form cycles
                 yield from _walk(entry)
         elif entry.is_file():
             yield entry
@@ -131,24 +131,24 @@ def _binary(path: Path) -> bool:
         with open(path, "rb") as file:
             return b"\0" in file.read(8192)
     except OSError:
-        return False  # reading it will name it
+        return False  # reading it later raises an error that names it
 
 
-def blocks(sources: Sequence[Source], on_bad: OnBad = "raise", skipped: list[str] | None = None) -> Iterator[Block]:
-    """Cut the files into blocks of about a megabyte: pieces of a large file, or many small ones together.
+def blocks(files: Sequence[TextFile], on_bad: OnBad = "raise", skipped: list[str] | None = None) -> Iterator[Block]:
+    """Read the files in blocks of about a megabyte: a piece of a large file, or several small files.
 
     Args:
-        sources: the files, in the order wanted.
-        on_bad: whether a file that cannot be read, or is not UTF-8, raises, or is left out.
-        skipped: takes a message for each file left out.
+        files: the files, in order.
+        on_bad: what happens with a file that cannot be read or is not UTF-8: ``raise``, or ``skip`` the file.
+        skipped: receives a message for each file that is skipped.
     """
     block: list[Piece] = []
     size = 0
-    for source in sources:
+    for file in files:
         try:
             if on_bad == "skip":
-                _try(source)
-            for piece in _pieces(source):
+                _check(file)
+            for piece in _pieces(file):
                 block.append(piece)
                 size += len(piece.data) if piece.kind != "parquet" else BLOCK
                 if size >= BLOCK:
@@ -163,33 +163,34 @@ def blocks(sources: Sequence[Source], on_bad: OnBad = "raise", skipped: list[str
         yield tuple(block)
 
 
-def _try(source: Source) -> None:
-    """Read a file whole, so that it is left out whole if it is bad."""
-    for piece in _pieces(source):
+def _check(file: TextFile) -> None:
+    """Read the whole file before any of its pieces is used, so that a bad file is skipped as a whole."""
+    for piece in _pieces(file):
         if piece.kind == "text":
             _decode(piece)
 
 
-def _pieces(source: Source) -> Iterator[Piece]:
+def _pieces(file: TextFile) -> Iterator[Piece]:
     try:
-        if source.kind == "parquet":
-            yield from _row_groups(source)
+        if file.kind == "parquet":
+            yield from _row_groups(file)
         else:
-            yield from _lines(source)
+            yield from _lines(file)
     except READ_ERRORS as error:
         raise DataError(
-            f"{source.path} cannot be read ({error}); mend it, or leave it out with on_bad=skip."
+            f"{file.path} cannot be read ({error}); repair it, or skip bad files with on_bad='skip' (--skip-bad)."
         ) from error
 
 
-def _lines(source: Source) -> Iterator[Piece]:
-    """Pieces of about a megabyte that end at line ends. Only the last one of a text ends its document."""
+def _lines(source: TextFile) -> Iterator[Piece]:
+    """Pieces of about a megabyte that end at line ends. Only the last piece of a text ends its document."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
         line, data = 1, _chunk(file)
         while True:
             following = _chunk(file) if data else b""
             last = not following
+            # Progress counts bytes of the input: of a compressed file they are only known for the whole.
             size = len(data) if not source.compressed else source.size if last else 0
             yield Piece(source.path, source.kind, data, line, last, size)
             if last:
@@ -203,7 +204,7 @@ def _chunk(file: BinaryIO) -> bytes:
     return data + file.readline() if len(data) == BLOCK else data
 
 
-def _row_groups(source: Source) -> Iterator[Piece]:
+def _row_groups(source: TextFile) -> Iterator[Piece]:
     file = _parquet(source.path)
     count = max(1, file.num_row_groups)
     for group in range(file.num_row_groups):
@@ -216,15 +217,15 @@ def _parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+        raise DataError(f"{path} is not a readable Parquet file: {error}. Is it incomplete?") from error
 
 
 def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list[Text], list[str]]:
-    """The texts of a block, and messages about what was left out.
+    """Return the texts of a block, and one message per line that was skipped.
 
     Raises:
-        DataError: with ``on_bad="raise"``: text that is not UTF-8, a line that is not a JSON object, or one without
-            a string at ``text_key``. The message has the file and the line.
+        DataError: with ``on_bad="raise"``: a text is not UTF-8, a line is not a JSON object, or it has no string at
+            ``text_key``. The message names the file and the line.
     """
     texts: list[Text] = []
     skipped: list[str] = []
@@ -253,8 +254,8 @@ def _decode(piece: Piece) -> str:
     except UnicodeDecodeError as error:
         line = piece.first + data.count(b"\n", 0, error.start)
         raise DataError(
-            f"{piece.path} line {line} is not UTF-8 text ({error.reason}); convert it, or leave it out with "
-            "on_bad=skip."
+            f"{piece.path} line {line} is not UTF-8 text ({error.reason}); convert it, or skip bad files with "
+            "on_bad='skip' (--skip-bad)."
         ) from error
 
 
@@ -262,16 +263,18 @@ def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} line {number} is not JSON ({error}): is the file torn?") from error
+        raise DataError(f"{path} line {number} is not JSON ({error}). Is the file incomplete?") from error
     if not isinstance(record, dict) or key not in record:
         keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{path} line {number} has no key {key!r}; it has: {keys}. Choose one with text_key.")
+        raise DataError(
+            f"{path} line {number} has no key {key!r}; it has: {keys}. Choose one with text_key (--text-key)."
+        )
     text = record[key]
     if not isinstance(text, str):
         raise DataError(f"{path} line {number}: {key!r} is a {type(text).__name__}; it must be a string.")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair is JSON, but no text
+    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which is no text
         raise DataError(f"{path} line {number}: {key!r} is not Unicode text ({error.reason}).") from error
     return text
 
@@ -280,7 +283,9 @@ def _column(piece: Piece, key: str) -> Iterator[Text]:
     file = _parquet(piece.path)
     names = file.schema_arrow.names
     if key not in names:
-        raise DataError(f"{piece.path} has no column {key!r}; it has: {', '.join(names)}. Choose one with text_key.")
+        raise DataError(
+            f"{piece.path} has no column {key!r}; it has: {', '.join(names)}. Choose one with text_key (--text-key)."
+        )
     try:
         values = file.read_row_group(piece.first, columns=[key]).column(0).to_pylist()
     except (OSError, ValueError) as error:

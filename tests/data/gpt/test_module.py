@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from megalight.data.blend import BlendedDataset
+from megalight.data.gpt.module import GPTDataModule
 from megalight.data.loader import TokenLoader
-from megalight.data.module import GPTDataModule
 from megalight.data.prepare import PrepareReport
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError
@@ -265,11 +265,11 @@ def test_bad_arguments(tmp_path: Path, corpus: PrepareReport) -> None:
         read(tmp_path, data={"sequence_length": 500}, max_epochs=1)
     with pytest.raises(DataError, match="fewer than one global batch of 200"):
         read(tmp_path, data={"global_batch_size": 200}, max_epochs=1)
-    with pytest.raises(DataError, match="no tokenizer came with the data"):
+    with pytest.raises(DataError, match="no tokenizer was saved with the data"):
         _ = module(tmp_path).tokenizer
     assert module(tmp_path).checkpoint_files() == {}
     other = Tokenizer.train(documents(), 310).save(tmp_path / "other.json")
-    with pytest.raises(DataError, match="the same ids mean other text"):
+    with pytest.raises(DataError, match="the same ids mean different text"):
         module(tmp_path, data=corpus.prefix, tokenizer=str(other))
     with pytest.raises(DataError, match="eod_mask_loss needs"):
         module(tmp_path, eod_mask_loss=True)

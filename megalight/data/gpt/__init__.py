@@ -1,0 +1,1 @@
+"""Documents end to end, cut into samples of equal length, for GPT."""

@@ -1,1 +1,0 @@
-"""What data modules over token files share."""
