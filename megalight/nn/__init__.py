@@ -19,6 +19,8 @@ from megalight.nn.pooler import SequenceHead as SequenceHead
 from megalight.nn.post_norm import PostNormLayer as PostNormLayer
 from megalight.nn.rotary import Rotary as Rotary
 from megalight.nn.rotary import RotaryTable as RotaryTable
+from megalight.nn.short_conv import CausalConv as CausalConv
+from megalight.nn.short_conv import ShortConv as ShortConv
 from megalight.nn.stack import run_layers as run_layers
 from megalight.nn.state import KeysAndValues as KeysAndValues
 from megalight.nn.state import SequenceRows as SequenceRows

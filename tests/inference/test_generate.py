@@ -19,6 +19,7 @@ STYLES = {
         "tie_embeddings": True,
     },
     "windowed": {"attention": AttentionConfig(window=4, window_pattern=(True, False), qk_norm=True)},
+    "hybrid": {"mixer_pattern": ("conv", "attention"), "conv_kernel": 4},
     "capped": {"attention": AttentionConfig(softcap=2.0)},
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
@@ -59,7 +60,7 @@ def test_logits_with_cache_equal_recomputation(style):
     assert cache.lengths == [len(row) for row in rows]
 
 
-@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("style", ["llama", "gpt2", "hybrid"])
 def test_greedy_completions_equal_recomputation(style):
     model = build(style)
     rows = [list(prompt) for prompt in PROMPTS]

@@ -19,6 +19,7 @@ from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.workers import run
 
 MODELS = {name: replace(CONFIGS[name], num_layers=4, init=InitConfig(std=0.4)) for name in ("gqa", "gpt2", "tied")}
+MODELS["hybrid"] = replace(MODELS["gqa"], mixer_pattern=("conv", "attention", "conv"))
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
 REQUESTS: list[dict[str, Any]] = [
     {"max_new_tokens": 9, "temperature": 0},
@@ -32,6 +33,7 @@ LAYOUTS = [
     ("gpt2", 2, {**PP, "pipeline_layout": "E|t|ttt|L"}),
     ("gqa", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
     ("gqa", 2, {"context_parallel": 2}),
+    ("hybrid", 4, {**PP, "tensor_parallel": 2, "sequence_parallel": True}),
     *[
         pytest.param(*row, marks=pytest.mark.full)
         for row in [

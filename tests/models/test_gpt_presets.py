@@ -76,6 +76,14 @@ def test_arithmetic_equals_the_module(bias, activation, norm, qk_norm):
     assert num_parameters(config) == built_parameters(config)
 
 
+def test_convolutions_count_their_own():
+    sizes = {"num_layers": 5, "hidden_size": 24, "num_heads": 4, "vocab_size": 101, "max_sequence_length": 17}
+    attention = AttentionConfig(qkv_bias=True, proj_bias=True, qk_norm=True)
+    config = GPTConfig(**sizes, attention=attention, mixer_pattern=("conv", "attention", "conv"), conv_kernel=4)
+    assert num_parameters(config) == built_parameters(config)
+    assert flops_per_token(config, 32) - flops_per_token(config, 16) == 2 * 12 * 24 * (32 - 16) / 2, "two layers'"
+
+
 @pytest.mark.parametrize(("name", "length", "giga"), PUBLISHED_GIGAFLOPS)
 def test_flops(name, length, giga):
     digits = len(str(giga).replace(".", ""))

@@ -11,6 +11,9 @@ from megalight.models.config import ModelConfig, require, require_choice
 from megalight.nn.mlp import is_gated
 from megalight.ops.rotary import RotaryScaling
 
+MIXERS = ("attention", "conv")
+"""How a layer may mix tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
@@ -117,6 +120,9 @@ class GPTConfig(ModelConfig):
         mlp_bias: biases in the MLP.
         tie_embeddings: the head's weight is the word embedding's.
         embedding_multiplier: scales the word embedding.
+        mixer_pattern: how layers mix tokens, repeated over the depth: ``attention``, or ``conv`` (a gated short
+            convolution). ``[conv, conv, attention]`` is two of one kind and then one of the other.
+        conv_kernel: tokens that a convolution sees.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
 
     Raises:
@@ -130,6 +136,8 @@ class GPTConfig(ModelConfig):
     tie_embeddings: bool = False
     embedding_multiplier: float = 1.0
     logit_softcap: float | None = None
+    mixer_pattern: tuple[str, ...] = ("attention",)
+    conv_kernel: int = 3
     norm: NormConfig = field(default_factory=NormConfig)
     position: PositionConfig = field(default_factory=PositionConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -161,6 +169,15 @@ class GPTConfig(ModelConfig):
             f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
         )
         is_gated(self.activation)
+        object.__setattr__(self, "mixer_pattern", tuple(self.mixer_pattern))
+        require(bool(self.mixer_pattern), "mixer_pattern is empty; give one entry per layer of the pattern.")
+        for mixer in self.mixer_pattern:
+            require_choice("an entry of mixer_pattern", mixer, MIXERS)
+        require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
+
+    def mixer_of(self, layer: int) -> str:
+        """How a layer mixes tokens, by its index."""
+        return self.mixer_pattern[layer % len(self.mixer_pattern)]
 
     @property
     def rotary_dim(self) -> int:

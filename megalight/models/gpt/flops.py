@@ -10,27 +10,34 @@ def _norm_parameters(config: GPTConfig, size: int) -> int:
     return size * (2 if config.norm.kind == "layer" else 1)
 
 
-def _layer_matmul_parameters(config: GPTConfig) -> int:
-    """Weights of one layer's projections."""
+def _matmul_parameters(config: GPTConfig) -> int:
+    """Weights of all layers' projections and convolutions."""
+    h = config.hidden_size
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = config.hidden_size * (qkv_size + config.num_heads * config.head_dim)
-    mlp = config.hidden_size * config.ffn_hidden_size * (3 if is_gated(config.activation) else 2)
-    return attention + mlp
+    attention = h * (qkv_size + config.num_heads * config.head_dim)
+    mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel)}
+    mlp = h * config.ffn_hidden_size * (3 if is_gated(config.activation) else 2)
+    return sum(mixers[config.mixer_of(layer)] + mlp for layer in range(config.num_layers))
 
 
-def _layer_vector_parameters(config: GPTConfig) -> int:
-    """Norm weights and biases of one layer."""
+def _vector_parameters(config: GPTConfig) -> int:
+    """Norm weights and biases of all layers."""
     norms = 2 * _norm_parameters(config, config.hidden_size)
+    attention = 0
     if config.attention.qk_norm:
-        norms += 2 * _norm_parameters(config, config.head_dim)
-    biases = 0
+        attention += 2 * _norm_parameters(config, config.head_dim)
     if config.attention.qkv_bias:
-        biases += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.attention.proj_bias:
-        biases += config.hidden_size
+        attention += config.hidden_size
+    mlp = 0
     if config.mlp_bias:
-        biases += config.ffn_hidden_size * (2 if is_gated(config.activation) else 1) + config.hidden_size
-    return norms + biases
+        mlp += config.ffn_hidden_size * (2 if is_gated(config.activation) else 1) + config.hidden_size
+    return config.num_layers * (norms + mlp) + len(_attention_layers(config)) * attention
+
+
+def _attention_layers(config: GPTConfig) -> list[int]:
+    return [layer for layer in range(config.num_layers) if config.mixer_of(layer) == "attention"]
 
 
 def num_parameters(config: GPTConfig) -> int:
@@ -38,19 +45,20 @@ def num_parameters(config: GPTConfig) -> int:
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     if config.position.kind == "learned":
         tables += config.max_sequence_length * config.hidden_size
-    layer = _layer_matmul_parameters(config) + _layer_vector_parameters(config)
-    return tables + config.num_layers * layer + _norm_parameters(config, config.hidden_size)
+    layers = _matmul_parameters(config) + _vector_parameters(config)
+    return tables + layers + _norm_parameters(config, config.hidden_size)
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     """Floating-point operations of forward and backward, per token, in sequences of ``sequence_length`` tokens.
 
-    Six per weight of the projections and the head (the embedding is a look-up), and for attention twelve per query
-    feature and visible key: half of the sequence on average under the causal mask, less under a window. Recomputation
-    is not counted.
+    Six per weight of projections, convolutions and the head (the embedding is a look-up), and for attention twelve per
+    query feature and visible key: half of the sequence on average under the causal mask, less under a window.
+    Recomputation is not counted.
     """
-    matmul = config.num_layers * _layer_matmul_parameters(config) + config.vocab_size * config.hidden_size
-    keys = sum(_mean_visible_keys(sequence_length, config.attention.window_of(i)) for i in range(config.num_layers))
+    matmul = _matmul_parameters(config) + config.vocab_size * config.hidden_size
+    windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
+    keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
     return 6.0 * matmul + 12.0 * config.num_heads * config.head_dim * keys
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megalight.nn import (
     LMHead,
     RMSNorm,
     Rotary,
+    ShortConv,
     TokenEmbedding,
     TransformerLayer,
     run_layers,
@@ -54,8 +55,8 @@ def build_norm(config: GPTConfig, size: int) -> nn.Module:
     return kind(size, config.norm.eps, backend=config.backends.norm)
 
 
-def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
-    """The layer at a global index."""
+def build_attention(config: GPTConfig, index: int) -> Attention:
+    """The attention of the layer at a global index."""
     inner = InnerAttention(
         scale=config.attention.scale,
         window=config.attention.window_of(index),
@@ -63,7 +64,7 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
         dropout=config.dropout.attention,
         backend=config.backends.attention,
     )
-    attention = Attention(
+    return Attention(
         config.hidden_size,
         config.num_heads,
         config.num_kv_heads,
@@ -77,6 +78,20 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
         std=config.init.std,
         proj_std=config.residual_std,
     )
+
+
+def build_conv(config: GPTConfig, index: int) -> ShortConv:
+    """The convolution of a layer; all are alike."""
+    return ShortConv(config.hidden_size, config.conv_kernel, std=config.init.std, proj_std=config.residual_std)
+
+
+MIXERS: dict[str, Callable[[GPTConfig, int], nn.Module]] = {"attention": build_attention, "conv": build_conv}
+"""Name in ``mixer_pattern``, which is also the module's in the layer -> how it is made for the layer at an index."""
+
+
+def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
+    """The layer at a global index."""
+    name = config.mixer_of(index)
     mlp = MLP(
         config.hidden_size,
         config.ffn_hidden_size,
@@ -87,7 +102,8 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
         backend=config.backends.activation,
     )
     norms = build_norm(config, config.hidden_size), build_norm(config, config.hidden_size)
-    return TransformerLayer(norms[0], attention, norms[1], mlp, dropout=config.dropout.hidden)
+    mixer = MIXERS[name](config, index)
+    return TransformerLayer(norms[0], mixer, norms[1], mlp, name=name, dropout=config.dropout.hidden)
 
 
 def build_embedding(config: GPTConfig) -> TokenEmbedding:

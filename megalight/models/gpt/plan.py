@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm
+from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm, ShortConv
 from megalight.parallel.plan import Plan
-from megalight.parallel.styles import Column, ContextRegion, Dropout, HeadRegion, Row, SequenceRegion, Vocab, VocabHead
+from megalight.parallel.styles import (
+    Channels,
+    Column,
+    ContextRegion,
+    Dropout,
+    HeadRegion,
+    Row,
+    SequenceRegion,
+    Vocab,
+    VocabHead,
+    WholeSequences,
+)
 
 RULES = Plan(
     {
@@ -15,6 +26,10 @@ RULES = Plan(
         "*.attention.qkv": Column(),
         "*.attention.[qk]_norm": HeadRegion(),
         "*.attention.proj": Row(),
+        "*.conv.gates": Column(),
+        "*.conv.filter": Channels(),
+        "*.conv.proj": Row(),
+        ShortConv: WholeSequences(),
         "*.mlp.gate_up": Column(),
         "*.mlp.up": Column(),
         "*.mlp.down": Row(),

@@ -2,6 +2,7 @@
 
 from megalight.parallel.styles.attributes import Attributes as Attributes
 from megalight.parallel.styles.boundary import Boundary as Boundary
+from megalight.parallel.styles.channels import Channels as Channels
 from megalight.parallel.styles.column import Column as Column
 from megalight.parallel.styles.context_region import ContextRegion as ContextRegion
 from megalight.parallel.styles.dropout import Dropout as Dropout
@@ -14,3 +15,4 @@ from megalight.parallel.styles.style import Style as Style
 from megalight.parallel.styles.style import register as register
 from megalight.parallel.styles.vocab import Vocab as Vocab
 from megalight.parallel.styles.vocab_head import VocabHead as VocabHead
+from megalight.parallel.styles.whole_sequences import WholeSequences as WholeSequences

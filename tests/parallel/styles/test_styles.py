@@ -10,6 +10,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import (
     Attributes,
+    Channels,
     Column,
     Dropout,
     HeadRegion,
@@ -106,3 +107,23 @@ def test_where_gradients_are_partial(sequence_parallel: bool) -> None:
     assert isinstance(model["drop"], ParallelDropout)
     assert not model["drop"].training
     assert repr(model["row"]) == "RowLinear(1 x 4 -> 2, bias=True)"
+
+
+def test_channels_are_split() -> None:
+    model = holder(mnn.CausalConv(8, 3))
+    specs = parallelize(model, Plan({"it": Channels()}), MESH)
+    assert model["it"].weight.shape == (2, 3)
+    (piece,) = specs["it.weight"].pieces
+    assert (piece.shape, piece.offset, piece.size) == ((8, 3), (4, 0), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (mnn.CausalConv(6, 3), r"it\.weight consists of 6 units .*tp=4: tp must divide it"),
+        (nn.Conv1d(8, 8, 3, groups=8), r"it \(Conv1d\) does not state how weight is drawn"),
+    ],
+)
+def test_channels_that_cannot_be_split(module: nn.Module, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parallelize(holder(module), Plan({"it": Channels()}), MESH)

@@ -1,0 +1,95 @@
+"""The short convolution: equal to its formula, within sequences alone, and continued from its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.inference import Cache
+from megalight.models.gpt import GPTConfig
+from megalight.nn import CausalConv, LayerContext, ShortConv
+from megalight.nn.init import initialise
+from megalight.types import PackedSequences
+
+LENGTHS = [5, 1, 2, 9]
+
+
+def by_loop(x: Tensor, weight: Tensor, lengths: list[int]) -> Tensor:
+    """Token by token, sequence by sequence."""
+    outputs, kernel = [], weight.shape[1]
+    for part in x.split(lengths):
+        for t in range(len(part)):
+            seen = range(min(kernel, t + 1))
+            outputs.append(torch.stack([weight[:, kernel - 1 - j] * part[t - j] for j in seen]).sum(0))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 7])
+def test_equals_the_formula(kernel: int) -> None:
+    torch.manual_seed(0)
+    conv = CausalConv(6, kernel).double()
+    initialise(conv, 1)
+    x = torch.randn(sum(LENGTHS), 6, dtype=torch.float64, requires_grad=True)
+    found, expected = conv(x, PackedSequences.of_lengths(LENGTHS)), by_loop(x, conv.weight, LENGTHS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    factor = torch.randn_like(found)
+    gradients = [torch.autograd.grad((y * factor).sum(), [x, conv.weight]) for y in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_another_sequence_is_never_touched() -> None:
+    """Not even by what is not a number."""
+    conv = CausalConv(2, 3)
+    initialise(conv, 1)
+    x = torch.ones(6, 2)
+    x[:3] = torch.nan
+    assert conv(x, PackedSequences.of_lengths([3, 3]))[3:].isfinite().all()
+
+
+def test_half_types_are_summed_in_float32() -> None:
+    conv = CausalConv(4, 3)
+    initialise(conv, 1)
+    x, sequences = torch.randn(7, 4), PackedSequences.of_lengths([7])
+    half = conv.bfloat16()(x.bfloat16(), sequences)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, conv.float()(x.bfloat16().float(), sequences).bfloat16())
+
+
+def test_is_continued_from_its_state() -> None:
+    """Pass by pass, several tokens at a time, slots in any order and used again."""
+    torch.manual_seed(0)
+    mixer = ShortConv(4, 4).double()
+    initialise(mixer, 1)
+    layers = torch.nn.ModuleDict({"0": mixer})
+    cache = Cache(layers, 3, 20)
+    rows: dict[int, Tensor] = {slot: torch.empty(0, 4, dtype=torch.float64) for slot in range(3)}
+    for slots, counts in [([0, 1, 2], [2, 6, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]:
+        sequences = cache.extend(slots, counts, "cpu")
+        new = torch.randn(sum(counts), 4, dtype=torch.float64)
+        found = mixer(new, LayerContext(sequences), cache.states["0"])
+        for slot, part in zip(slots, new.split(counts), strict=True):
+            rows[slot] = torch.cat([rows[slot], part])
+        whole = [mixer(rows[slot], LayerContext(PackedSequences.of_lengths([len(rows[slot])]))) for slot in slots]
+        expected = torch.cat([out[-count:] for out, count in zip(whole, counts, strict=True)])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    cache.lengths[1] = 0  # another sequence takes the slot
+    new = torch.randn(2, 4, dtype=torch.float64)
+    found = mixer(new, LayerContext(cache.extend([1], [2], "cpu")), cache.states["0"])
+    alone = mixer(new, LayerContext(PackedSequences.of_lengths([2])))
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_bad_input_is_refused() -> None:
+    conv, (share, _) = CausalConv(2, 3), PackedSequences.of_lengths([8]).zigzag(0, 2)
+    with pytest.raises(LayoutError, match="a share of their sequences"):
+        conv(torch.ones(4, 2), share)
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_sequence_length": 9}
+    with pytest.raises(ConfigurationError, match=r"mixer_pattern is 'convs'.*Did you mean 'conv'"):
+        GPTConfig(**sizes, mixer_pattern=("attention", "convs"))
+    with pytest.raises(ConfigurationError, match="mixer_pattern is empty"):
+        GPTConfig(**sizes, mixer_pattern=())
+    with pytest.raises(ConfigurationError, match="conv_kernel is 1"):
+        GPTConfig(**sizes, conv_kernel=1)
