@@ -31,7 +31,8 @@ def parallelize(
     tensor: TensorOptions | None = None,
     prefix: str = "",
 ) -> dict[str, ShardSpec]:
-    """Split a one-device model over the ``tp`` axis of a mesh, and its attention over ``cp``, in place.
+    """Split a one-device model in place: its layers over the ``tp`` axis of a mesh, attention over ``cp``, experts
+    over ``ep``.
 
     Modules that the plan names are replaced by parallel ones under the same name, whose parameters, under the same
     names again, hold this rank's part. Real values are sliced; meta parameters stay meta.
@@ -53,8 +54,8 @@ def parallelize(
     Raises:
         LayoutError: the model is parallel already; something does not divide; a pattern matches nothing; a style does
             not fit its module; under sequence parallelism, a module with parameters has no rule; under context
-            parallelism, the plan names no attention, or a kind cannot serve a layer; options of ``tensor`` that cannot
-            act.
+            parallelism, the plan names no attention, or a kind cannot serve a layer; with ``ep``, it names no experts;
+            options of ``tensor`` that cannot act.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -74,6 +75,7 @@ def parallelize(
     )
     _check_context(plan, shared, modules)
     _check_tensor(plan, shared, modules)
+    _check_experts(plan, shared, modules)
     splitter = Splitter(model, shared, prefix)
     unknown = []
     for name, module in modules.items():
@@ -103,6 +105,16 @@ def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
             "attention, so none would look at the other shares. Add the rule, or set cp=1."
         )
     shared.context.check(regions)
+
+
+def _check_experts(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
+    """There are experts to divide."""
+    divided = any(style.axis == "ep" for name, module in modules.items() for style in plan.styles_of(name, module))
+    if shared.mesh.ep > 1 and not divided:
+        raise LayoutError(
+            f"ep={shared.mesh.ep} divides experts over ranks, but the plan has Expert() for no module, so there are "
+            "none. Add the rule, or set ep=1."
+        )
 
 
 def _check_tensor(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:

@@ -30,6 +30,8 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 AXES = (*DENSE_AXES, *EXPERT_AXES[1:])
 TOKEN_AXES = ("dp", "cp")
 """Axes along which ranks read different tokens."""
+EXPERT_DATA_AXES = ("edp",)
+"""Axes along which ranks hold the same experts."""
 
 
 @dataclass(frozen=True)

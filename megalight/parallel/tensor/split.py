@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Part
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 
 
@@ -56,6 +56,27 @@ def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
     size[dim] //= mesh.tp
     offset[dim] = mesh.rank("tp") * size[dim]
     return ShardSpec((Piece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
+
+
+def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+    """Dim 0 of a parameter ``[E, ...]`` counts experts, of which each rank along ``ep`` keeps an equal share, whole.
+
+    Args:
+        parts: equally many of each expert, expert by expert.
+        shape: of the parameter.
+        mesh: the grid of ranks.
+
+    Raises:
+        LayoutError: ``ep`` does not divide the experts.
+    """
+    count, ep = shape[0], mesh.ep
+    if count % ep:
+        raise LayoutError(f"{parts[0].parameter} holds {count} experts, and ep={ep} does not divide them. Lower ep.")
+    each, here = len(parts) // count, count // ep
+    mine = parts[mesh.rank("ep") * here * each :][: here * each]
+    owner = mesh.rank("etp") == 0
+    pieces = (Piece(p.name, p.shape, (0,) * len(p.shape), p.shape, p.start - mine[0].start, (), owner) for p in mine)
+    return ShardSpec(tuple(pieces), (here, *shape[1:]), EXPERT_DATA_AXES)
 
 
 def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:

@@ -1,0 +1,7 @@
+"""Layers of experts, of which each token meets some."""
+
+from megalight.nn.moe.dispatch import Dispatcher as Dispatcher
+from megalight.nn.moe.dispatch import LocalDispatcher as LocalDispatcher
+from megalight.nn.moe.experts import Experts as Experts
+from megalight.nn.moe.layer import MoE as MoE
+from megalight.nn.moe.router import FixedRouter as FixedRouter

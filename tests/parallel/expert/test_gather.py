@@ -1,0 +1,122 @@
+"""Experts divided over ranks, together with the engine: one step equals one device."""
+
+from __future__ import annotations
+
+import copy
+from math import lcm
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalight.errors import LayoutError
+from megalight.nn.init import initialise as initialise_whole
+from megalight.parallel.apply import parallelize
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.plan import Plan
+from megalight.parallel.shard import check_cover
+from megalight.types import PackedSequences
+from tests.parallel.expert.model import build, plan
+from tests.parallel.gathering import gather_canonical, relative_error
+from tests.parallel.test_apply import canonical
+from tests.workers import run
+
+
+def tokens_of(replica: int, lengths: list[int], multiple: int):
+    sequences = PackedSequences.of_lengths(lengths).pad_to(multiple)
+    generator = torch.Generator().manual_seed(replica)
+    ids, labels = torch.randint(0, 101, (2, sequences.num_tokens), generator=generator)
+    return ids, sequences, labels
+
+
+def step(degrees: dict[str, int], level: str) -> dict[str, float]:
+    """One step of SGD; replicas bring different numbers of tokens."""
+    mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
+    lengths = [[7, 1, 5], [3, 8], [2], [9, 9, 1]]
+    whole = build().double()
+    initialise_whole(whole, 3)
+    model = build().double().to("meta")
+    specs = parallelize(model, plan(model), mesh, sequence_parallel=mesh.tp > 1)
+    materialise(model, "cpu")
+    initialise(model, specs, 3)
+    infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
+    engine = DataParallelEngine(infos, mesh, level=level, bucket_size=3000)
+    optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.1)
+    expected = torch.optim.SGD(whole.parameters(), lr=0.1)
+    errors = {}
+    for _ in range(2):
+        whole.zero_grad()
+        losses = []
+        for replica in range(mesh.dp):
+            ids, sequences, labels = tokens_of(replica, lengths[replica], mesh.tp)
+            losses.append(whole(ids, sequences, labels).losses.sum())
+            losses[-1].backward()
+        engine.zero_grad()
+        with engine.micro_batches(1):
+            ids, sequences, labels = tokens_of(mesh.rank("dp"), lengths[mesh.rank("dp")], mesh.tp)
+            loss = model(ids, sequences, labels).losses.sum()
+            loss.backward()
+        engine.finish_grad_sync()
+        norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
+        errors["loss"] = relative_error(loss, losses[mesh.rank("dp")])
+        errors["norm"] = relative_error(engine.grad_norm(), norm)
+        optimizer.step()
+        engine.publish()
+        engine.sync_parameters()
+        expected.step()
+    values = gather_canonical(dict(model.named_parameters()), specs, mesh, sum_partial=False)
+    wanted = canonical(whole, dict(whole.named_parameters()))
+    assert values.keys() == wanted.keys()
+    return errors | {name: relative_error(values[name], wanted[name]) for name in wanted}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "level"),
+    [
+        ({"ep": 2}, "optim"),
+        ({"ep": 4}, "no_shard"),
+        ({"tp": 2, "ep": 2}, "optim"),
+        ({"tp": 2, "ep": 4}, "optim"),
+        ({"tp": 2}, "optim"),
+    ],
+)
+def test_steps_equal_one_device(degrees: dict[str, int], level: str) -> None:
+    for errors in run(step, 4, degrees, level):
+        wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+        assert not wrong, wrong
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    tp=st.sampled_from([1, 2]), cp=st.sampled_from([1, 2]), dp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2, 4])
+)
+def test_specs_cover_the_mesh(tp: int, cp: int, dp: int, ep: int) -> None:
+    world = lcm(tp * cp * dp, ep)
+    specs = []
+    with torch.device("meta"):
+        whole = build()
+    for rank in range(world):
+        mesh = ParallelMesh(world, rank, tp=tp, cp=cp, ep=ep)
+        model = copy.deepcopy(whole)
+        specs.append(parallelize(model, plan(model), mesh, sequence_parallel=tp > 1))
+    check_cover(ParallelMesh(world, tp=tp, cp=cp, ep=ep), specs)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "rules", "message"),
+    [
+        ({"ep": 3}, True, "holds 4 experts, and ep=3 does not divide them"),
+        ({"tp": 2}, True, "tp=2 without sequence parallelism would send the same tokens"),
+        ({"ep": 2}, False, r"ep=2 divides experts .* Expert\(\) for no module"),
+        ({"ep": 2, "etp": 2}, True, "etp=2; experts are not split further"),
+    ],
+)
+def test_layouts_that_cannot_work(degrees: dict[str, int], rules: bool, message: str) -> None:
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(LayoutError, match=message):
+        parallelize(model, plan(model) if rules else Plan(), ParallelMesh(12, **degrees))
