@@ -28,8 +28,7 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
-from megalight.strategies import MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import PackedSequences, TokenBatch
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}

@@ -18,10 +18,10 @@ from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.graphs.modules import ModuleGraphs, Named
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
+from megalight.parallel.step import Outcome, Passes, StepRunner, run_passes
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.passes import Outcome, Passes, StepRunner, run_passes
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from megalight.ops.linear.low_precision import LowPrecision
 from megalight.parallel.layers import layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
-from megalight.strategies.contract import own_steps
 from megalight.strategies.hooks import defines, is_ours
 from megalight.strategies.megatron import MegatronStrategy
+from megalight.strategies.user_module import own_steps
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

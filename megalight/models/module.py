@@ -19,11 +19,9 @@ from megalight.models.ratio import Ratio
 from megalight.nn.init import initialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
-from megalight.types import Loss
+from megalight.types import Loss, Totals, inverse, mean
 
 Carry: TypeAlias = dict[str, Tensor]
-Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
-"""Metric name -> (sum, count); the metric is sum / count. ``"loss"`` is always among them."""
 
 CANONICAL_PREFIX = "model."
 """Canonical names of a model's tensors start with this in checkpoints (optimizer state starts otherwise)."""
@@ -124,11 +122,11 @@ class MegalightModule(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch: for strategies that know nothing of micro-batches."""
         loss = self._loss(batch)
-        mean = loss.sum / self.loss_tokens(batch).clamp(min=1)
-        metrics = {name: total / count.clamp(min=1) for name, (total, count) in loss.metrics.items()}
-        for name, value in {"loss": mean, **loss.auxiliary, **metrics}.items():
+        objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
+        metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
+        for name, value in {"loss": objective, **loss.auxiliary, **metrics}.items():
             self.log(f"train_{name}", value.detach(), batch_size=1)
-        return torch.stack([mean, *loss.auxiliary.values()]).sum()
+        return torch.stack([objective, *loss.auxiliary.values()]).sum()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds a batch to ``val_loss``, the mean over all tokens of the validation set."""
@@ -154,11 +152,11 @@ class MegalightModule(pl.LightningModule):
             key = f"{stage}_{name}/{dataloader_idx}"
             if key not in self._means:
                 self._means[key] = Ratio(sync_on_compute=not reduced).to(self.device)
-            mean = cast(Ratio, self._means[key])
-            mean.update(total, count)
+            ratio = cast(Ratio, self._means[key])
+            ratio.update(total, count)
             self.log(
                 f"{stage}_{name}",
-                mean,
+                ratio,
                 on_step=False,
                 on_epoch=True,
                 prog_bar=name == "loss",
@@ -175,9 +173,9 @@ class MegalightModule(pl.LightningModule):
         self._forget("test")
 
     def _forget(self, stage: str) -> None:
-        for key, mean in self._means.items():
+        for key, ratio in self._means.items():
             if key.startswith(f"{stage}_"):
-                cast(Ratio, mean).reset()
+                cast(Ratio, ratio).reset()
 
     def _loss(self, batch: Any) -> Loss:
         if self.model is None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from megalight.types import mean
+
 
 class Ratio(Metric):
     """Sum of numerators over sum of denominators, in float64; 0 where nothing counted. NaN stays NaN.
@@ -33,4 +35,4 @@ class Ratio(Metric):
 
     def compute(self) -> Tensor:
         """The quotient so far."""
-        return self.total / torch.where(self.count == 0, 1.0, self.count)
+        return mean(self.total, self.count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -50,6 +51,24 @@ def new_group(
         group = dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
+
+
+def shared_group(ranks: Sequence[int]) -> ProcessGroup:
+    """The group of global ``ranks`` that everyone in this process uses who asks for it here; made for the first.
+
+    Its members ask for groups in the same order, as for :func:`new_group`.
+
+    Raises:
+        LayoutError: torch.distributed is not initialised.
+    """
+    known = _SHARED.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    if tuple(ranks) not in known:
+        known[tuple(ranks)] = new_group(ranks, "the mesh")
+    return known[tuple(ranks)]
+
+
+_SHARED: WeakKeyDictionary[ProcessGroup | None, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+"""Groups by ranks, of each default group: another one has others."""
 
 
 def check_max_ctas(name: str, value: int | None, backend: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalight.errors import LayoutError, nearest
-from megalight.parallel.groups import new_group
+from megalight.parallel.groups import shared_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -50,7 +50,7 @@ class ParallelMesh:
         LayoutError: the degrees do not divide the world size.
 
     Process groups are made on first use and kept. The members of a group must ask for it at the same time; other ranks
-    need not know of it.
+    need not know of it. Meshes share them: several models on the same ranks do not multiply communicators.
     """
 
     world_size: int = 1
@@ -153,7 +153,7 @@ class ParallelMesh:
             return None
         if ranks not in self._groups:
             whole = self.offset is None and len(ranks) == self.world_size and dist.is_initialized()
-            self._groups[ranks] = dist.group.WORLD if whole else new_group(ranks, "the mesh")  # type: ignore[assignment]
+            self._groups[ranks] = dist.group.WORLD if whole else shared_group(ranks)  # type: ignore[assignment]
         return self._groups[ranks]
 
     def device_mesh(self, device_type: str, axes: Sequence[str] = DENSE_AXES) -> DeviceMesh:

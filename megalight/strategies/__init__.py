@@ -2,8 +2,9 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from megalight.parallel.data_parallel import DataParallel as DataParallel
+from megalight.parallel.pipeline.options import Pipeline as Pipeline
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
-from megalight.strategies.options import DataParallel as DataParallel
 from megalight.strategies.persistence import load_weights as load_weights
 
 MegatronStrategy.register_strategies(StrategyRegistry)

@@ -63,7 +63,8 @@ class FolderCheckpoints(MeshStrategy):
             return
         self.sync_parameters()
         self._loaded.read_model(self)
-        self.fresh = False
+        assert self.parallel_model is not None
+        self.parallel_model.drawn = None
         if self.engine is not None:
             self.engine.refresh_masters()
 

@@ -17,25 +17,23 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.ending import FAILED
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.actions import Actions
-from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
+from megalight.parallel.step import StepRunner
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, contract, launchers, persistence, refusals, setup
+from megalight.strategies import _lightning, launchers, persistence, refusals, setup
 from megalight.strategies.checkpoints import FolderCheckpoints
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
-from megalight.strategies.contract import own_steps
-from megalight.strategies.joining import join
-from megalight.strategies.options import DataParallel, Pipeline
-from megalight.strategies.passes import StepReport, StepRunner
-from megalight.strategies.step import Stepper
-from megalight.strategies.timetable import Timetable
-from megalight.strategies.tree import Split, root_of
+from megalight.strategies.process_group import join
+from megalight.strategies.step import Stepper, StepReport
+from megalight.strategies.user_module import check_steps, own_steps
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     Attributes:
         mesh: the grid of ranks.
-        split: this rank's part of the model, and what its parameters hold of the whole.
+        parallel_model: this rank's part of the model, and what its parameters hold of the whole.
         engine: the data-parallel engine; None outside ``fit``.
         report: what the last training step did; None before the first.
 
@@ -143,12 +141,11 @@ class MegatronStrategy(FolderCheckpoints):
         self.start_method = start_method
         self.num_nodes = 1
         self.mesh = ParallelMesh()
-        self.split: Split | None = None
+        self.parallel_model: ParallelModel | None = None
         self.engine: DataParallelEngine | None = None
         self.report: StepReport | None = None
         self.extra_shard_states: dict[str, list[Tensor]] = {}
         self.streams: RandomStreams | None = None
-        self.fresh = False
         self._stepper: Stepper | None = None
         self._setup_of: pl.LightningModule | None = None
         self._accumulating = False
@@ -156,8 +153,6 @@ class MegatronStrategy(FolderCheckpoints):
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
         self._left_out: set[str] = set()
-        self._timetable: Timetable | None = None
-        self._executor: Executor | None = None
 
     # ------------------------------------------------------------------ ranks and launching
 
@@ -204,38 +199,26 @@ class MegatronStrategy(FolderCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._setup_of is None:
             self.engine = None
-            contract.check_steps(module, self.mesh)
-            self.split = setup.build(self, module, self._loaded)
-            varying = isinstance(module, MegalightModule) and module.varying_carry
-            self._executor = Executor(self.chunks, self.split.layout, self.mesh, self.root_device, varying)
-            self._timetable = Timetable(self.pipeline, self.split.layout, self.mesh)
+            check_steps(module, self.mesh)
+            model = setup.build(self, module, self._loaded)
+            before_backward = partial(_lightning.fire, trainer, "on_before_backward")
+            self._stepper = Stepper(module, model, self.precision, self.micro_batch_size, before_backward)
             self._setup_of = module
         if fitting:
             self._fit_setup(trainer)
-        assert self._executor is not None and self._timetable is not None
-        self._stepper = Stepper(
-            module,
-            self._executor,
-            self._timetable,
-            self.mesh,
-            self.precision,
-            self.micro_batch_size,
-            partial(_lightning.fire, trainer, "on_before_backward"),
-            self.engine.micro_batches if self.engine is not None else lambda count, reduce: nullcontext(),
-            self.engine.finish_grad_sync if self.engine is not None else lambda: None,
-        )
+        assert self._stepper is not None
+        self._stepper.begin(self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot meet views of flat buffers
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None and self.split is not None
-        with refusals.one_optimizer(self.split.layout.of_rank(self.mesh.rank("pp")) if self.mesh.pp > 1 else ()):
+        assert self.lightning_module is not None and self.parallel_model is not None
+        with refusals.one_optimizer(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
-        self.engine = setup.build_engine(self, self.lightning_module, self.optimizers[0])
+        self.engine = setup.build_engine(self, self.optimizers[0])
         if isinstance(self.lightning_module, MegalightModule):
-            self.engine.attach_gather_hooks(root_of(self.lightning_module))
-        self.fresh = False
+            self.engine.attach_gather_hooks(self.parallel_model.root)
         self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
         self.precision.clip_by_value = partial(clip_by_value, self.engine)
         _lightning.skip_backward(trainer)
@@ -245,15 +228,15 @@ class MegatronStrategy(FolderCheckpoints):
     def run_steps_by(self, runner: StepRunner) -> None:
         """Hand the passes of every following training step of a ``MegalightModule`` to ``runner``; until next set up.
 
-        Before training; :func:`megalight.strategies.passes.run_passes` is the usual way.
+        Before training; :func:`megalight.parallel.step.run_passes` is the default.
         """
         assert self._stepper is not None
-        self._stepper.runner = runner
+        self._stepper.step.runner = runner
 
     def train_schedule(self, micro_batches: int) -> Actions:
         """This rank's work in a training step of so many micro-batches."""
-        assert self._timetable is not None
-        return self._timetable("train", micro_batches).actions
+        assert self._stepper is not None
+        return self._stepper.step.timetable("train", micro_batches).actions
 
     def model_to_device(self) -> None:
         """Nothing: parameters are made on the device in :meth:`setup`."""

@@ -8,10 +8,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.stages import check_protocol
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
@@ -19,8 +20,6 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.collectives import Collectives
-from megalight.strategies.options import DataParallel, Pipeline
-from megalight.strategies.tree import Split
 
 
 class MeshStrategy(Collectives, ParallelStrategy):
@@ -31,10 +30,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
         pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: as the user asked;
             ``virtual_pipeline`` as a layout string says.
         mesh: the grid of ranks.
-        split: this rank's part of the model; None before it is set up.
+        parallel_model: this rank's part of the model; None before it is set up.
         engine: the data-parallel engine; None outside ``fit``.
         streams: random streams; None before the environment is set up.
-        fresh: whether weights are the initial draws, neither loaded nor trained.
         extra_shard_states: name -> one flat tensor per engine shard: saved and loaded by canonical name, as
             ``<name>.<canonical>`` (a moving average of the weights, say).
     """
@@ -57,21 +55,20 @@ class MeshStrategy(Collectives, ParallelStrategy):
     process_group_backend: str | None
     num_nodes: int
     mesh: ParallelMesh
-    split: Split | None
+    parallel_model: ParallelModel | None
     engine: DataParallelEngine | None
     streams: RandomStreams | None
-    fresh: bool
     extra_shard_states: dict[str, list[Tensor]]
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
         """What each local parameter and buffer holds of the model."""
-        return {} if self.split is None else self.split.specs
+        return {} if self.parallel_model is None else self.parallel_model.specs
 
     @property
     def chunks(self) -> list[nn.Module]:
         """The parts of the model on this rank, in model order."""
-        return [] if self.split is None else self.split.chunks
+        return [] if self.parallel_model is None else self.parallel_model.chunks
 
     def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
         """The mesh of so many ranks, as one of them sees it.
@@ -83,18 +80,18 @@ class MeshStrategy(Collectives, ParallelStrategy):
             world_size, rank, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel
         )
 
-    def layout(self, model: nn.Module) -> PipelineLayout:
-        """Where the layers of a model go.
-
-        Raises:
-            LayoutError: they cannot be divided so, or the model cannot be cut.
-        """
-        if self.pipeline_parallel == 1:
-            if self.pipeline_layout is not None:
-                PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1)  # refuses another model's
-            return PipelineLayout((Stage(0, 0, 0, embed=True, layers=(), head=True),), 1, 1)
-        return self.pipeline.layout(
-            check_protocol(model), self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout
+    @property
+    def options(self) -> ParallelOptions:
+        """How the model is split over the mesh, as the user asked."""
+        return ParallelOptions(
+            plan=self.plan,
+            sequence_parallel=self.sequence_parallel,
+            tensor=self.tensor,
+            context=self.context,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual_pipeline,
+            pipeline_layout=self.pipeline_layout,
+            recompute=self.recompute,
         )
 
     @property

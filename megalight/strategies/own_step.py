@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.samples import weights
+from megalight.strategies.batch_size import weights
 
 
 class OwnTrainingStep:

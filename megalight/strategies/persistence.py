@@ -19,12 +19,13 @@ from megalight.checkpoint.view import View, targets_of, views_of_parameters, vie
 from megalight.errors import CheckpointError
 from megalight.imports import version
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Renamed, parameter_targets
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.tree import root_of, tensors_of
+from megalight.strategies.user_module import root_of
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors take the place of."""
@@ -62,11 +63,11 @@ def model_views(strategy: MeshStrategy, *, to_fill: bool = False) -> dict[str, V
         to_fill: a checkpoint is about to be read into them: what is held as codes shows its masters, which are else
             shown in the type that the parameters have outside training.
     """
-    assert strategy.lightning_module is not None
+    assert strategy.parallel_model is not None
     engine = strategy.engine
     coded = [] if engine is None else [bucket for bucket in engine.buckets if bucket.holds_codes]
     hidden = {info.name for bucket in coded for info in bucket.infos}
-    tensors = tensors_of(root_of(strategy.lightning_module)).items()
+    tensors = strategy.parallel_model.tensors().items()
     views = views_of_parameters(((n, t) for n, t in tensors if n not in hidden), strategy.specs, strategy.mesh)
     if engine is not None and coded:
         masters = [bucket.shard.master.detach() for bucket in coded]
@@ -107,8 +108,8 @@ def _load_whole(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
         module.model, module.token_multiple = None, 1
     module.configure_model()
     root = root_of(module)
-    specs = parallelize(root, Plan(), ParallelMesh(), prefix=CANONICAL_PREFIX)
-    tensors = tensors_of(root)
+    model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan()))
+    specs, tensors = model.specs, model.tensors()
     for name, tensor in tensors.items():
         stored = saved.tensors.get(specs[name].pieces[0].name)
         if stored is not None:
@@ -264,8 +265,8 @@ def _optimizer_views(strategy: MeshStrategy) -> Iterator[tuple[str, View]]:
 @torch.no_grad()
 def _clear_padding(strategy: MeshStrategy) -> None:
     """Zero tensors that hold more than pieces (a vocabulary rounded up): no checkpoint fills the rest."""
-    assert strategy.lightning_module is not None
-    for name, tensor in tensors_of(root_of(strategy.lightning_module)).items():
+    assert strategy.parallel_model is not None
+    for name, tensor in strategy.parallel_model.tensors().items():
         if sum(piece.numel for piece in strategy.specs[name].pieces) < tensor.numel():
             tensor.zero_()
 

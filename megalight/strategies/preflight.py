@@ -11,14 +11,13 @@ import torch
 
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.models.module import MegalightModule
-from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.groups import check_max_ctas
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import check_recompute
-from megalight.strategies.contract import check_steps
-from megalight.strategies.joining import backend_of
+from megalight.parallel.model import check_split
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.persistence import Loaded
+from megalight.strategies.process_group import backend_of
+from megalight.strategies.user_module import check_steps, options_for
 from megalight.types.zigzag import check_length
 
 NAMED = ("best", "last", "hpc")
@@ -60,22 +59,17 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
 
 
 def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> None:
-    """Build the model without memory and split it as rank 0 will."""
+    """Build the model without memory and split it as rank 0 will.
+
+    The module's ``build_model`` runs once more for this. The model that is built here cannot be kept: ``setup`` hooks,
+    which may prepare what ``build_model`` reads, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` this
+    is not even the process that trains. On the meta device the second run costs no memory and little time.
+    """
     built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
     if mesh.world_size == 1 or built_elsewhere or module.model is not None:
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = module.build_model()
         module.check_model(model)
-        plan = strategy.plan or module.plan(model)
-        layout = strategy.layout(model)
-        check_recompute(model, strategy.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
-        parallelize(
-            model,
-            plan,
-            mesh,
-            sequence_parallel=strategy.sequence_parallel,
-            context=strategy.context,
-            tensor=strategy.tensor,
-        )
-        check_overlap(model.to(dtype=strategy.precision.dtype), strategy.root_device)
+        options = options_for(module, model, strategy.options)
+        check_split(model, mesh, options, strategy.precision.dtype, strategy.root_device)

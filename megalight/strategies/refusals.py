@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.parallel.pipeline.layout import Stage
+from megalight.parallel.model import ParallelModel
 
 
 def check_degrees(
@@ -94,45 +95,51 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def one_optimizer(stages: Sequence[Stage]) -> Iterator[None]:
+def one_optimizer(module: pl.LightningModule, model: ParallelModel) -> Iterator[None]:
     """Around Lightning's call of ``configure_optimizers``: one optimizer, of parameters or of groups of them.
 
-    Args:
-        stages: those of a pipeline that lie here; empty where there is none.
-
     Raises:
-        ConfigurationError: several optimizers; one of no parameters, on these stages.
+        ConfigurationError: several optimizers; one of no parameters, on pipeline stages that have none.
     """
+    configure = module.configure_optimizers
+    empty = model.mesh.pp > 1 and not any(parameter.requires_grad for parameter in model.parameters())
+
+    def checked() -> Any:
+        try:
+            found = configure()
+        except ValueError as error:
+            if not empty:
+                raise
+            raise ConfigurationError(
+                f"configure_optimizers found no trainable parameters on {' and '.join(map(str, model.stages))}. Pass "
+                'the optimizer a parameter group, [{"params": ...}], which may be empty, or move a layer here.'
+            ) from error
+        if sum(1 for _ in _optimizers_in(found)) > 1:
+            raise ConfigurationError(
+                "configure_optimizers returned several optimizers; MegatronStrategy steps exactly one. Put the "
+                "parameters into groups of one optimizer."
+            )
+        return found
+
+    before = module.__dict__.get("configure_optimizers")
+    module.__dict__["configure_optimizers"] = checked
     try:
         yield
-    except ValueError as error:
-        if "empty parameter list" not in str(error) or not stages:
-            raise
-        raise ConfigurationError(
-            f"configure_optimizers found no trainable parameters on {' and '.join(map(str, stages))}. Pass the "
-            'optimizer a parameter group, [{"params": ...}], which may be empty, or move a layer here.'
-        ) from error
-    except RuntimeError as error:
-        if "multiple optimizers" not in str(error):
-            raise
-        raise ConfigurationError(
-            "configure_optimizers returned several optimizers; MegatronStrategy steps exactly one. Put the parameters "
-            "into groups of one optimizer."
-        ) from error
+    finally:
+        del module.__dict__["configure_optimizers"]
+        if before is not None:
+            module.__dict__["configure_optimizers"] = before
 
 
-def check_all_held(missing: list[str]) -> None:
-    """Refuse parameters that want gradients which nobody would use.
-
-    Args:
-        missing: names of trainable parameters that are in no group of the optimizer.
-    """
-    if missing:
-        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
-        raise ConfigurationError(
-            f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
-            "group, or freeze it with requires_grad_(False)."
-        )
+def _optimizers_in(found: Any) -> Iterator[Optimizer]:
+    """Those in whatever form ``configure_optimizers`` may return them."""
+    if isinstance(found, Optimizer):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _optimizers_in(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for part in found:
+            yield from _optimizers_in(part)
 
 
 def check_no_codes(root: nn.Module) -> None:

@@ -2,6 +2,9 @@
 
 from megalight.types.batch import TokenBatch as TokenBatch
 from megalight.types.loss import Loss as Loss
+from megalight.types.loss import Totals as Totals
+from megalight.types.loss import inverse as inverse
+from megalight.types.loss import mean as mean
 from megalight.types.packed import ContextShare as ContextShare
 from megalight.types.packed import PackedSequences as PackedSequences
 from megalight.types.packed import to_device as to_device

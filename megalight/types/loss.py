@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
+
+Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+"""Metric name -> (sum, count); the metric is their :func:`mean`. ``"loss"`` is always among them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +20,7 @@ class Loss:
         sum: scalar with gradient: the sum of the token losses. It is divided by the token count of the whole global
             batch, so the result does not depend on the micro-batch size or on data parallelism.
         auxiliary: name -> scalar with gradient that is already a mean (for example a load-balancing loss). Each is
-            averaged over micro-batches and data-parallel ranks and added to the objective.
+            averaged over the micro-batches of all data-parallel ranks and added to the objective.
         metrics: name -> ``(sum, count)``, detached. They are logged as sums over all ranks, ``sum / count``.
     """
 
@@ -27,3 +31,13 @@ class Loss:
     def detach(self) -> Loss:
         """Return the same values without the autograd graph."""
         return Loss(self.sum.detach(), {name: x.detach() for name, x in self.auxiliary.items()}, self.metrics)
+
+
+def mean(total: Tensor, count: Tensor) -> Tensor:
+    """``total / count`` of detached sums, and 0 where nothing counted. Counts may be any weights: 0.5 divides too."""
+    return (total / count).masked_fill(count == 0, 0)
+
+
+def inverse(count: Tensor) -> Tensor:
+    """``1 / count``, and 0 where nothing counted: a factor for sums with gradient, whose gradient is then 0 too."""
+    return count.reciprocal().masked_fill(count == 0, 0)

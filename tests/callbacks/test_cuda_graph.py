@@ -24,8 +24,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.parallel.data_parallel.stale import stale_gradients

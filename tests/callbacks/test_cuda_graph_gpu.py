@@ -24,8 +24,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import MegatronStrategy, Pipeline
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.test_gpu import Batches, Watch
 from tests.strategies.test_low_precision import CONFIG as WIDE

@@ -66,8 +66,8 @@ def divided(name: str, options: dict[str, Any], train: bool = False) -> tuple[Me
     module = WithData(MODELS[name], optimizer=ADAM, seed=SEED)
     runner = trainer(strategy, use_distributed_sampler=False, max_steps=2, limit_val_batches=1)
     runner.fit(module) if train else runner.validate(module, verbose=False)
-    assert strategy.split is not None
-    model = ParallelGPT(strategy.chunks, strategy.split.layout, strategy.mesh, strategy.root_device)
+    assert strategy.parallel_model is not None
+    model = ParallelGPT(strategy.chunks, strategy.parallel_model.layout, strategy.mesh, strategy.root_device)
     return strategy, module, model
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalight.errors import LayoutError
@@ -152,6 +153,20 @@ def meet() -> tuple[int, int, list[str]]:
     device_mesh = mesh.device_mesh("cpu")
     assert device_mesh["tp"].get_local_rank() == mesh.rank("tp")
     return sum(one), sum(other), list(device_mesh.mesh_dim_names)
+
+
+def _shared() -> tuple[bool, int]:
+    """A mesh of another layout whose ``dp`` ranks are the ``tp`` ranks of the first."""
+    rank = dist.get_rank()
+    first = ParallelMesh(4, rank, tp=2).group("tp")
+    before = len(c10d._world.pg_names)
+    second = ParallelMesh(4, rank, pp=2)
+    found = second.group("dp"), ParallelMesh(4, rank, tp=2).group("tp")
+    return all(group is first for group in found), len(c10d._world.pg_names) - before
+
+
+def test_meshes_over_the_same_ranks_share_groups() -> None:
+    assert run(_shared, 4) == [(True, 0)] * 4
 
 
 def meet_side_by_side() -> tuple[float, bool]:

@@ -11,7 +11,7 @@ import pytest
 from megalight.models.gpt.config import DropoutConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
-from megalight.strategies.options import Pipeline
+from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, fit
 from tests.workers import run
 

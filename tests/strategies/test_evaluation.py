@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
+from megalight.parallel.plan import Plan
+from megalight.parallel.plans import plan_for
+from megalight.parallel.styles import Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
@@ -148,6 +151,14 @@ def _other_layout(other: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_a_module_that_is_split_keeps_its_plan() -> None:
+    other = Plan({"layers.*.mlp.down": Row()})
+    for message in run(_other_layout, 2, {"tensor_parallel": 2, "plan": other}):
+        assert "GPT was split by another plan already than the one that is asked for now. Leave plan out" in message
+    for message in run(_other_layout, 2, {"tensor_parallel": 2, "plan": plan_for(GPT(CONFIGS["gqa"]))}):
+        assert not message
 
 
 def test_a_module_that_is_split_keeps_its_layout() -> None:

@@ -9,6 +9,8 @@ import inspect
 import os
 import signal
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -116,30 +118,52 @@ def test_hooks_run_in_this_order() -> None:
 # ---------------------------------------------------------------------- reading weights, waiting for the device
 
 
+def read(trainer: pl.Trainer, module: Any, *args: Any) -> None:
+    """Fails where replicas do not hold the same weights."""
+    flat = torch.cat([p.detach().reshape(-1) for p in module.model.parameters()])
+    parts = [torch.empty_like(flat) for _ in range(trainer.world_size)]
+    torch.distributed.all_gather(parts, flat)
+    assert torch.equal(parts[0], parts[1])
+
+
 class Reader(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        module: Any = pl_module
-        flat = torch.cat([p.detach().reshape(-1) for p in module.model.parameters()])
-        parts = [torch.empty_like(flat) for _ in range(trainer.world_size)]
-        torch.distributed.all_gather(parts, flat)
-        assert torch.equal(parts[0], parts[1])
+        read(trainer, pl_module)
+
+
+class Stepping(WithData):
+    """Reads its weights after the update."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        read(self.trainer, self)
 
 
 class Inherits(LearningRateMonitor):
     """Defines nothing of its own."""
 
 
-@pytest.mark.parametrize(("callback", "waits"), [(Reader, True), (Inherits, False)])
-def test_parameters_are_whole_for_hooks_that_may_read_them(callback: type[pl.Callback], waits: bool) -> None:
-    assert run(_fit_and_tell, 2, callback) == [waits] * 2
+@pytest.mark.parametrize(
+    ("callback", "module", "waits"),
+    [
+        (Reader, WithData, True),
+        (partial(LambdaCallback, on_train_batch_end=read), WithData, True),
+        (Inherits, Stepping, True),
+        (Inherits, WithData, False),
+    ],
+)
+def test_parameters_are_whole_for_code_that_may_read_them(
+    callback: Callable[[], pl.Callback], module: type[WithData], waits: bool
+) -> None:
+    assert run(_fit_and_tell, 2, callback, module) == [waits] * 2
 
 
-def _fit_and_tell(callback: type[pl.Callback]) -> bool:
+def _fit_and_tell(callback: Callable[[], pl.Callback], module: type[WithData]) -> bool:
     how: Any = MegatronStrategy(data_parallel=DataParallel(bucket_size=500))
     runner = trainer(
         how, callbacks=[callback()], use_distributed_sampler=False, limit_val_batches=0, logger=DummyLogger()
     )
-    runner.fit(WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED))
+    runner.fit(module(CONFIGS["gqa"], optimizer=ADAM, seed=SEED))
     return bool(how._whole_between_steps)
 
 

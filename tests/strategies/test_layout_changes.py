@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from megalight import checkpoint
 from megalight.parallel.context.options import ContextOptions
-from megalight.strategies import MegatronStrategy
-from megalight.strategies.options import DataParallel, Pipeline
+from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
 from tests.workers import run

@@ -14,7 +14,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.pipeline.grammar import parse
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies.options import Pipeline
+from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.workers import run
 

@@ -23,7 +23,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import MAX_MARGIN, LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
-from megalight.strategies.options import Pipeline
+from megalight.strategies import Pipeline
 from megalight.types import TokenBatch
 from tests.strategies.training import BASE, assert_same_run, fit
 from tests.workers import run

@@ -21,8 +21,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry, MegalightModule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.recompute import Recompute
-from megalight.strategies import MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import Loss
 from tests.environment import trainer
 from tests.strategies.regression import Plain
@@ -279,7 +278,7 @@ def _warnings(room: str, module: Callable[[], MegalightModule], **options: Any) 
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger(f"megalight.strategies.{room}")
+    log = logging.getLogger(f"megalight.parallel.{room}")
     log.addHandler(handler)
     try:
         strategy = MegatronStrategy(pipeline_parallel=2, **options)
@@ -290,11 +289,11 @@ def _warnings(room: str, module: Callable[[], MegalightModule], **options: Any) 
 
 
 def test_too_few_micro_batches_are_told_once_by_the_first_rank() -> None:
-    first, second = run(_warnings, 2, "timetable", ToyModule)
+    first, second = run(_warnings, 2, "pipeline.timetable", ToyModule)
     assert len(first) == 1
     assert "1 micro-batch in a pipeline of 2 ranks: they wait 100% of the time they work" in first[0]
     assert second == []
-    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "timetable", ToyModule) == [[], []]
+    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "pipeline.timetable", ToyModule) == [[], []]
 
 
 def _own_layers() -> MegalightModule:
@@ -322,7 +321,7 @@ def _own_layers() -> MegalightModule:
 )
 def test_layers_that_defer_nothing_are_told_once(module: Any, schedule: Any, told: str | None) -> None:
     options = {"micro_batch_size": 1, "pipeline": Pipeline(schedule=schedule)}
-    first, second = run(functools.partial(_warnings, **options), 2, "setup", module)
+    first, second = run(functools.partial(_warnings, **options), 2, "model", module)
     assert second == []
     assert len(first) == (told is not None)
     assert all(re.search(str(told), text) for text in first), first

@@ -10,8 +10,7 @@ import lightning.pytorch as pl
 import pytest
 
 from megalight.parallel.pipeline import executor
-from megalight.strategies import DataParallel, MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.workers import run

@@ -19,8 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
-from megalight.strategies import MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.workers import run

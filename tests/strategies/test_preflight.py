@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
+import megalight.parallel.model
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.mesh import ParallelMesh
@@ -24,9 +25,8 @@ def test_overlap_is_chosen_for_weights_of_the_run(
     monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype
 ) -> None:
     seen: list[set[torch.dtype]] = []
-    monkeypatch.setattr(
-        preflight, "check_overlap", lambda model, device: seen.append({p.dtype for p in nn.Module.parameters(model)})
-    )
+    checked = lambda model, device: seen.append({p.dtype for p in nn.Module.parameters(model)})  # noqa: E731
+    monkeypatch.setattr(megalight.parallel.model, "check_overlap", checked)
     strategy = MegatronStrategy(
         tensor_parallel=2, precision_plugin=MegatronPrecision(precision), parallel_devices=[torch.device("cpu")] * 2
     )

@@ -15,8 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.strategies import DataParallel, MegatronStrategy
-from megalight.strategies.options import Pipeline
+from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, fit, strategy
 from tests.workers import run
@@ -97,6 +96,31 @@ class Two(Plain):
     def configure_optimizers(self) -> Any:
         first, second = self.net[0], self.net[2]
         return [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)]
+
+
+class Quoting(Plain):
+    """Fails with the words of Lightning's and torch's own errors."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def configure_optimizers(self) -> Any:
+        raise self.error
+
+
+def _raised(error: Exception) -> tuple[str, str, bool]:
+    module = Quoting(error)
+    with pytest.raises(Exception, match=str(error)) as caught:
+        fit(module, batches(4, 4))
+    return type(caught.value).__name__, str(caught.value), "configure_optimizers" in vars(module)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("multiple optimizers are not supported"), ValueError("got an empty parameter list")]
+)
+def test_errors_of_configure_optimizers_are_the_users_own(error: Exception) -> None:
+    assert run(_raised, 1, error) == [(type(error).__name__, str(error), False)]
 
 
 class Forgotten(Plain):

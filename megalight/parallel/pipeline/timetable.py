@@ -8,7 +8,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import Agenda, agenda_of
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.strategies.options import Pipeline
+from megalight.parallel.pipeline.options import Pipeline
 
 log = logging.getLogger(__name__)
 

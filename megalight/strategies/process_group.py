@@ -1,4 +1,4 @@
-"""How a process joins the others."""
+"""The process group of all ranks."""
 
 from __future__ import annotations
 

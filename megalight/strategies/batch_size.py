@@ -1,4 +1,4 @@
-"""Counting the samples of batches of any form."""
+"""How many samples a batch of any form holds."""
 
 from __future__ import annotations
 

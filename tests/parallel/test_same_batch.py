@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megalight.parallel.same_batch import checksum
 from megalight.strategies import MegatronStrategy
-from megalight.strategies.same_data import checksum
 from megalight.types import TokenBatch
 from tests.environment import trainer
 from tests.strategies.toy import ToyModule

@@ -1,18 +1,42 @@
-"""Which of Lightning's steps a module writes itself, and what must not be among them."""
+"""What the user's LightningModule is to the strategy: its model, its seed, the steps that it writes itself."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning.pytorch as pl
+from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.options import ParallelOptions
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+def root_of(module: pl.LightningModule) -> nn.Module:
+    """What is split: a Megalight module's model, or a plain LightningModule itself."""
+    if isinstance(module, MegalightModule):
+        assert module.model is not None
+        return module.model
+    return module
+
+
+def seed_of(module: pl.LightningModule, seed: int) -> int:
+    """The seed of the initial weights: the module's own, or the run's."""
+    return module.seed if isinstance(module, MegalightModule) else seed % 2**63
+
+
+def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelOptions) -> ParallelOptions:
+    """A strategy's options for the whole, unsplit model: with the module's own plan where they have none."""
+    if options.plan is None and isinstance(module, MegalightModule):
+        return replace(options, plan=module.plan(model))
+    return options
+
+
 def own_steps(module: pl.LightningModule, method: str) -> bool:
-    """Whether the user wrote ``method`` (a Lightning step) himself, instead of Megalight's contract."""
+    """Whether the user wrote ``method``, a Lightning step, instead of Megalight's contract."""
     return not isinstance(module, MegalightModule) or (
         getattr(type(module), method) is not getattr(MegalightModule, method)
     )

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.models.module import Totals
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
+from megalight.types import Totals
 
 
 class GlobalTotals:

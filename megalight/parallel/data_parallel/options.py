@@ -1,0 +1,72 @@
+"""How data-parallel replicas share work and memory, as an option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel.buffers import ParamInfo
+from megalight.parallel.data_parallel.engine import DataParallelEngine
+from megalight.parallel.mesh import ParallelMesh
+
+Level = Literal["no_shard", "optim"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """How data-parallel replicas share work and memory.
+
+    Attributes:
+        level: ``no_shard``: every replica holds everything, gradients are all-reduced. ``optim``: optimizer state and
+            masters are sharded over the replicas, gradients reduce-scattered, parameters all-gathered (ZeRO-1).
+        gradient_dtype: of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 where the
+            weights are.
+        reduce_dtype: of gradients while they travel. None: that of the buffers.
+        bucket_size: elements of one reduction. None: chosen from the number of replicas.
+        edge_bucket_size: the same for the parameters that the model registers first, which are reduced last and
+            gathered first, with little or nothing to hide under. None: ``bucket_size``.
+        max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation. None: NCCL's own
+            choice. Under another backend a number is refused.
+        overlap_grad_reduce: reduce buckets while the backward still runs.
+        overlap_param_gather: gather parameters while the next forward already runs.
+    """
+
+    level: Level = "optim"
+    gradient_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    bucket_size: int | None = None
+    edge_bucket_size: int | None = None
+    max_ctas: int | None = None
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+
+    def __post_init__(self) -> None:
+        if self.level not in ("no_shard", "optim"):
+            raise ConfigurationError(f"data_parallel.level={self.level!r}; it must be 'no_shard' or 'optim'.")
+        for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
+
+    def engine(
+        self, params: Sequence[ParamInfo], mesh: ParallelMesh, device: torch.device | None = None
+    ) -> DataParallelEngine:
+        """An engine with these options; see :class:`~megalight.parallel.data_parallel.DataParallelEngine`."""
+        return DataParallelEngine(
+            params,
+            mesh,
+            level=self.level,
+            grad_dtype=DTYPES.get(self.gradient_dtype or ""),
+            reduce_dtype=DTYPES.get(self.reduce_dtype or ""),
+            bucket_size=self.bucket_size,
+            edge_bucket_size=self.edge_bucket_size,
+            max_ctas=self.max_ctas,
+            overlap_grad_reduce=self.overlap_grad_reduce,
+            overlap_param_gather=self.overlap_param_gather,
+            device=device,
+        )

@@ -1,0 +1,367 @@
+"""One model split over one mesh of ranks.
+
+A model is built for one device and changed in a fixed order, of which docs/parallelism-order.md says why:
+
+1. split by the plan (:class:`ParallelModel`): each rank's modules hold its part,
+2. cut into the stages of a pipeline (the same),
+3. storage: dtype and device (:meth:`ParallelModel.place`),
+4. values: draws or a source (:meth:`ParallelModel.draw`, :meth:`ParallelModel.read`),
+5. recompute (:meth:`ParallelModel.recompute`),
+6. the data-parallel engine, for one training run, over the trainable parts (:func:`engine_over`).
+
+:meth:`ParallelModel.build` does 1 to 5 in one call.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.parallel.apply import check_overlap, parallelize
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
+from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.layers import layers_of
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.layout import PipelineLayout, Stage
+from megalight.parallel.pipeline.stages import cut
+from megalight.parallel.plan import Plan
+from megalight.parallel.plans import plan_for
+from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.source import Filled, Source, parameter_targets
+
+log = logging.getLogger(__name__)
+
+
+class ParallelModel:
+    """This rank's part of a model, and what it holds of the whole. The root is changed in place.
+
+    Args:
+        root: the one-device model, on meta or with values that are equal on all ranks.
+        mesh: the grid of ranks.
+        options: how it is split.
+        name: begins the canonical name of every tensor (``model.layers.0...``).
+
+    Attributes:
+        plan: the plan that was used.
+        specs: local name of each parameter and persistent buffer -> what it holds of the one-device model.
+        layout: the stages of the pipeline.
+        chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
+        drawn: the seed, where the values are the draws of that seed; None once they were loaded or trained.
+
+    Raises:
+        LayoutError: the model is split already, or does not divide so.
+        ConfigurationError: ``tp > 1`` and no plan says what to split; recompute of what is not there.
+    """
+
+    def __init__(
+        self, root: nn.Module, mesh: ParallelMesh, options: ParallelOptions | None = None, *, name: str = "model"
+    ) -> None:
+        self.root = root
+        self.mesh = mesh
+        self.options = options or ParallelOptions()
+        self.name = name
+        self.drawn: int | None = None
+        self.device = torch.device("meta")
+        self._had_values = True
+        self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
+        self.chunks = [root]
+        if mesh.pp > 1:
+            log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())
+            if self.options.pipeline.schedule == "zero_bubble" and mesh.global_rank == 0:
+                _warn_of_undeferred(root)
+            self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
+
+    @classmethod
+    def build(
+        cls,
+        root: nn.Module,
+        mesh: ParallelMesh,
+        options: ParallelOptions | None = None,
+        *,
+        name: str = "model",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        source: Source | None = None,
+    ) -> ParallelModel:
+        """Split, place and fill a model.
+
+        Args:
+            device: of the parameters.
+            dtype: of the floating-point parameters and buffers; None: as they are.
+            seed: of the initial values, where the model is on meta.
+            source: read after that; None: the initial values stay.
+
+        Raises:
+            LayoutError, ConfigurationError: as the constructor.
+            CheckpointError: the source holds another model.
+        """
+        model = cls(root, mesh, options, name=name)
+        model.place(device, dtype)
+        model.draw(seed)
+        if source is not None:
+            model.read(source)
+        model.recompute(model.options.recompute)
+        model.check_overlap()
+        return model
+
+    def check_same(self, mesh: ParallelMesh, options: ParallelOptions) -> None:
+        """Refuse to go on with this model under another layout, or another plan where one is named.
+
+        Raises:
+            LayoutError: says what it was split for.
+        """
+        before, after = self.options.describe(self.mesh), options.describe(mesh)
+        kind = type(self.root).__name__
+        if before != after:
+            raise LayoutError(
+                f"{kind} was split for {before} already and cannot become {after}. Make a new module, and load a "
+                "checkpoint of this one into it."
+            )
+        if options.plan is not None and options.plan != self.plan:
+            raise LayoutError(
+                f"{kind} was split by another plan already than the one that is asked for now. Leave plan out to go on "
+                "with the model as it is, or make a new module, and load a checkpoint of this one into it."
+            )
+
+    # ------------------------------------------------------------------ storage and values
+
+    def place(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+        """Give every parameter and buffer memory; those on meta become NaN.
+
+        Args:
+            dtype: of floating-point ones; None: as they are.
+        """
+        self._had_values = not any(parameter.is_meta for parameter in self.root.parameters())
+        if dtype is not None:
+            self.root.to(dtype=dtype)
+        materialise(self.root, device)
+        self.device = torch.empty(0, device=device).device
+
+    def draw(self, seed: int) -> None:
+        """Fill a model that was on meta before :meth:`place` with the initial values of the one-device model.
+
+        The values do not depend on the layout. A model that came with values keeps them.
+        """
+        if not self._had_values:
+            initialise(self.root, self.specs, seed)
+            self.drawn = seed
+
+    def read(self, source: Source, *, strict: bool = True) -> Filled:
+        """Fill the parameters and persistent buffers from a source; all ranks of the mesh call this together.
+
+        Args:
+            strict: every tensor of the model is in the source, and the source has no others of this model's prefix.
+
+        Raises:
+            CheckpointError: names or shapes differ.
+        """
+        tensors = self.tensors()
+        for name, tensor in tensors.items():
+            if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel():
+                tensor.detach().zero_()  # padding (a vocabulary rounded up), which no source fills
+        self.drawn = None
+        return source.fill(parameter_targets(tensors.items(), self.specs), strict=strict, prefix=self.prefix)
+
+    def recompute(self, options: Recompute) -> None:
+        """Recompute these activations from now on, and no others.
+
+        Raises:
+            ConfigurationError: the model has no such layers or modules.
+        """
+        for chunk in self.chunks:
+            apply_recompute(chunk, options, whole=self.mesh.pp == 1)
+
+    def check_overlap(self) -> None:
+        """Refuse ways to hide communication that cannot serve a layer on this device.
+
+        Raises:
+            LayoutError: names the layer, and says why of each way.
+        """
+        check_overlap(self.root, self.device)
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def prefix(self) -> str:
+        """What canonical names begin with."""
+        return f"{self.name}."
+
+    @property
+    def token_multiple(self) -> int:
+        """Packed token counts must be multiples of this."""
+        return self.options.token_multiple(self.mesh)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline's stages on this rank."""
+        return self.layout.of_rank(self.mesh.rank("pp"))
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the whole model, where this rank holds a part of them; None where it holds all."""
+        return self.layout.num_layers or None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by local name, tied ones once."""
+        persistent = set(self.root.state_dict(keep_vars=True))
+        named: dict[str, Tensor] = dict(self.root.named_parameters())
+        named.update({name: buffer for name, buffer in self.root.named_buffers() if name in persistent})
+        return named
+
+    def layers(self) -> dict[int, nn.Module]:
+        """The layers on this rank by global index."""
+        return layers_of(self.root)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters on this rank, tied ones once."""
+        return list(self.root.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+        """A copy has modules of its own, on the same mesh: process groups cannot be copied."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin.root, twin.chunks = copy.deepcopy((self.root, self.chunks), memo)
+        return twin
+
+
+def check_split(
+    root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Split a model on meta as one rank would, to see whether it can be. No process group is needed.
+
+    Raises:
+        LayoutError: it does not divide, or cannot run so on ``device``.
+        ConfigurationError: no plan says what to split; recompute of what is not there.
+    """
+    _split(root, mesh, options, "")
+    check_overlap(root.to(dtype=dtype), device)
+
+
+def engine_over(
+    models: Sequence[ParallelModel], groups: Sequence[Iterable[nn.Parameter]], options: DataParallel
+) -> DataParallelEngine:
+    """The data-parallel engine of one training run. It takes over the storage of the parameters.
+
+    Args:
+        models: the trainable parts of the run, each on a mesh over the same ranks. Where there are several, the engine
+            knows a parameter by its part's name and its local one.
+        groups: the parameters of each group of the optimizer.
+
+    Raises:
+        ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or
+            pipeline stages have different numbers of groups.
+    """
+    named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
+    parts = [part for model in models for part in model.chunks]
+    places = reversed(list(enumerate(parts)))  # a parameter of several chunks is complete with the first of them
+    chunks = {id(parameter): place for place, part in places for parameter in part.parameters()}
+    whole = "" if len(models) == 1 else "{}."
+    infos = {}
+    for index, group in enumerate(groups):
+        for parameter in group:
+            if id(parameter) not in named:
+                kinds = " or ".join(type(model.root).__name__ for model in models)
+                raise ConfigurationError(
+                    f"the optimizer was given a parameter of shape {tuple(parameter.shape)} that is not part of "
+                    f"{kinds}; return an optimizer over self.parameters()."
+                )
+            model, name = named[id(parameter)]
+            full, chunk = whole.format(model.name) + name, chunks.get(id(parameter), 0)
+            infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], index, chunk, model.mesh)
+    missing = [
+        name
+        for model in models
+        for name, parameter in model.root.named_parameters()
+        if parameter.requires_grad and id(parameter) not in infos
+    ]
+    if missing:
+        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise ConfigurationError(
+            f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
+            "group, or freeze it with requires_grad_(False)."
+        )
+    for model in models:
+        _check_equal_groups(model.mesh, len(groups))
+    engine = options.engine([infos[key] for key in named if key in infos], models[0].mesh, models[0].device)
+    for model in models:
+        _fill_masters(engine, model, whole.format(model.name))
+    for kind, size in engine.memory().items():
+        log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
+    return engine
+
+
+def _fill_masters(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
+    """Let masters begin from the float32 draws, where the parameters hold these rounded."""
+    seed, model.drawn = model.drawn, None
+    if seed is not None and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+
+        def fill(name: str, values: Tensor) -> None:
+            engine.fill_masters(prefix + name, values)
+
+        initialise(model.root, model.specs, seed, on_values=fill)
+        engine.recast()
+
+
+def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:
+    """Checkpoints know an optimizer's groups by number: all pipeline stages must have the same ones."""
+    group = mesh.group("pp")
+    if group is None:
+        return
+    counts: list[Any] = [None] * group.size()
+    dist.all_gather_object(counts, count, group=group)
+    if len(set(counts)) > 1:
+        raise ConfigurationError(
+            f"configure_optimizers made {counts} parameter groups on the pipeline's ranks; make the same ones "
+            "everywhere, without parameters where a stage has none."
+        )
+
+
+def _split(
+    root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, prefix: str
+) -> tuple[Plan, dict[str, ShardSpec], PipelineLayout]:
+    """Split all but the layers' list: the plan that was used, what tensors hold, and the stages to be cut."""
+    plan = options.plan or plan_for(root) or Plan()
+    if mesh.tp > 1 and not plan.rules:
+        raise ConfigurationError(
+            f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
+            "Pass plan=..., or define plan(model) on your MegalightModule."
+        )
+    layout = options.layout(root, mesh)
+    check_recompute(root, options.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
+    specs = parallelize(
+        root,
+        plan,
+        mesh,
+        sequence_parallel=options.sequence_parallel,
+        context=options.context,
+        tensor=options.tensor,
+        prefix=prefix,
+    )
+    return plan, specs, layout
+
+
+def _warn_of_undeferred(root: nn.Module) -> None:
+    """Name the linear layers of the whole model whose weight gradients wait in no queue: torch's own."""
+    names = [
+        name
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
+    ]
+    if names:
+        log.warning(
+            "schedule 'zero_bubble': %d linear layer%s weight gradients at once, where they fill no pause: %s%s; use "
+            "megalight.nn.Linear, or another schedule",
+            len(names),
+            "s compute" if len(names) > 1 else " computes",
+            ", ".join(names[:3]),
+            " ..." if names[3:] else "",
+        )

@@ -1,0 +1,68 @@
+"""How one model is split over a mesh, beside the degrees that the mesh has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.layout import PipelineLayout, Stage
+from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.pipeline.stages import check_protocol
+from megalight.parallel.plan import Plan
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.tensor.overlap.options import TensorOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """What :class:`~megalight.parallel.model.ParallelModel` needs to know besides the mesh.
+
+    Attributes:
+        plan: how the model's modules split; None: the plan registered for the model's type, or none.
+        sequence_parallel: hidden states between split layers hold a share of the tokens each.
+        tensor: how split layers hide their communication.
+        context: how attention reaches the tokens of other ``cp`` ranks.
+        pipeline: the schedule, and how layers are divided over ``pp``.
+        virtual_pipeline: chunks of layers per pipeline rank.
+        pipeline_layout: which layers go where, as a string; None: as ``pipeline`` says.
+        recompute: activations that the backward pass computes again.
+    """
+
+    plan: Plan | None = None
+    sequence_parallel: bool = False
+    tensor: TensorOptions = field(default_factory=TensorOptions)
+    context: ContextOptions = field(default_factory=ContextOptions)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    virtual_pipeline: int = 1
+    pipeline_layout: str | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+
+    def token_multiple(self, mesh: ParallelMesh) -> int:
+        """Packed token counts must be multiples of this: sequence parallelism gives each rank an equal share."""
+        return mesh.tp if self.sequence_parallel else 1
+
+    def layout(self, model: nn.Module, mesh: ParallelMesh) -> PipelineLayout:
+        """Which stage holds what of a whole model; without a pipeline, one stage that lists no layers.
+
+        Raises:
+            LayoutError: the layers cannot be divided so, or the model cannot be cut.
+        """
+        if mesh.pp > 1:
+            layers = check_protocol(model)
+            return self.pipeline.layout(layers, mesh.pp, self.virtual_pipeline, self.pipeline_layout)
+        if self.pipeline_layout is not None:
+            PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1)  # refuses another model's
+        return PipelineLayout((Stage(0, 0, 0, embed=True, layers=(), head=True),), 1, 1)
+
+    def describe(self, mesh: ParallelMesh) -> str:
+        """The layout in words. Two layouts that split a model differently have different words, plans aside."""
+        parts = [mesh.describe(), *["sequence parallel"] * self.sequence_parallel]
+        parts += [repr(self.tensor)] * (mesh.tp > 1 and self.tensor != TensorOptions())
+        parts += [repr(self.context)] * (mesh.cp > 1)
+        if mesh.pp > 1:
+            chunks = f"{self.virtual_pipeline} chunks per rank"
+            parts += [self.pipeline_layout or chunks, repr(self.pipeline)]
+        return ", ".join(parts)

@@ -1,0 +1,213 @@
+"""One optimizer step's worth of work on one rank, without Lightning: counts, the schedule, totals.
+
+A step has one order: count what the whole global batch holds, run every micro-batch forward and backward with
+gradients that are scaled by these counts, reduce, and report means over the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.timetable import Timetable
+from megalight.parallel.totals import GlobalTotals
+from megalight.types import Loss, inverse, mean
+
+
+class Task(Protocol):
+    """What a model is trained for, stated per micro-batch."""
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
+        """Run one chunk of the model.
+
+        Args:
+            model: the chunk; the whole model when there is no pipeline.
+            carry: what the previous chunk returned; None on the first.
+
+        Returns:
+            named tensors for the next chunk, or for :meth:`loss_step` after the last.
+        """
+
+    def loss_step(self, carry: Carry, batch: Any) -> Loss:
+        """The *sum* of the losses of the micro-batch's tokens, from what the last chunk returned."""
+
+    def loss_tokens(self, batch: Any) -> Tensor:
+        """How many tokens (or samples) count in that sum: a 0-dim tensor. Called before any forward."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is known of the whole step before its first forward. Tensors are 0-dim, float64, equal on every rank.
+
+    Attributes:
+        tokens: tokens that count in the loss, over all ranks.
+        token_scale: multiplies each sum of token losses before the backward: ``scale / tokens``, 0 without tokens.
+        micro_batch_scale: multiplies each loss that is a mean over its micro-batch: ``scale`` over the number of
+            micro-batches on all data-parallel ranks.
+    """
+
+    tokens: Tensor
+    token_scale: Tensor
+    micro_batch_scale: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the passes of all micro-batches of a step give, all of it on the device.
+
+    Attributes:
+        loss: mean over all tokens of the global batch, 0-dim; 0 where no token counts.
+        num_tokens: tokens that counted in it, over all ranks, 0-dim.
+        metrics: further global means, 0-dim each.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    metrics: dict[str, Tensor]
+
+
+Passes: TypeAlias = Callable[[Sequence[Any]], Outcome]
+"""From micro-batches on the device to reduced gradients: forward, backward and reductions of one training step."""
+StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Outcome]
+"""Runs the passes of a step in a way of its own: ``(what else they depend on, micro_batches, passes)``."""
+
+
+def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+    """The default runner: calls the passes."""
+    return passes(micro_batches)
+
+
+class Step:
+    """Runs training and evaluation steps of one model.
+
+    Args:
+        model: split, with values.
+        task: what its chunks compute, and the loss.
+        varying_carry: what ``forward_step`` returns may change its names or shapes between micro-batches of equal
+            shapes; pipeline stages then tell each other beforehand, every time.
+        context: made around the task's code in each micro-batch (autocast, say).
+        around: made around all micro-batches of a training step.
+        before_backward: called with each scalar that is about to be differentiated.
+
+    Attributes:
+        engine: reduces the gradients; needed for training.
+        runner: runs the passes of each training step; another one may record and replay them.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        task: Task,
+        *,
+        varying_carry: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        before_backward: Callable[[Tensor], object] = lambda loss: None,
+    ) -> None:
+        self.model = model
+        self.task = task
+        self.context = context
+        self.around = around
+        self.before_backward = before_backward
+        self.engine: DataParallelEngine | None = None
+        self.runner: StepRunner = run_passes
+        self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
+        self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry)
+        self.totals = GlobalTotals(model.mesh, model.device)
+
+    def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
+        """Forward and backward of this rank's share of a global batch.
+
+        Args:
+            scale: multiplies the objective (1 / number of steps whose gradients are added up).
+            sync: reduce the gradients: no further micro-batches follow before the optimizer's step.
+        """
+        passes = partial(self._passes, scale=scale, sync=sync)
+        return self.runner((scale, sync), micro_batches, passes)
+
+    def evaluate(self, stage: str, micro_batches: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """``name -> (sum, count)`` over all ranks and micro-batches, the same on every rank; forward only.
+
+        Args:
+            stage: names must be the same in all evaluations under one ``stage``.
+        """
+        rows = []
+        for micro_batch, carry in zip(micro_batches, self.outputs(micro_batches), strict=False):
+            loss = self._loss_step(carry, micro_batch)
+            rows.append({"loss": (loss.sum, self.task.loss_tokens(micro_batch)), **loss.metrics})
+        return self.totals.of(stage, rows)
+
+    def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
+        """On the last stage what the last chunk returns for each micro-batch, elsewhere nothing; forward only."""
+        agenda = self.timetable("forward_only", len(micro_batches))
+        return self.executor.forward(agenda, micro_batches, self._forward_step)
+
+    def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
+        assert self.engine is not None
+        with self.around():
+            counts = self._count(micro_batches, scale)
+            losses = self._differentiate(micro_batches, counts, sync)
+            one = torch.ones_like(counts.tokens)
+            rows = [
+                {
+                    "loss": (loss.sum, counts.tokens),
+                    **{name: (value, one) for name, value in loss.auxiliary.items()},
+                    **loss.metrics,
+                }
+                for loss in losses
+            ]
+            totals = self.totals.of("train", rows)
+            totals["loss"] = totals["loss"][0], counts.tokens  # tokens are global already
+            means = {name: mean(total, count) for name, (total, count) in totals.items()}
+        if sync:
+            self.engine.finish_grad_sync()
+        return Outcome(means.pop("loss"), counts.tokens, means)
+
+    def _count(self, micro_batches: Sequence[Any], scale: float) -> Counts:
+        """One reduction; nothing waits for the device."""
+        device = self.model.device
+        numbers = torch.full((2,), float(len(micro_batches)), dtype=torch.float64, device=device)
+        tokens = torch.stack([self.task.loss_tokens(micro_batch).detach() for micro_batch in micro_batches]).sum()
+        numbers[0].copy_(tokens, non_blocking=True)
+        numbers = self.totals.sum(numbers)
+        scales = inverse(numbers) * scale
+        return Counts(numbers[0], scales[0], scales[1])
+
+    def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
+        def objective(loss: Loss) -> Tensor:
+            total = loss.sum * counts.token_scale.to(loss.sum.dtype)
+            for value in loss.auxiliary.values():
+                total = total + value * counts.micro_batch_scale.to(value.dtype)
+            self.before_backward(total)
+            return total
+
+        assert self.engine is not None
+        agenda = self.timetable("train", len(micro_batches))
+        with self.engine.micro_batches(len(micro_batches), sync):
+            return self.executor.train(agenda, micro_batches, self._forward_step, self._loss_step, objective)
+
+    def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:
+        chunk.training = self.model.root.training  # a stage is an object of its own
+        with self.context():
+            return self.task.forward_step(chunk, batch, carry)
+
+    def _loss_step(self, carry: Carry, batch: Any) -> Loss:
+        with self.context():
+            loss = self.task.loss_step(carry, batch)
+        if not isinstance(loss, Loss):
+            raise ConfigurationError(
+                f"{type(self.task).__name__}.loss_step returned {type(loss).__name__}; return "
+                "megalight.types.Loss(sum=...), the sum of the losses of the micro-batch's tokens."
+            )
+        return loss
