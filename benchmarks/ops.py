@@ -50,6 +50,7 @@ from megalight.ops.norm import (
     layer_norm,
     rms_norm,
 )
+from megalight.ops.parameter import collect
 from megalight.ops.rotary import ROTATE_QKV, rotary_table, rotate_qkv
 from megalight.types import PackedSequences
 
@@ -213,8 +214,7 @@ class Shapes:
                 labels = torch.randint(0, size, (tokens,), device=self.device)
                 weight = self.random(size, self.hidden) * self.hidden**-0.5
                 if tokens == self.tokens:  # timed as it trains: the weight gradient is added to a buffer
-                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-                    weight.mark_grad_ready = lambda: None  # type: ignore[attr-defined]
+                    collect(weight, torch.zeros_like(weight, dtype=torch.float32))
                 return [self.random(tokens, self.hidden), weight], lambda b, h, w: linear_cross_entropy(
                     h, w, labels, backend=b
                 )

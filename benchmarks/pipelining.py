@@ -37,6 +37,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import ROTARY, build_layer, build_rotary
 from megalight.nn import LayerContext, run_layers
 from megalight.nn.init import initialise
+from megalight.ops.parameter import collect
 from megalight.parallel.ending import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
@@ -138,8 +139,7 @@ def megalight(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
     pieces = [Piece(shape, stage.layers, place) for stage in layout.of_rank(place.rank)]
     for piece in pieces:
         for parameter in piece.parameters():  # as the data-parallel engine does; it lets weight gradients wait
-            parameter.main_grad = parameter.grad
-            parameter.mark_grad_ready = lambda: None
+            collect(parameter, parameter.grad)
     executor = Executor(pieces, layout, mesh, place.device)
     agenda = agenda_of(place.rank, schedules.build(schedule, place.size, vpp, shape.micro))
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight.errors import LayoutError
 from megalight.ops.linear import linear
+from megalight.ops.parameter import collect
 from megalight.parallel.collectives import start_all_gather, start_reduce_scatter
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
@@ -72,8 +73,7 @@ class Bench:
 
         self.layer, self.shared = layer, shared
         self.weight = nn.Parameter(draw(*layer.local(tp)) * layer.inner**-0.5)
-        self.weight.main_grad = torch.zeros(self.weight.shape, device=device)
-        self.weight.mark_grad_ready = lambda: None
+        collect(self.weight, torch.zeros(self.weight.shape, device=device))
         rows = tokens // tp
         shape = (rows, layer.inner) if layer.column else (tokens, layer.inner // tp)
         self.x = draw(*shape).requires_grad_()

@@ -12,8 +12,8 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.ops.linear import precision_of
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.parameter import precision_of
 from megalight.parallel.layers import layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megalight.ops.parameter import known_state
+
 _homes: WeakKeyDictionary[Optimizer, dict[Tensor, torch.device]] = WeakKeyDictionary()
 """The parameters of offloaded optimizers, and the devices that they belong on."""
 
@@ -21,7 +23,7 @@ def offload_to_cpu(optimizer: Optimizer) -> None:
     homes = _homes.setdefault(optimizer, {})
     for parameter in _parameters(optimizer):
         homes.setdefault(parameter, parameter.device)
-        if getattr(parameter, "is_master_copy", False):
+        if (own := known_state(parameter)) is not None and own.master_copy:
             parameter.grad = None
             parameter.data = parameter.data.to("cpu")
         _move_state(optimizer, parameter, torch.device("cpu"))

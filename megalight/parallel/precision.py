@@ -16,6 +16,7 @@ from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, Rotary
 from megalight.ops.common import measuring
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
+from megalight.ops.parameter import known_state, state_of
 from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
 from megalight.parallel.layers import layers_of
@@ -118,7 +119,7 @@ def apply_low_precision(
     num_layers: int | None = None,
     kind: type[LowPrecision] = LowPrecision,
 ) -> Session:
-    """Give the weights of linear layers their ``precision``.
+    """Give the weights of linear layers a precision.
 
     Args:
         model: this rank's part, on its device; its ``layers`` are named by global index.
@@ -161,7 +162,7 @@ def apply_low_precision(
             if not options.emulate and (weight.device, weight.dtype) not in checked:
                 kind.check_products(weight, schemes)
                 checked.add((weight.device, weight.dtype))
-            weight.precision = kind(  # type: ignore[attr-defined]
+            state_of(weight).precision = kind(
                 schemes,
                 session,
                 emulate=options.emulate,
@@ -179,7 +180,8 @@ def apply_low_precision(
 def remove_low_precision(model: nn.Module) -> None:
     """Let every weight be multiplied in its own type again: an earlier run may have said otherwise."""
     for parameter in model.parameters():
-        parameter.__dict__.pop("precision", None)
+        if (state := known_state(parameter)) is not None:
+            state.precision = None
     for module in model.modules():
         if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
             module.backend = measuring(module.backend, wanted=False)

@@ -321,9 +321,8 @@ class MegatronStrategy(FolderCheckpoints):
 
     def on_train_end(self) -> None:
         """Weights are whole, and in their own type, before anybody reads them."""
-        self.sync_parameters()
         if self.engine is not None:
-            self.engine.widen()
+            self.engine.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """From here on nothing may wait for other ranks."""

@@ -19,7 +19,7 @@ from megalight.ops.cross_entropy import reference as cross_entropy_reference
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.formats import to_fp8
-from megalight.ops.quantize.known import known_amax
+from megalight.ops.quantize.known import known_amax, told_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
 
@@ -312,19 +312,19 @@ def measured_and_not(run: Callable[[Tensor, bool], tuple[Tensor, ...]], x: Tenso
             outputs = run(through, measure)
             grads = [torch.linspace(-1, 3, y.numel(), device=y.device).view(y.shape).to(y.dtype) for y in outputs]
             torch.autograd.backward(outputs, grads)
-        assert [hasattr(y, "parts_amax") for y in outputs] == [measure and i in told for i in range(len(outputs))]
+        assert [(told_amax(y) is not None) for y in outputs] == [measure and i in told for i in range(len(outputs))]
         for y in outputs:
             assert torch.equal(known_amax(y), amax_of(y))
         assert leaf.grad is not None
         found.append([*outputs, leaf.grad])
     for measured, plain in zip(*found, strict=True):
         assert torch.equal(measured, plain)
-    assert [hasattr(gradient, "parts_amax") for gradient in seen] == [True, False]
+    assert [(told_amax(gradient) is not None) for gradient in seen] == [True, False]
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))
     seen[0].mul_(2)
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))  # what was told is no longer so
     with torch.inference_mode():  # no writes are noted there, so nothing may be told
-        assert not any(hasattr(y, "parts_amax") for y in run(x.clone(), True))
+        assert not any((told_amax(y) is not None) for y in run(x.clone(), True))
 
 
 def check_measured_norms(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -398,7 +398,7 @@ def check_told(module: Any, device: str, dtype: torch.dtype) -> None:
         with poisoned():
             found = module.cast(told, rows, columns, given, given, None, True)
             expected = module.cast(x, rows, columns, given, given)
-        assert hasattr(told, "parts_amax")
+        assert told_amax(told) is not None
         assert torch.equal(known_amax(told), amax_of(x))
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours is None) == (theirs is None)

@@ -13,6 +13,7 @@ import torch
 from megalight.imports import has
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, amax_of, known
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.rotary import rotary_table
@@ -94,7 +95,7 @@ def test_layers_look_for_no_magnitude_that_is_known(monkeypatch: pytest.MonkeyPa
         inputs = [t.clone().requires_grad_() for t in (x, residual)]
         parameters = [torch.nn.Parameter(weight) for weight in weights]
         for parameter in parameters:
-            parameter.precision = LowPrecision(recipe("tensorwise"), session, emulate=True)  # type: ignore[attr-defined]
+            state_of(parameter).precision = LowPrecision(recipe("tensorwise"), session, emulate=True)
         stream = inputs[0] + inputs[1]
         with session.step(0):
             for qkv, proj, up, down in (parameters[:4], parameters[4:]):

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
 from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, wgrad
+from megalight.ops.parameter import collect
 from tests.ops.checks import check_weight_gradient, error
 
 
@@ -18,13 +19,14 @@ class Parameter(nn.Parameter):
     main_grad: Tensor
     ready = 0
 
-    def mark_grad_ready(self) -> None:
-        self.ready += 1
-
 
 def with_main_grad(data: Tensor, dtype: torch.dtype | None = None) -> Parameter:
     parameter = Parameter(data)
-    parameter.main_grad = torch.zeros_like(data, dtype=dtype)
+
+    def count() -> None:
+        parameter.ready += 1
+
+    collect(parameter, torch.zeros_like(data, dtype=dtype), count)
     return parameter
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear.measured import ROUNDS, Measured
-from megalight.ops.main_grad import put
+from megalight.ops.parameter import put
 
 
 @dataclass

@@ -14,6 +14,7 @@ from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.inputs import Recipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import precision_of, release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from megalight.ops.scaled_mm import scaled_mm
@@ -34,7 +35,7 @@ def make(name: str, session: Session | None = None, seed: int = 0, **options: An
     )
     weight = with_main_grad(data)
     schemes = recipe(name)
-    weight.precision = LowPrecision(schemes, session or Session(), emulate=True, **options)  # type: ignore[attr-defined]
+    state_of(weight).precision = LowPrecision(schemes, session or Session(), emulate=True, **options)
     return weight, x.requires_grad_(), grad_y
 
 
@@ -75,7 +76,8 @@ def test_without_main_gradients_autograd_gets_them() -> None:
     weight, x, grad_y = make("tensorwise")
     linear(x, weight).backward(grad_y)
     expected = weight.main_grad.clone()
-    x.grad, weight.main_grad = None, None  # type: ignore[assignment]
+    x.grad = None
+    release(weight)
     linear(x, weight).backward(grad_y)
     assert weight.grad is not None
     assert torch.equal(weight.grad, expected)
@@ -141,7 +143,7 @@ def test_layers_that_share_a_gradient() -> None:
     with session.step(1):
         (linear(x, one) + linear(x, other)).backward(grad_y)
     assert error(other.main_grad, grad_y.T @ x) < 0.08
-    assert one.precision.history.past[0, 2] == other.precision.history.past[0, 2]  # type: ignore[attr-defined]
+    assert precision_of(one).history.past[0, 2] == precision_of(other).history.past[0, 2]
 
 
 def test_a_weight_is_cast_once_in_a_step() -> None:
@@ -177,13 +179,13 @@ def test_an_error_in_a_step_leaves_no_casts() -> None:
 def test_delayed_scales_follow_the_largest_of_past_steps() -> None:
     session = Session()
     weight, x, _ = make("delayed", session, history=2)
-    history = weight.precision.history  # type: ignore[attr-defined]
+    history = precision_of(weight).history
     x = x.detach()
     sizes = []
     for step, size in enumerate([1.0, 8.0, 1.0, 1.0, 1.0]):
         with session.step(step):
             for part in (0.5, 1.0):  # two micro-batches
-                rows = weight.precision._amax(size * part * x, recipe("delayed").x, 0, None)  # type: ignore[attr-defined]
+                rows = precision_of(weight)._amax(size * part * x, recipe("delayed").x, 0, None)
         sizes.append(float(rows / x.abs().max()))
     # its own at first, then one step late, and as long as the history remembers
     assert sizes == pytest.approx([1.0, 1.0, 8.0, 8.0, 1.0], rel=1e-6)
@@ -199,7 +201,7 @@ def test_delayed_casts_go_by_past_steps_alone() -> None:
     """Values beyond what past steps had saturate, this step's are remembered, and zeros before are no scale."""
     session = Session()
     weight, x, grad_y = make("delayed", session, history=2, margin=1)
-    history = weight.precision.history  # type: ignore[attr-defined]
+    history = precision_of(weight).history
     with session.step(0):
         linear(x, weight).backward(torch.zeros_like(grad_y))
     largest = x.detach().abs().max().float()
@@ -259,7 +261,7 @@ def test_histories_are_reduced_once_for_all_layers() -> None:
             linear(x, weight)
     assert [call.shape for call in calls] == [(2, 3)]
     for weight in weights:
-        past = weight.precision.history.past  # type: ignore[attr-defined]
+        past = precision_of(weight).history.past
         assert past[0, 0] == 4
         assert past[0, 1] == 4 * weight.detach().abs().max().float()
 
@@ -268,7 +270,7 @@ def test_margin_leaves_room() -> None:
     narrow, x, _ = make("tensorwise")
     wide, _, _ = make("tensorwise", margin=3)
     outlier = x.detach()
-    rows = [w.precision._amax(outlier, recipe("tensorwise").x, 0, None) for w in (narrow, wide)]  # type: ignore[attr-defined]
+    rows = [precision_of(w)._amax(outlier, recipe("tensorwise").x, 0, None) for w in (narrow, wide)]
     assert rows[1] == 8 * rows[0]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, quantize
 from megalight.ops.quantize.formats import (
     DTYPES,
@@ -283,7 +284,7 @@ def test_what_was_told_of_a_tensor_counts_until_it_changes() -> None:
 
 def test_casts_go_by_what_was_told() -> None:
     weight = torch.nn.Parameter(torch.randn(32, 48))
-    weight.precision = LowPrecision(recipe("tensorwise"), Session(), emulate=True)  # type: ignore[attr-defined]
+    state_of(weight).precision = LowPrecision(recipe("tensorwise"), Session(), emulate=True)
     x = torch.randn(16, 48)
     expected = linear(x, weight)
     assert torch.equal(linear(tell_amax(x.clone(), amax_of(x)[None]), weight), expected)

@@ -7,6 +7,7 @@ import torch
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, cast, quantize, transpose
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
@@ -81,7 +82,7 @@ def test_linear_equals_its_emulation(name: str) -> None:
     found = []
     for emulate in (False, True):
         weight, session = with_main_grad(data.clone(), torch.float32), Session()
-        weight.precision = LowPrecision(schemes, session, emulate=emulate)  # type: ignore[attr-defined]
+        state_of(weight).precision = LowPrecision(schemes, session, emulate=emulate)
         leaf = x.clone().requires_grad_()
         with session.step(0):
             out = linear(leaf, weight)

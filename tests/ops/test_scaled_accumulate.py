@@ -8,7 +8,7 @@ import torch
 from megalight.errors import BackendError
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.main_grad import begin
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
@@ -52,12 +52,12 @@ def test_only_the_first_gradient_is_written() -> None:
             seen.append(bool(args[-1]))
             super().accumulate(*args)  # type: ignore[arg-type]
 
-    weight.precision = Watched(recipe("tensorwise"), session, emulate=True)  # type: ignore[attr-defined]
+    state_of(weight).precision = Watched(recipe("tensorwise"), session, emulate=True)
     found = []
     for begun in (False, True):
         if begun:
             weight.main_grad.fill_(torch.nan)
-            begin(weight)
+            state_of(weight).untouched = True
         for _ in range(2):
             linear(torch.ones(16, 48), weight).sum().backward()
         found.append(weight.main_grad.clone())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig
 from megalight.models.gpt.plan import gpt_plan
+from megalight.ops.parameter import collect
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
@@ -55,9 +57,8 @@ def with_main_grads(model: nn.Module) -> list[str]:
     """Gradients go to ``main_grad`` as under the data-parallel engine; returns where arrivals are noted."""
     arrived: list[str] = []
     for name, parameter in model.named_parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+        collect(parameter, torch.zeros_like(parameter), functools.partial(arrived.append, name))
         parameter.grad = parameter.main_grad
-        parameter.mark_grad_ready = lambda name=name: arrived.append(name)
     return arrived
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.ops.parameter import nobody, state_of
+
 
 def make_graphed_callables(
     modules: tuple[nn.Module, ...],
@@ -72,12 +74,12 @@ def _replay(module: nn.Module, sample: Sequence[Tensor]) -> Any:
         def backward(ctx: Any, gradient: Tensor) -> Any:
             after = torch.get_rng_state()
             torch.set_rng_state(ctx.state)
-            marks = {p: p.__dict__.pop("mark_grad_ready") for p in module.parameters() if "mark_grad_ready" in vars(p)}
-            for parameter in marks:
-                parameter.mark_grad_ready = lambda: None  # a replay runs no Python
+            marks = {state_of(p): state_of(p).mark_grad_ready for p in module.parameters()}
+            for state in marks:
+                state.mark_grad_ready = nobody  # a replay runs no Python
             found = iter(_run(module, ctx.inputs, gradient)[1])
-            for parameter, mark in marks.items():
-                parameter.mark_grad_ready = mark
+            for state, mark in marks.items():
+                state.mark_grad_ready = mark
             torch.set_rng_state(after)
             wanted = (*ctx.inputs, *module.parameters())
             return tuple(next(found) if value.requires_grad else None for value in wanted)

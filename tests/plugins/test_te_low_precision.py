@@ -15,7 +15,7 @@ from megalight.nn.init import initialise
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.main_grad import begin
+from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions
@@ -43,7 +43,7 @@ def weights(name: str) -> tuple[tuple[Parameter, Session], ...]:
     made = []
     for kind, options in ((TransformerEngineProducts, {}), (LowPrecision, {"emulate": True})):
         weight, session = with_main_grad(data.clone(), torch.float32), Session()
-        weight.precision = kind(recipe(name), session, margin=int(name == "delayed"), **options)  # type: ignore[attr-defined]
+        state_of(weight).precision = kind(recipe(name), session, margin=int(name == "delayed"), **options)
         made.append((weight, session))
     return tuple(made)
 
@@ -62,7 +62,7 @@ def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
     for weight, session in pairs:
         results: list[Tensor] = []
         weight.main_grad.fill_(torch.nan)
-        begin(weight)
+        state_of(weight).untouched = True
         for step, (x, grad_y) in enumerate(data):
             leaf, queue = x.bfloat16().requires_grad_(), WeightGradients()
             with session.step(step), deferring(queue) if wait else torch.enable_grad():
@@ -102,9 +102,9 @@ def test_recomputed_inputs_are_cast_in_the_backward(packages: Fakes) -> None:
     (weight, _), (other, _) = weights("tensorwise")
     x, grad_y = torch.randn(TOKENS, IN).bfloat16(), torch.randn(TOKENS, OUT).bfloat16()
     for each in (weight, other):
-        each.precision.accumulate(each.main_grad, grad_y, x, False)  # type: ignore[attr-defined]
+        precision_of(each).accumulate(each.main_grad, grad_y, x, False)
     assert error(weight.main_grad, other.main_grad) < 1e-6
-    again = weight.precision.weight_gradient(grad_y, x, torch.float32)  # type: ignore[attr-defined]
+    again = precision_of(weight).weight_gradient(grad_y, x, torch.float32)
     assert error(again, weight.main_grad) < 1e-6
 
 
@@ -148,7 +148,7 @@ def prepared(options: LowPrecisionOptions) -> Any:
 
 def test_the_plugin_hands_layers_over(packages: Fakes) -> None:
     model = prepared(LowPrecisionOptions(recipe="delayed", history=4))
-    precision = model.layers["0"]["up"].weight.precision
+    precision = precision_of(model.layers["0"]["up"].weight)
     assert isinstance(precision, TransformerEngineProducts)
     assert precision.history is not None
     for name in KINDS_WITH_FAKES:
@@ -159,7 +159,7 @@ def test_the_plugin_hands_layers_over(packages: Fakes) -> None:
 
 def test_nobody_measures_for_quantizers_that_do(packages: Fakes) -> None:
     model = prepared(LowPrecisionOptions())
-    assert isinstance(model.layers["0"]["up"].weight.precision, TransformerEngineProducts)
+    assert isinstance(precision_of(model.layers["0"]["up"].weight), TransformerEngineProducts)
     assert model.layers["0"]["norm"].backend == "auto"
     MegatronLowPrecision(LowPrecisionOptions(emulate=True)).prepare(model, ParallelMesh(), None)
     assert model.layers["0"]["norm"].backend == "auto+amax"

@@ -5,6 +5,7 @@ import torch
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.plugins.transformer_engine.low_precision import KINDS, TransformerEngineProducts, why_not
 from tests.ops.checks import error
@@ -24,7 +25,7 @@ def test_layers_are_near_bf16(name: str, tokens: int) -> None:
     data = torch.randn(256, 384, device="cuda").bfloat16()
     inputs = [(torch.randn(tokens, 384).cuda().bfloat16(), torch.randn(tokens, 256).cuda().bfloat16()) for _ in "ab"]
     weight, session = with_main_grad(data.clone(), torch.float32), Session()
-    weight.precision = TransformerEngineProducts(recipe(name), session)  # type: ignore[attr-defined]
+    state_of(weight).precision = TransformerEngineProducts(recipe(name), session)
     expected = torch.zeros_like(weight.main_grad)
     for step, (x, grad_y) in enumerate(inputs):
         leaf = x.clone().requires_grad_()
@@ -47,7 +48,7 @@ def test_tensorwise_casts_as_we_do() -> None:
     found = []
     for kind in (TransformerEngineProducts, LowPrecision):
         weight, session = with_main_grad(data.clone(), torch.float32), Session()
-        weight.precision = kind(recipe("tensorwise"), session)  # type: ignore[attr-defined]
+        state_of(weight).precision = kind(recipe("tensorwise"), session)
         leaf = x.clone().requires_grad_()
         with session.step(0):
             out = linear(leaf, weight)

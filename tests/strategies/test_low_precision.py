@@ -17,6 +17,7 @@ from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
 from megalight.ops.common import AMAX
 from megalight.ops.linear.low_precision import Session
+from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
@@ -132,7 +133,7 @@ def test_which_layers_take_part() -> None:
     def marked(**options: Any) -> list[str]:
         module = model()
         apply_low_precision(module, LowPrecisionOptions(emulate=True, **options), ParallelMesh(), 4)
-        return [name for name, p in module.named_parameters() if hasattr(p, "precision")]
+        return [name for name, p in module.named_parameters() if precision_of(p) is not None]
 
     assert marked(first_layers=1, last_layers=2, modules=("mlp.*",)) == [
         "layers.1.mlp.gate_up.weight",
@@ -165,7 +166,7 @@ def test_the_last_plugin_decides() -> None:
         MegatronPrecision("bf16-mixed"),
     ):
         plugin.prepare(module, ParallelMesh(), None)
-        marked.append(sum(hasattr(parameter, "precision") for parameter in module.parameters()))
+        marked.append(sum(precision_of(parameter) is not None for parameter in module.parameters()))
     assert marked == [16, 4, 0]
 
 
@@ -219,7 +220,7 @@ def test_how_far_delayed_scales_look_back() -> None:
     for options, length in (({}, 16), ({"history": 3}, 3)):
         module = model()
         apply_low_precision(module, LowPrecisionOptions("delayed", emulate=True, **options), ParallelMesh())
-        (found,) = {p.precision.history.length for p in module.parameters() if hasattr(p, "precision")}
+        (found,) = {found.history.length for p in module.parameters() if (found := precision_of(p)) is not None}
         assert found == length
 
 

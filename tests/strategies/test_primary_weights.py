@@ -15,6 +15,7 @@ from megalight import checkpoint
 from megalight.callbacks import EMA
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.precision import LowPrecisionOptions
@@ -43,7 +44,7 @@ class Watch(pl.Callback):
         self.losses.append(float(trainer.strategy.report.loss))
         found = {}
         for name, parameter in pl_module.model.named_parameters():
-            precision: LowPrecision | None = getattr(parameter, "precision", None)
+            precision = precision_of(parameter)
             if precision is None:
                 continue
             self.types.add(parameter.dtype)

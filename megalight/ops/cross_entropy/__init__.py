@@ -61,7 +61,7 @@ def linear_cross_entropy(
 
     Logits are formed in the type of ``hidden`` (sums in float32). They take up to 1/32 of the device's memory: those
     that fit are kept for the backward, others are formed again, a chunk of tokens at a time. Gradients of a weight or
-    bias with ``main_grad`` are added there, as in :func:`megalight.ops.linear.linear`, once per chunk.
+    bias with a main gradient are added there, as in :func:`megalight.ops.linear.linear`, once per chunk.
 
     Args:
         hidden: ``[T, h]``.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.linear import wgrad
-from megalight.ops.main_grad import put, touch
+from megalight.ops.parameter import main_grad_of, put, state_of
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SHARE = 1 / 32
@@ -165,14 +165,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
             if main is not None:
                 spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
-                wgrad.choose(spec)(main, logits, hidden[part], touch(weight))
+                wgrad.choose(spec)(main, logits, hidden[part], state_of(weight).touch())
             if bias is not None and main_bias is not None:
-                put(main_bias, logits.sum(0, dtype=main_bias.dtype), touch(bias))
-        for parameter, needed, own in ((weight, need_weight, grad_weight), (bias, need_bias, grad_bias)):
-            if needed and own is None:
-                if touch(parameter):  # there were no tokens
-                    parameter.main_grad.zero_()
-                parameter.mark_grad_ready()
+                put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
+        for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):
+            if target is not None and own is None:
+                state = state_of(parameter)
+                if state.touch():  # there were no tokens
+                    target.zero_()
+                state.mark_grad_ready()
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -188,7 +189,7 @@ def _gradient_buffer(parameter: Tensor | None, needed: bool) -> tuple[Tensor | N
     """``(own, target)``: a new buffer to return (None if the parameter has its own), and the buffer to add to."""
     if parameter is None or not needed:
         return None, None
-    main: Tensor | None = getattr(parameter, "main_grad", None)
+    main = main_grad_of(parameter)
     if main is not None:
         return None, main
     own = torch.zeros_like(parameter, dtype=wide(parameter.dtype))

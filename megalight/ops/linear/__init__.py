@@ -12,8 +12,7 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import wgrad
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.main_grad import add
+from megalight.ops.parameter import add_gradient, main_grad_of, precision_of
 from megalight.ops.quantize import Quantized
 from megalight.registry import BackendRegistry
 
@@ -24,10 +23,10 @@ EXAMPLE = wgrad.EXAMPLE
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``[..., in] x [out, in] -> [..., out]``.
 
-    A weight or bias with the attribute ``main_grad`` (a tensor of its own shape) receives its gradient there: the
-    backward adds to it, calls ``mark_grad_ready()``, and gives autograd nothing. Others get ordinary gradients.
+    A weight or bias with a main gradient (:mod:`megalight.ops.parameter`) receives its gradient there, and autograd is
+    given nothing. Others get ordinary gradients.
     Of an ``x`` with a recipe (:mod:`megalight.ops.linear.inputs`) the recipe is kept, and the backward makes it again.
-    A weight with the attribute ``precision`` (:mod:`megalight.ops.linear.low_precision`) is multiplied as that says.
+    A weight with a precision (:mod:`megalight.ops.linear.low_precision`) is multiplied as that says.
     """
     precision = precision_of(weight)
     if precision is not None and not torch.is_grad_enabled():
@@ -36,18 +35,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     out: Tensor = apply(_Linear, x, weight, bias)
     return out
-
-
-def main_grad_of(parameter: Tensor | None) -> Tensor | None:
-    """Where the gradient of a parameter is to be added; None: autograd gets it."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return main_grad
-
-
-def precision_of(weight: Tensor) -> LowPrecision | None:
-    """How the products of a weight are formed; None: in its own type."""
-    precision: LowPrecision | None = getattr(weight, "precision", None)
-    return precision
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -85,13 +72,13 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
 
     Args:
         grad_y: ``[..., out]``.
-        x: ``[..., in]``; where ``weight`` has a ``precision``, perhaps cast already.
-        weight: where it has ``main_grad``, the gradient is added there (in float32 for a float32 one, without a
-            temporary of that size on CUDA) and ``weight.mark_grad_ready()`` is called; both later, inside
+        x: ``[..., in]``; where ``weight`` has a precision, perhaps cast already.
+        weight: where it has a main gradient, the gradient is added there (in float32 for a float32 one, without a
+            temporary of that size on CUDA) and ``mark_grad_ready()`` is called; both later, inside
             :func:`~megalight.ops.linear.deferred.deferring`.
 
     Returns:
-        None when it goes into ``main_grad``, else the gradient in the weight's type.
+        None when it goes into the main gradient, else the gradient in the weight's type.
     """
     if (queue := queue_for(weight)) is not None:
         held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor brings its place in the graph along
@@ -114,8 +101,7 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)
-    add(bias, grad_y.sum(0, dtype=main_grad.dtype))
-    bias.mark_grad_ready()  # type: ignore[attr-defined]
+    add_gradient(bias, grad_y.sum(0, dtype=main_grad.dtype))
     return None
 
 
@@ -124,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
+        # The parameters are kept by reference: what saved-tensor hooks hand back would lack their state.
         ctx.weight, ctx.bias = weight, bias
         ctx.x_dtype = x.dtype
         return product_and_save(ctx, x, weight, bias)

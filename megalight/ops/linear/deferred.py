@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear import wgrad
+from megalight.ops.parameter import main_grad_of
 from megalight.ops.quantize import Quantized
 
 Begin: TypeAlias = Callable[[], Callable[[], Tensor | Quantized]]
@@ -35,7 +36,7 @@ class WeightGradients:
         return len(self._waiting)
 
     def put(self, weight: Tensor, grad_y: Tensor, begin: Begin) -> None:
-        """Add ``grad_y^T x`` to ``weight.main_grad`` later, with the ``x [..., in]`` that ``begin()()`` gives.
+        """Add ``grad_y^T x`` to the weight's main gradient later, with the ``x [..., in]`` that ``begin()()`` gives.
 
         ``begin`` should hold detached tensors: others keep the graph alive.
         """
@@ -64,8 +65,9 @@ _current: list[WeightGradients] = []
 def deferring(queue: WeightGradients) -> Iterator[None]:
     """Around a backward pass: weight gradients of linear layers go to ``queue``, where they can.
 
-    Those of weights without ``main_grad`` are wanted by autograd at once. Biases, norms and embeddings are computed at
-    once too, being cheap, and so is the output layer's together with the loss, whose logits would have to be kept.
+    Those of weights without a main gradient go to autograd at once. Gradients of biases, norms and embeddings are
+    cheap and computed at once too. So is the output layer's where it is fused with the loss: its logits would have to
+    be kept.
     """
     _current.append(queue)
     try:
@@ -76,6 +78,4 @@ def deferring(queue: WeightGradients) -> Iterator[None]:
 
 def queue_for(weight: Tensor) -> WeightGradients | None:
     """Where the gradient of ``weight`` waits, or None: compute it now."""
-    if not _current or getattr(weight, "main_grad", None) is None:
-        return None
-    return _current[-1]
+    return _current[-1] if _current and main_grad_of(weight) is not None else None

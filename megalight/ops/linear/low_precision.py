@@ -1,8 +1,8 @@
 """Linear layers whose products are formed in 8 or 4 bits.
 
-A weight with the attribute ``precision``, a :class:`LowPrecision`, asks for it: forward product, input gradient and
-weight gradient then go through its methods, and everything else about the layer stays as it is. Tensors between layers
-and main gradients keep their types; of an input that has no recipe, the cast is saved.
+A weight asks for it by a :class:`LowPrecision` in its state (:mod:`megalight.ops.parameter`): forward product, input
+gradient and weight gradient then go through its methods, and everything else about the layer stays as it is. Tensors
+between layers and main gradients keep their types. Of an input without a recipe, the cast is saved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear.inputs import Saveable
+from megalight.ops.note import Casts, annotate
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.formats import DTYPES, LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
@@ -95,7 +96,7 @@ class Session:
 
 
 class LowPrecision:
-    """How one weight ``[out, in]`` is multiplied; sits in its attribute ``precision``.
+    """How one weight ``[out, in]`` is multiplied; its state refers to it.
 
     Args:
         recipe: how matrices are cast.
@@ -295,8 +296,8 @@ class LowPrecision:
 
     def _cast_gradient(self, grad_y: Tensor) -> tuple[Quantized, Quantized]:
         """Both casts of a gradient, made once: the two products of the backward pass are handed the same tensor."""
-        owner, rows, columns = getattr(grad_y, "casts", (None, None, None))
-        if owner is not self:  # a sum hands one tensor to several layers
+        note = annotate(grad_y)
+        if note.casts is None or note.casts.owner is not self:  # a sum hands one tensor to several layers
             flat, scheme, scheme_t = rows_of(grad_y), self.recipe.gradient, self.recipe.gradient_t
             if (found := self._cast_by_history(flat, GRADIENT, scheme, scheme_t)) is not None:
                 rows, columns = found
@@ -310,9 +311,8 @@ class LowPrecision:
                     amax_t=amax if self.recipe.one_scale else None,
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
                 )
-            grad_y.casts = self, rows, columns  # type: ignore[attr-defined]
-        assert rows is not None and columns is not None
-        return rows, columns
+            note.casts = Casts(self, rows, columns)
+        return note.casts.rows, note.casts.columns
 
     def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
         """A cast by past steps' magnitudes alone, in one pass, in which this step's are found; None: there are none."""

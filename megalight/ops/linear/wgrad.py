@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
 from megalight.ops.linear.measured import Accumulate, Measured
-from megalight.ops.main_grad import put, touch
+from megalight.ops.parameter import put, state_of
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -119,26 +119,26 @@ def choose(spec: Spec, backend: str = "auto") -> Accumulate:
 
 
 def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
-    """Add ``grad_y^T x`` to ``weight.main_grad [out, in]`` and call ``weight.mark_grad_ready()``.
+    """Add ``grad_y^T x`` to the main gradient of ``weight``, ``[out, in]``, and say so.
 
-    The first gradient of a step is written: see :mod:`megalight.ops.main_grad`.
+    The first gradient of a step is written: see :mod:`megalight.ops.parameter`.
 
     Args:
         grad_y: ``[..., out]``; all leading dims are summed over.
-        x: ``[..., in]``; where ``weight`` has a ``precision``, perhaps cast already.
+        x: ``[..., in]``; where ``weight`` has a precision, perhaps cast already.
     """
-    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    write = touch(weight)
+    state = state_of(weight)
+    main_grad, write = state.main_grad, state.touch()
+    assert main_grad is not None
     if write and not grad_y.numel():
         main_grad.zero_()  # packages' products of no tokens may write nothing
-    if (precision := getattr(weight, "precision", None)) is not None:
-        precision.accumulate(main_grad, grad_y, x, write)
-        weight.mark_grad_ready()  # type: ignore[attr-defined]
-        return
-    assert isinstance(x, Tensor)
-    if grad_y.dim() != 2:
-        grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
-    if x.dtype != grad_y.dtype:
-        x = x.to(grad_y.dtype)
-    choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x, write)
-    weight.mark_grad_ready()  # type: ignore[attr-defined]
+    if state.precision is not None:
+        state.precision.accumulate(main_grad, grad_y, x, write)
+    else:
+        assert isinstance(x, Tensor)
+        if grad_y.dim() != 2:
+            grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        if x.dtype != grad_y.dtype:
+            x = x.to(grad_y.dtype)
+        choose(Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))(main_grad, grad_y, x, write)
+    state.mark_grad_ready()

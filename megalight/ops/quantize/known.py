@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megalight.ops.note import Magnitudes, annotate, note_of
 from megalight.ops.quantize.reference import amax_of
 
 
@@ -13,7 +14,7 @@ def tell_amax(x: Tensor, parts: Tensor) -> Tensor:
     Under ``torch.inference_mode`` nothing is told: who writes to a tensor is not noted there.
     """
     if not x.is_inference():
-        x.parts_amax = x._version, parts  # type: ignore[attr-defined]
+        annotate(x).magnitudes = Magnitudes(x._version, parts)
     return x
 
 
@@ -22,14 +23,21 @@ def known_amax(x: Tensor) -> Tensor:
 
     What was told counts for this very object, and until somebody writes to it: autograd may add gradients up in place.
     """
-    version, parts = getattr(x, "parts_amax", (None, None))
-    return amax_of(x) if parts is None or version != x._version or not len(parts) else parts.amax()
+    parts = told_amax(x)
+    return amax_of(x) if parts is None or not len(parts) else parts.amax()
+
+
+def told_amax(x: Tensor) -> Tensor | None:
+    """What :func:`tell_amax` was told of ``x``, if it still holds."""
+    note = note_of(x)
+    if note is None or note.magnitudes is None or note.magnitudes.version != x._version:
+        return None
+    return note.magnitudes.parts
 
 
 def rows_of(x: Tensor) -> Tensor:
     """``x [..., f] -> [T, f]``, of which is known what was known of ``x``."""
     flat = x.reshape(-1, x.shape[-1])
-    version, parts = getattr(x, "parts_amax", (None, None))
-    if parts is not None and version == x._version:
+    if (parts := told_amax(x)) is not None:
         tell_amax(flat, parts)
     return flat

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
-from megalight.ops.main_grad import put
+from megalight.ops.parameter import put
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.ops.scaled_mm import SCALED_MM, Spec, choose, multiply_into

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from megalight.errors import MegalightError
-from megalight.ops.main_grad import untouched
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class Arrivals:
         self._usual = [[0] * len(bucket.infos) for bucket in buckets]
         """Arrivals per micro-batch, at most."""
         for index, bucket in enumerate(buckets):
-            for place, info in enumerate(bucket.infos):
+            for place, (parameter, main_grad) in enumerate(bucket.main_grads):
                 arrived, announced = self._on_arrival(index, place), self._on_announcement(index, place)
-                land_gradients(info.parameter, arrived, announced, bucket.autograd_adds)
+                land_gradients(parameter, main_grad, arrived, announced, bucket.autograd_adds)
 
     def begin(self, micro_batches: int, send: bool) -> None:
         """The passes of so many micro-batches begin; ``send``: no more follow before the reduction."""
@@ -120,10 +120,11 @@ class Arrivals:
         here, arrived = weakref.ref(self), self._on_arrival(index, place)
 
         def announced() -> None:
-            if (alive := here()) is not None and untouched((info := alive.buckets[index].infos[place]).parameter):
+            if (alive := here()) is not None and state_of(alive.buckets[index].infos[place].parameter).untouched:
                 raise MegalightError(
-                    f"an op added to main_grad of {info.name} without asking whether its gradient is the first one of "
-                    "the step, which is written. Let it use megalight.ops.main_grad.add, or touch."
+                    f"an op added to main_grad of {alive.buckets[index].infos[place].name} without asking whether its "
+                    "gradient is the first one of the step, which is written. Let it use "
+                    "megalight.ops.parameter.add_gradient, or ParameterState.touch."
                 )
             arrived()
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype
-from megalight.ops.main_grad import add
+from megalight.ops.parameter import collect, release, state_of
 from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
@@ -47,7 +47,7 @@ class FlatShard:
         group: index of the optimizer's parameter group.
         start, stop: elements of the bucket.
         master: ``[stop - start]`` leaf that the optimizer updates; ``master.grad`` is set once gradients are reduced.
-            Where it has the parameters' own dtype it *is* their storage; ``master.is_master_copy`` tells.
+            Where it has the parameters' own dtype it *is* their storage; its state (``master_copy``) tells.
         slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
         replicas: ranks that hold this same shard. They divide among themselves what is to be done once: counting for a
             norm, writing to a checkpoint.
@@ -106,7 +106,8 @@ class Bucket:
         group: as given: gradients are summed over it.
         shard_group: ranks among which masters are divided; None: each has all.
         params: ``[numel]`` flat parameters, or their codes; the parameters are views of it.
-        grads: ``[numel]`` flat gradients; ``parameter.main_grad`` are views of it.
+        grads: ``[numel]`` flat gradients.
+        main_grads: every parameter with its view of :attr:`grads`.
         shard: this rank's part.
         arrived: parameters whose gradients of the last micro-batch are complete.
         sent: the reduction of the gradients was started.
@@ -129,6 +130,7 @@ class Bucket:
         device = self.infos[0].parameter.device
         codes = layout.kind.codes
         self.grads = torch.zeros(layout.numel, dtype=layout.kind.grad_dtype, device=device)
+        self.main_grads = list(self._views(self.grads))
         self.arrived = 0
         self.sent = False
         self.holds_codes = codes is not None
@@ -136,9 +138,8 @@ class Bucket:
         for parameter, view in self._views(values):
             view.copy_(parameter.detach())
         self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
-        for (parameter, view), (_, main_grad) in zip(self._views(self.params), self._views(self.grads), strict=True):
+        for parameter, view in self._views(self.params):
             parameter.data = view
-            parameter.main_grad = main_grad  # type: ignore[attr-defined]
         kind = layout.kind
         interval = layout.interval(kind.place) if divided else (0, layout.numel)
         replicas = ((kind.mesh.global_rank,), 0) if divided else (kind.ranks, kind.place)
@@ -147,7 +148,7 @@ class Bucket:
         master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
         self.shard = FlatShard(kind.group, *interval, master.requires_grad_(), slots, *replicas)
-        self.shard.master.is_master_copy = not self.master_is_own_params  # type: ignore[attr-defined]
+        state_of(self.shard.master).master_copy = not self.master_is_own_params
 
     def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its place in a flat tensor of the bucket."""
@@ -167,6 +168,13 @@ class Bucket:
         gather(self.params, self.own_params)
         for parameter, view in self._views(self.params):
             parameter.data = view
+
+    def drop_gradients(self) -> None:
+        """Leave gradients to autograd, and keep no memory for them."""
+        for parameter, _ in self.main_grads:
+            release(parameter)
+        self.shard.master.grad = None
+        self.grads, self.main_grads = self.grads.new_empty(0), []
 
     @property
     def own_params(self) -> Tensor:
@@ -213,38 +221,37 @@ def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
 
 
 def land_gradients(
-    parameter: nn.Parameter, arrived: Callable[[], None], announced: Callable[[], None], autograd_adds: bool
+    parameter: nn.Parameter,
+    main_grad: Tensor,
+    arrived: Callable[[], None],
+    announced: Callable[[], None],
+    autograd_adds: bool,
 ) -> None:
-    """Make every gradient of ``parameter`` end in ``parameter.main_grad``, and report each arrival.
+    """Make every gradient of ``parameter`` end in ``main_grad``, and report each arrival.
 
     Args:
-        parameter: already a view, with ``main_grad``.
-        arrived: called after each arrival by autograd's hand, be it one of nothing.
-        announced: becomes ``parameter.mark_grad_ready``, for ops that bring gradients to ``main_grad`` themselves.
+        parameter: already a view; an engine that had it before hears of no further gradient.
+        arrived: called after each gradient that autograd brought, also where that is none.
+        announced: called by ops that brought a gradient to ``main_grad`` themselves.
         autograd_adds: see :attr:`Bucket.autograd_adds`. Where ``parameter.grad`` is None, or may not be the buffer's
             view, autograd leaves a gradient there that is brought to the buffer.
     """
-    buffer: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    state = collect(parameter, main_grad, announced)
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
-        if gradient is not None and gradient is not buffer:
+        if gradient is not None and gradient is not main_grad:
             if torch.is_grad_enabled():  # autograd has then added up out of place
                 raise MegalightError(
                     "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
                     "use torch.autograd.grad for gradients of gradients."
                 )
-            add(accumulated, gradient)
-            accumulated.grad = buffer if autograd_adds else None
+            state.add(gradient)
+            accumulated.grad = main_grad if autograd_adds else None
         arrived()
 
     if autograd_adds:
-        if buffer.dtype != parameter.dtype:
+        if main_grad.dtype != parameter.dtype:
             parameter.grad_dtype = None  # any: autograd adds to the wider buffer without converting first
-        parameter.grad = buffer
-    else:
-        parameter.grad = None
-    if hasattr(parameter, "landing"):
-        parameter.landing.remove()  # of an engine that had this parameter before
-    parameter.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore
-    parameter.mark_grad_ready = announced  # type: ignore[attr-defined]
+        parameter.grad = main_grad
+    state.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.ops.linear import precision_of
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import cast, scales_of
 from megalight.ops.quantize.formats import Format
 from megalight.parallel.data_parallel.buffers import Bucket, ParamInfo

@@ -232,9 +232,15 @@ class DataParallelEngine:
         """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""
         self._parameters.recast()
 
-    def widen(self) -> None:
-        """Give parameters that are codes their own type again: at the end of training, for whoever reads them."""
+    def close(self) -> None:
+        """Training has ended: parameters get their own type again, and autograd keeps their gradients as elsewhere.
+
+        The memory of main gradients is free afterwards. Masters stay, for whoever saves them.
+        """
+        self.sync_parameters()
         self._parameters.widen()
+        for bucket in self.buckets:
+            bucket.drop_gradients()
 
     def refresh_masters(self) -> None:
         """Take the masters from the parameters, after weights were loaded into them.

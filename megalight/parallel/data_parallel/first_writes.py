@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.main_grad import begin, touch
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket
 
 
 class FirstWrites:
-    """Marks main gradients as untouched (:mod:`megalight.ops.main_grad`), and sets to zero what stays so.
+    """Marks main gradients as untouched (:mod:`megalight.ops.parameter`), and sets to zero what stays so.
 
     Only the first passes of a step write: what they did not reach is zero when they end, and later ones add. Gaps
     between parameters, which norms and optimizers read, are set to zero at the beginning, being few.
@@ -24,8 +24,7 @@ class FirstWrites:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.wanted = False
         self._buffers: dict[Bucket, list[tuple[nn.Parameter, Tensor]]] = {
-            bucket: [(info.parameter, info.parameter.main_grad) for info in bucket.infos]  # type: ignore[attr-defined]
-            for bucket in buckets
+            bucket: bucket.main_grads for bucket in buckets
         }
         self._open: set[Bucket] = set()
         self._zeroed = [gap for bucket in buckets for gap in bucket.gaps()]
@@ -40,7 +39,7 @@ class FirstWrites:
         for pairs in self._buffers.values():
             for parameter, _ in pairs:
                 if id(parameter) not in self._added:
-                    begin(parameter)
+                    state_of(parameter).untouched = True
                     parameter.grad = None  # autograd must not add to what is there
 
     def end(self) -> None:
@@ -73,7 +72,7 @@ class FirstWrites:
         self._open.discard(bucket)
         adds, left = bucket.autograd_adds, []
         for parameter, buffer in self._buffers[bucket]:
-            if touch(parameter):
+            if state_of(parameter).touch():
                 left.append(buffer)
             if adds:
                 parameter.grad = buffer

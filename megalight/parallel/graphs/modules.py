@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear import precision_of
+from megalight.ops.parameter import precision_of
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.arguments import Held, recordable
 from megalight.parallel.graphs.fingerprint import Fingerprint

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.common import once_differentiable
-from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient, precision_of
+from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, saved_input
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import Quantized
 from megalight.parallel.collectives import start_all_gather
 from megalight.parallel.tensor.overlap.spec import Overlap, Product

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
-from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, precision_of, product_and_save
+from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, product_and_save
 from megalight.ops.linear.inputs import save_input, saved_input
+from megalight.ops.parameter import precision_of
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
 

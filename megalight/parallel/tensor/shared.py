@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.ops.linear import precision_of
+from megalight.ops.parameter import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.groups import check_max_ctas, new_group

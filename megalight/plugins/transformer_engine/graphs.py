@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
-from megalight.ops.linear import precision_of
+from megalight.ops.parameter import precision_of
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.arguments import recordable
 from megalight.parallel.graphs.static import tensors_of, with_tensors

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError, MissingPackageError
 from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.note import Casts, annotate
 from megalight.ops.quantize import Scheme
 from megalight.ops.quantize.formats import LARGEST
 from megalight.ops.quantize.history import GRADIENT, INPUT, WEIGHT
@@ -178,11 +179,11 @@ class TransformerEngineProducts(LowPrecision):
 
     def _gradient(self, grad_y: Tensor) -> Any:
         """Cast once for both products of the backward pass."""
-        owner, codes = getattr(grad_y, "casts", (None, None))[:2]
-        if owner is not self:
+        note = annotate(grad_y)
+        if note.casts is None or note.casts.owner is not self:
             codes = self._cast(grad_y, GRADIENT)
-            grad_y.casts = self, codes, codes  # type: ignore[attr-defined]
-        return codes
+            note.casts = Casts(self, codes, codes)
+        return note.casts.rows
 
     @torch.no_grad()
     def _cast(self, x: Tensor, role: int, rows: bool = True, columns: bool = True) -> Any:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.ops.main_grad import add
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec, check_cover
@@ -38,8 +38,8 @@ def _one_step(level: str, degrees: dict[str, int]) -> None:
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=1.0)
     engine.zero_grad()
     # ranks along tp see the same dense gradient; every rank has a term for each expert it holds
-    add(infos[0].parameter, _values("dense", grid.rank("dp"), 7))
-    add(infos[1].parameter, torch.stack([_values(piece.name, rank, 3, 5) for piece in held["stack"].pieces]))
+    state_of(infos[0].parameter).add(_values("dense", grid.rank("dp"), 7))
+    state_of(infos[1].parameter).add(torch.stack([_values(piece.name, rank, 3, 5) for piece in held["stack"].pieces]))
     engine.finish_grad_sync()
     dense = torch.stack([_values("dense", place, 7) for place in range(grid.dp)]).sum(0)
     holders = {e: [r for r in range(world) if r % grid.ep == e * grid.ep // 4] for e in range(4)}
@@ -74,7 +74,7 @@ def _two_models(level: str) -> None:
     engine.zero_grad()
     terms = _values("a", 0, 4, 3)[2 * rank :][:2], _values("n", rank, 3), _values("b", rank, 5)
     for info, term in zip(infos, terms, strict=True):
-        add(info.parameter, term)
+        state_of(info.parameter).add(term)
     engine.finish_grad_sync()
     sums = [sum(_values(name, r, n) for r in range(2)) for name, n in (("n", 3), ("b", 5))]
     assert_close(engine.grad_norm(), torch.cat([_values("a", 0, 4, 3).flatten(), *sums]).norm())

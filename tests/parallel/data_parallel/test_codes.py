@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
@@ -26,13 +27,14 @@ def build(bucket_size: int = 1 << 20) -> tuple[dict[str, nn.Parameter], DataPara
     session = Session()
     for name in ("up", "down"):
         precision = LowPrecision(recipe("tensorwise"), session, emulate=True, primary=True)
-        parameters[name].precision = precision  # type: ignore[attr-defined]
+        state_of(parameters[name]).precision = precision
     infos = [ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0) for name, p in parameters.items()]
     return parameters, DataParallelEngine(infos, ParallelMesh(), bucket_size=bucket_size), session
 
 
 def held(parameter: nn.Parameter) -> Quantized:
-    precision: LowPrecision = parameter.precision  # type: ignore[attr-defined]
+    precision = precision_of(parameter)
+    assert precision is not None
     assert precision.scale is not None
     return Quantized(parameter.detach(), precision.scale, precision.recipe.weight)
 
@@ -93,7 +95,7 @@ def test_weights_are_widened_at_the_end() -> None:
     parameters, engine, _ = build()
     values = {name: value.clone() for name, value in masters(engine).items()}
     narrow = engine.memory()["parameters"]
-    engine.widen()
+    engine.close()
     assert engine.memory()["parameters"] > narrow
     for name, value in values.items():
         assert parameters[name].dtype == torch.bfloat16

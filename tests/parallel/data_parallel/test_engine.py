@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.ops.main_grad import add
+from megalight.ops.parameter import add_gradient
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import engine as engine_module
 from megalight.parallel.data_parallel import reduce as reduce_module
@@ -162,6 +162,21 @@ def test_parameters_keep_identity_and_values() -> None:
     assert engine.memory() == {"parameters": 6 * 64 * 8, "gradients": 6 * 64 * 8, "masters": 0}
 
 
+def test_gradients_go_back_to_autograd_when_training_ends() -> None:
+    model, reference = build(), build()
+    first, engine = (DataParallelEngine(infos(model), ParallelMesh()) for _ in range(2))
+    inputs = batches(0, 1, 1)
+    loss(reference, inputs).backward()
+    accumulate(engine, model, inputs[0])
+    assert not any(bucket.grads.any() for bucket in first.buckets), "the second engine has taken over"
+    engine.close()
+    assert engine.memory()["gradients"] == 0
+    assert not any(hasattr(p, "main_grad") or p.grad is not None for p in model.parameters())
+    loss(model, inputs).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+
+
 def test_frozen_parameters_are_left_alone() -> None:
     model = build()
     model[0].requires_grad_(False)
@@ -215,8 +230,7 @@ class FusedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if not hasattr(weight, "main_grad"):
             return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
-        add(weight, grad.flatten(0, -2).T @ x.flatten(0, -2))
-        weight.mark_grad_ready()
+        add_gradient(weight, grad.flatten(0, -2).T @ x.flatten(0, -2))
         return grad @ weight, None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.main_grad import add
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
 from megalight.parallel.data_parallel.buffers import FlatShard
 from megalight.parallel.data_parallel.norm import counted_runs
@@ -34,7 +34,7 @@ def _norm(level: str, tp: int, pp: int) -> None:
     engine = DataParallelEngine(held, grid, level=level)
     engine.zero_grad()
     for info, (_, _, gradient) in zip(held, params, strict=True):
-        add(info.parameter, gradient / world_dp)
+        state_of(info.parameter).add(gradient / world_dp)
     engine.finish_grad_sync()
     once = torch.cat([_whole("weight", 12, 5).flatten(), _whole("norm", 9), _whole("table", 7, 3).flatten()])
     assert_close(engine.grad_norm(), once.norm() * pp**0.5)
@@ -60,7 +60,7 @@ def test_bfloat16_gradients_have_a_float32_norm() -> None:
     parameter = nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
     info = ParamInfo("w", parameter, ShardSpec.replicated("w", (1001,)), 0)
     engine = DataParallelEngine([info], ParallelMesh(), grad_dtype=torch.bfloat16)
-    add(parameter, torch.ones(1001))
+    state_of(parameter).add(torch.ones(1001))
     engine.finish_grad_sync()
     assert engine.grad_norm().dtype == torch.float32
     assert_close(engine.grad_norm(), torch.tensor(1001.0).sqrt(), 1e-6)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.ops.main_grad import add
+from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel.buffers import FlatShard
 from megalight.parallel.data_parallel.reduce import partial_runs
@@ -30,7 +30,7 @@ def _reduced(
         infos(model), mesh(), level=level, grad_dtype=grad_dtype, reduce_dtype=reduce_dtype, reduction=reduction
     )
     engine.zero_grad()
-    add(model.weight, _flat_gradient(size, rank).view(1, -1))
+    state_of(model.weight).add(_flat_gradient(size, rank).view(1, -1))
     engine.finish_grad_sync()
     (shard,) = engine.shards
     exact = torch.stack([_flat_gradient(size, r).to(grad_dtype).double() for r in range(world)]).sum(0)
@@ -85,7 +85,7 @@ def _partial(level: str) -> None:
     engine = DataParallelEngine(params, grid, level=level)
     engine.zero_grad()
     for number, info in enumerate(params):
-        add(info.parameter, torch.full_like(info.parameter, (number + 1) * 10.0**rank))
+        state_of(info.parameter).add(torch.full_like(info.parameter, (number + 1) * 10.0**rank))
     engine.finish_grad_sync()
     over_dp = sum(10.0**r for r in grid.ranks("dp"))
     over_all = sum(10.0**r for r in range(dist.get_world_size()))
@@ -111,7 +111,7 @@ def _kv_replicas() -> None:
     spec = ShardSpec((Piece("k", (12,), (6 * head,), (6,), 0, ("tp%2",), grid.rank("tp%2") == 0),), (6,))
     engine = DataParallelEngine([ParamInfo("k", parameter, spec, 0)], grid)
     engine.zero_grad()
-    add(parameter, torch.full_like(parameter, 10.0 ** dist.get_rank()))
+    state_of(parameter).add(torch.full_like(parameter, 10.0 ** dist.get_rank()))
     engine.finish_grad_sync()
     expected = (11.0, 1100.0)
     assert torch.equal(parameter.main_grad, torch.full((6,), expected[head]).double())  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megalight.nn import Linear
 from megalight.ops.linear.deferred import WeightGradients
+from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.actions import Kind
@@ -38,10 +39,10 @@ class Chunk(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             nn.init.normal_(parameter, generator=generator)
-            parameter.main_grad = torch.zeros_like(parameter)
-            parameter.grad = parameter.main_grad
-            parameter.mark_grad_ready = lambda: None
         self.double()
+        for parameter in self.parameters():
+            collect(parameter, torch.zeros_like(parameter))
+            parameter.grad = parameter.main_grad
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.two(torch.tanh(self.one(x))))

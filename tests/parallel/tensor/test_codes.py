@@ -12,6 +12,7 @@ from torch import Tensor
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import codes
@@ -27,7 +28,7 @@ IN, OUT = 32, 48
 
 def _weight(name: str, session: Session) -> Parameter:
     weight = with_main_grad(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
-    weight.precision = LowPrecision(recipe(name), session, emulate=True, margin=int(recipe(name).one_scale))  # type: ignore[attr-defined]
+    state_of(weight).precision = LowPrecision(recipe(name), session, emulate=True, margin=int(recipe(name).one_scale))
     return weight
 
 

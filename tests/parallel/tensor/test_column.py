@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import column
 from megalight.parallel.tensor.column import ColumnLinear
@@ -33,8 +35,7 @@ def main_gradients(sequence_parallel: bool) -> bool:
     module, own, _, x = layer(sequence_parallel)
     told: list[str] = []
     for name, parameter in module.named_parameters():
-        parameter.main_grad = torch.ones_like(parameter)
-        parameter.mark_grad_ready = lambda name=name: told.append(name)
+        collect(parameter, torch.ones_like(parameter), partial(told.append, name))
     own.requires_grad_()
     y = module(own)
     y.backward(torch.ones_like(y))

@@ -15,6 +15,7 @@ from torch import nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
+from megalight.ops.parameter import state_of
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import shared as shared_module
@@ -166,7 +167,7 @@ def test_keep_gathered_trades_memory_for_a_gather() -> None:
 def test_layers_in_eight_bits(overlap: Any, refused: bool) -> None:
     """A named way says so before training; ``auto``, and patterns that leave the layer out, do without it there."""
     model = split(TensorOptions(overlap=overlap))
-    model.layers["1"].mlp.down.weight.precision = object()  # type: ignore[union-attr]
+    state_of(model.layers["1"].mlp.down.weight).precision = object()  # type: ignore[union-attr]
     if refused:
         with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.down: .*pipelined: has no products in 8 or 4 bits"):
             check_overlap(model, torch.device("cpu"))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -37,8 +38,7 @@ def mlp(shared: Shared, dtype: torch.dtype) -> nn.Sequential:
     def weight(*shape: int) -> nn.Parameter:
         values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32) / shape[1] ** 0.5
         parameter = nn.Parameter(values.to(dtype))
-        parameter.main_grad = torch.zeros(shape, device="cuda")
-        parameter.mark_grad_ready = lambda: None
+        collect(parameter, torch.zeros(shape, device="cuda"))
         return parameter
 
     up, down = weight(INNER // tp, WIDTH), weight(WIDTH, INNER // tp)
