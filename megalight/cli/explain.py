@@ -1,4 +1,4 @@
-"""From jsonargparse's parse errors to messages that name the key, its value, the rule and the nearest valid key."""
+"""Turns jsonargparse's errors into short messages with the key, its value, the rule and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Given:
-    """What the user wrote, on the command line and in configuration files: dotted key -> value.
+    """What the user wrote on the command line and in configuration files: dotted key -> value.
 
-    ``init_args`` is left out of keys, and a class stands under the key it fills: ``trainer.strategy`` ->
+    Keys have no ``init_args``. A class is the value of the key it fills: ``trainer.strategy`` ->
     ``"MegatronStrategy"``, ``trainer.strategy.tensor_parallel`` -> ``2``.
     """
 
@@ -49,7 +49,7 @@ class Given:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Given:
-        """From the words after the verb; files that cannot be read are skipped (the parser itself reports them)."""
+        """Read the words after the verb. Unreadable files are skipped here; the parser itself reports them."""
         values: dict[str, Any] = {}
         for key, value in _options(words):
             if key in ("config", "c"):
@@ -59,12 +59,12 @@ class Given:
         return cls(values)
 
     def ending_in(self, key: str) -> list[str]:
-        """The given keys that are ``key``, or end in it."""
+        """Return the given keys that are ``key`` or end with ``.key``."""
         key = _short(key)
         return [name for name in self.values if name == key or name.endswith("." + key)]
 
     def owner(self, key: str) -> tuple[str, type | None]:
-        """The longest given prefix of ``key`` that names a class, and the class."""
+        """Return the longest prefix of ``key`` whose value is a class, and the class."""
         parts = key.split(".")
         for end in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:end])
@@ -74,16 +74,16 @@ class Given:
         return "", None
 
     def _last_of(self, prefix: str) -> Any:
-        """The last entry of a list: where the command line puts arguments that name the list itself."""
+        """Return the last entry of a list: on the command line, arguments of the list belong to it."""
         entries = [value for key, value in self.values.items() if re.fullmatch(re.escape(prefix) + r"\.\d+", key)]
         return entries[-1] if entries else None
 
 
 def explain(message: str, given: Given, options: Iterable[str]) -> str:
-    """One short message for a parse error.
+    """Return one short message for a parse error.
 
     Args:
-        message: jsonargparse's own.
+        message: the message of jsonargparse.
         given: what the user wrote.
         options: every key that the parser knows.
     """
@@ -94,18 +94,18 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
         return _bad_value(match["key"], match["rule"], given, known)
     if match := _MISSING.search(message):
         keys = [_missing_key(key.strip(), given) for key in match["keys"].split(",")]
-        return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in the file after -c."
+        return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c."
     return _plain(message)
 
 
 def rules(message: str) -> list[str]:
-    """The reasons inside a nested jsonargparse message, without its dumps of types and values."""
+    """Return the reasons inside a nested message of jsonargparse, without its dumps of types and values."""
     lines = [re.sub(r"^[\s-]+", "", line) for line in message.splitlines()]
     return list(dict.fromkeys(_plain(line) for line in lines if line and not line.startswith(_NOISE)))
 
 
 def find_class(name: str) -> type | None:
-    """The class of an import path; or, for a bare name, the imported Lightning subclass so called."""
+    """Return the class of an import path or, for a bare name, the imported Lightning subclass with this name."""
     if "." in name:
         module, _, attribute = name.rpartition(".")
         try:
@@ -118,7 +118,7 @@ def find_class(name: str) -> type | None:
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """All imported subclasses, at any depth."""
+    """Yield all imported subclasses, at any depth."""
     below: list[type] = base.__subclasses__()
     for cls in below:
         yield cls
@@ -126,7 +126,7 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """Constructor arguments (followed through ``**kwargs`` to base classes) -> annotation."""
+    """Return constructor argument -> annotation. ``**kwargs`` adds the arguments of base classes."""
     if dataclasses.is_dataclass(cls):
         hints = _hints(cls)
         return {item.name: hints.get(item.name) for item in dataclasses.fields(cls) if item.init}
@@ -157,13 +157,13 @@ def _unknown_key(key: str, given: Given, known: list[str]) -> str:
 
 
 def _elsewhere(name: str, known: list[str]) -> str:
-    """The same name in another place: ``--max_steps`` for ``--trainer.max_steps``."""
+    """Suggest the same name in another place: for ``--max_steps``, ``--trainer.max_steps``."""
     same = [option for option in known if option.rpartition(".")[2] == name]
     return f" Did you mean {same[0]!r}?" if same else ""
 
 
 def _first_bad(key: str, given: Given, known: list[str]) -> tuple[str, str, list[str], str]:
-    """Walk a key from its root to the first part that does not exist: prefix, part, the valid ones, their owner."""
+    """Find the first part of a key that does not exist. Returns its prefix, the part, the valid parts, their owner."""
     prefix, cls = given.owner(key)
     parts = key[len(prefix) :].strip(".").split(".")
     for index, part in enumerate(parts):
@@ -192,7 +192,7 @@ def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
     others = [re.sub(r"^Expected an? ", "", reason) for reason in reasons if not _LITERAL.match(reason)]
     expected = [*others, *([f"one of {', '.join(choices)}"] if choices else [])]
     hint = nearest(str(value), choices) if value is not None else ""
-    return f"{shown} does not fit; expected: {', or '.join(expected) or 'see --help'}.{hint}"
+    return f"{shown} is not valid; expected: {', or '.join(expected) or 'see --help'}.{hint}"
 
 
 def _choices(literal: re.Match[str]) -> list[str]:
@@ -215,7 +215,7 @@ def _unknown_class(key: str, rule: str, given: Given) -> str:
 
 
 def _full_key(key: str, given: Given, known: list[str]) -> str:
-    """The whole of a key that jsonargparse names from the innermost class on."""
+    """Complete a key that jsonargparse names relative to the innermost class."""
     key = _short(key)
     if found := given.ending_in(key):
         return found[0]
@@ -223,7 +223,7 @@ def _full_key(key: str, given: Given, known: list[str]) -> str:
 
 
 def _missing_key(key: str, given: Given) -> str:
-    """The whole of a key that is not among what was given: below the class that takes it."""
+    """Complete a key that the user did not give: it belongs to the class that has this argument."""
     head = key.partition(".")[0]
     for prefix, value in given.values.items():
         if isinstance(value, str) and (cls := find_class(value)) and head in members(cls):
@@ -268,7 +268,7 @@ def _short(key: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without Python's repr of classes: ``<class 'int'>`` is ``int``."""
+    """Replace Python's repr of classes: ``<class 'int'>`` becomes ``int``."""
     return _SUBTYPE.sub(lambda match: match[1].rpartition(".")[2], text).strip()
 
 
@@ -280,7 +280,7 @@ def _hints(item: Any) -> dict[str, Any]:
 
 
 def _class_in(annotation: Any) -> type | None:
-    """The configurable class in an annotation: itself, or the first of a union."""
+    """Return the configurable class in an annotation: the annotation itself, or the first class of a union."""
     candidates = typing.get_args(annotation) or (annotation,)
     return next((item for item in candidates if isinstance(item, type) and item.__module__ != "builtins"), None)
 

@@ -29,22 +29,22 @@ from megalight.models.family import families
 from megalight.registry import load_plugins
 from megalight.strategies import MegatronStrategy
 
-# Lightning calls jsonargparse in ways that it has deprecated; users can do nothing about that.
+# Lightning uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 DEFAULT_SEED = 1234
 IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
-"""Packages that a configuration file may name beside the user's own; jsonargparse refuses ``os`` and its like."""
+"""Packages that a configuration file may import from, beside the user's own; jsonargparse refuses all others."""
 
 
 NAMED = (GPTDataModule, BertDataModule, MegatronStrategy)
-"""Classes that may be called by their bare names, beside the families' modules: jsonargparse finds what is imported."""
+"""Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one of Lightning's verbs: ``["fit", "-c", "recipe.yaml", ...]``. Returns the exit code."""
+    """Run one of Lightning's verbs, for example ``["fit", "-c", "recipe.yaml", ...]``. Returns the exit code."""
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script, unlike ``python -m``, cannot import what lies beside it
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
     load_plugins()
     for family in families():
@@ -57,13 +57,18 @@ def run(words: Sequence[str]) -> int:
 
 
 def _without_tips(record: logging.LogRecord) -> bool:
-    """Lightning's log says what is worth saying, except for its advertisements."""
+    """Drop Lightning's advertisements from its log."""
     return "Tip: For seamless" not in record.getMessage()
 
 
 @dataclass(frozen=True)
 class _Invocation:
-    """What is being parsed: the words after ``megalight``, and every key that the verb's parser knows."""
+    """The command that is being parsed.
+
+    Attributes:
+        words: the words after ``megalight``.
+        options: every key that the parser of the verb knows.
+    """
 
     words: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -73,9 +78,10 @@ _invocation: ContextVar[_Invocation] = ContextVar("_invocation", default=_Invoca
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Lightning's parser; its errors fit on one screen and name the nearest valid key.
+    """Lightning's parser with errors that fit on one screen and name the nearest valid key.
 
-    jsonargparse makes parsers of this class for nested classes too; they find the whole command in a context variable.
+    jsonargparse also creates parsers of this class for nested classes. They read the whole command from a context
+    variable.
     """
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -99,7 +105,7 @@ class MegalightCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "trainer_class": MegalightTrainer,
             "parser_class": ArgumentParser,
-            "auto_configure_optimizers": False,  # they would be built from a model that has no parameters yet
+            "auto_configure_optimizers": False,  # the model has no parameters yet when the command line is parsed
             "seed_everything_default": DEFAULT_SEED,
             "save_config_kwargs": {"overwrite": True},
             "parser_kwargs": {"prog": "megalight"},
@@ -107,7 +113,7 @@ class MegalightCLI(LightningCLI):
         super().__init__(*args, **{**defaults, **kwargs})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse words, a nested dict or a Namespace; what is parsed is also what error messages quote."""
+        """Parse words, a nested dict or a Namespace. Error messages quote the words."""
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
             return
@@ -120,10 +126,10 @@ class MegalightCLI(LightningCLI):
             _invocation.reset(token)
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would unpickle the whole file on every rank to read hyperparameters from it."""
+        """Do nothing. Lightning would unpickle the whole file on every rank to read hyperparameters."""
 
     def instantiate_classes(self) -> None:
-        """Build trainer, model and data; what their constructors refuse becomes one clear message.
+        """Create the trainer, the model and the data module.
 
         Raises:
             ConfigurationError: a constructor raised ``ValueError`` or ``TypeError``.
@@ -136,10 +142,10 @@ class MegalightCLI(LightningCLI):
             raise ConfigurationError(_reason(error)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """The trainer, with throughput, progress and the run's record where the user has not given his own."""
+        """Create the trainer with Throughput, StepProgress and RunRecord, unless the user gives their own."""
         given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
         own_bar = any(isinstance(each, ProgressBar) for each in (given if isinstance(given, list) else [given]))
-        trainer = super().instantiate_trainer(**kwargs)  # Lightning adds its own bar to the list that was given
+        trainer = super().instantiate_trainer(**kwargs)  # Lightning adds its own bar to the user's callbacks
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         present = {type(callback) for callback in callbacks}
         added: list[pl.Callback] = [make() for make in (Throughput, RunRecord) if make not in present]
@@ -147,12 +153,12 @@ class MegalightCLI(LightningCLI):
         if bars and not own_bar:
             callbacks.remove(bars[0])
             added.append(StepProgress())
-        callbacks[:0] = added  # before ModelCheckpoint, which has to be last
+        callbacks[:0] = added  # in front: ModelCheckpoint must stay last
         return trainer
 
 
 def _reason(error: BaseException) -> str:
-    """What a constructor said, out of jsonargparse's report on all the types it tried."""
+    """Extract the message of a constructor from jsonargparse's report on all the types it tried."""
     text = str(error)
     if "Does not validate against any of the Union subtypes" not in text:
         return text

@@ -1,4 +1,4 @@
-"""The console script ``megalight``: finds the verb, and loads only what that verb needs."""
+"""The console script ``megalight``: finds the verb and imports only what it needs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words after ``megalight``; those of this process when None.
+        argv: the words after ``megalight``. None: the arguments of this process.
 
     Returns:
-        0 when it worked, 2 for an error of the user's making (a message says which).
+        the exit code: 0 for success, 2 for an error that the user can correct (a message was printed).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--debug" in words:
         words.remove("--debug")
-        os.environ["MEGALIGHT_DEBUG"] = "1"  # ranks that this process launches inherit it
+        os.environ["MEGALIGHT_DEBUG"] = "1"  # an environment variable, so that ranks launched by this process see it
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0

@@ -1,4 +1,4 @@
-"""How the command line tells a user what went wrong: one clear message, on one screen, from one rank."""
+"""Error messages of the command line: one message, on one screen, from one rank."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from megalight.errors import BackendError, ConfigurationError, LayoutError, Mega
 
 MAX_LINES = 18
 ALIKE = (ConfigurationError, LayoutError, BackendError)
-"""Errors that every rank of a launch raises alike; one rank telling them is enough."""
-
+"""Errors that every rank of a launch raises in the same way, so that rank 0 alone prints them."""
 
 PATIENCE_SECONDS = 4.0
+"""How long another rank waits for rank 0 to fail first, before it prints its own error."""
+
 _PARENT = os.getppid()
 
 
 def debugging() -> bool:
-    """Whether the user wants tracebacks: ``--debug``, or ``MEGALIGHT_DEBUG=1``."""
+    """Return whether the user asked for tracebacks: ``--debug`` or ``MEGALIGHT_DEBUG=1``."""
     return os.environ.get("MEGALIGHT_DEBUG", "") not in ("", "0")
 
 
 def launch_rank() -> int:
-    """The rank that torchrun, SLURM or Lightning's own launcher announced; 0 where none did."""
+    """Return the rank from the environment of torchrun, SLURM or Lightning's launcher; 0 without a launcher."""
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -37,25 +38,32 @@ def launch_rank() -> int:
 
 
 def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
-    """Print an error to stderr: on rank 0; with ``every_rank`` also on others, unless rank 0 fails itself."""
+    """Print an error to stderr.
+
+    Args:
+        prog: the command.
+        message: the message; long lines are wrapped, and after ``MAX_LINES`` lines it is cut.
+        every_rank: also print on other ranks than 0, unless rank 0 fails too.
+    """
     rank = launch_rank()
     if rank and (not every_rank or _rank_zero_has_failed()):
         return
-    fold = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)  # paths can be copied whole
+    # Do not break words: users must be able to copy paths.
+    fold = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)
     lines = [piece for line in message.strip().splitlines() for piece in fold.wrap(line) or [""]]
     if len(lines) > MAX_LINES:
-        lines = [*lines[:MAX_LINES], "... (the whole of it with --debug)"]
+        lines = [*lines[:MAX_LINES], "... (add --debug for the whole message)"]
     where = f"{prog} [rank {rank}]" if rank else prog
     sys.stderr.write(f"{where}: error: " + "\n  ".join(lines) + "\n")
     sys.stderr.flush()
 
 
 def _rank_zero_has_failed() -> bool:
-    """Whether rank 0 ends within seconds, having told its own error. Seen only by the processes that it launched."""
+    """Wait a few seconds; return whether rank 0 ended. Only processes that rank 0 launched can see this."""
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         return False
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while os.getppid() == _PARENT:
+    while os.getppid() == _PARENT:  # rank 0 is the parent; when it ends, this process gets another one
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -64,14 +72,18 @@ def _rank_zero_has_failed() -> bool:
 
 @contextmanager
 def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors that a user can act on (Megalight's, and ``kinds``) into one message and exit code 2.
+    """Turn errors that a user can correct into one message and exit code 2.
 
-    With ``--debug`` or ``MEGALIGHT_DEBUG=1`` the traceback goes through instead.
+    With ``--debug`` or ``MEGALIGHT_DEBUG=1`` the error is raised with its traceback instead.
+
+    Args:
+        prog: the command, for the message.
+        kinds: exceptions to report, beside :class:`MegalightError`.
     """
     caught: tuple[type[Exception], ...] = (MegalightError, *kinds)
     try:
         yield
-    except BrokenPipeError:  # the reader of our output has gone (``megalight inspect ... | head``)
+    except BrokenPipeError:  # the program that reads our output has ended (``megalight inspect ... | head``)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except caught as error:
@@ -79,13 +91,13 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
             raise
         text = str(error) or type(error).__name__
         if not isinstance(error, MegalightError):
-            text += "\n(--debug shows where this comes from)"
+            text += "\n(add --debug for the traceback)"
         tell(prog, text, every_rank=not isinstance(error, ALIKE))
         raise SystemExit(2) from error
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, the nearest valid option, and where to read more."""
+    """An argument parser whose errors are one line with the nearest valid option."""
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit with code 2."""

@@ -14,21 +14,21 @@ from megalight.imports import has
 
 
 class MegalightTrainer(pl.Trainer):
-    """The Trainer of ``megalight fit`` and its sister commands.
+    """The Trainer of ``megalight fit``, ``validate``, ``test`` and ``predict``. All other arguments are Lightning's.
 
     Args:
-        strategy: a strategy, or the name of a registered one. (``Strategy`` comes first in the annotation: so a bare
-            class name on the command line is that class, not an unknown string.)
+        strategy: a strategy, or the name of a registered one.
         logger: None and True mean CSV and TensorBoard files in one folder,
             ``<default_root_dir>/lightning_logs/version_N``.
 
-    Everything else is Lightning's.
+    Raises:
+        ConfigurationError: no strategy has this name.
     """
 
     def __init__(
         self,
         *,
-        strategy: Strategy | str = "auto",
+        strategy: Strategy | str = "auto",  # `Strategy` comes first, so that jsonargparse reads a bare name as a class
         logger: Logger | list[Logger] | bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -40,7 +40,7 @@ class MegalightTrainer(pl.Trainer):
 
 
 def default_loggers(root: str) -> list[Logger]:
-    """CSV and (where installed) TensorBoard loggers that share one new version folder."""
+    """Return a CSV logger and, if TensorBoard is installed, its logger. They share one new version folder."""
     csv = CSVLogger(root)
     loggers: list[Logger] = [csv]
     if has("tensorboard"):
@@ -49,17 +49,17 @@ def default_loggers(root: str) -> list[Logger]:
 
 
 def check_strategy_name(name: str) -> None:
-    """Refuse a name that is neither ``auto`` nor registered.
+    """Check that ``name`` is ``auto`` or the name of a registered strategy.
 
     Raises:
-        ConfigurationError: with the nearest registered name or strategy class.
+        ConfigurationError: it is not; the message has the nearest name.
     """
     registered = StrategyRegistry.available_strategies()
     if name.lower() in ("auto", *registered):
         return
     classes = {cls.__name__ for cls in subclasses(Strategy)}
     raise ConfigurationError(
-        f"trainer.strategy = {name!r} is no known strategy.{nearest(name, [*classes, *registered])} "
-        "Give the name of a strategy class (MegatronStrategy, with its arguments under trainer.strategy), "
-        "or a registered name such as auto, ddp, megatron."
+        f"trainer.strategy = {name!r} is not a known strategy.{nearest(name, [*classes, *registered])} "
+        "Give a strategy class (such as MegatronStrategy, with its arguments under trainer.strategy), or a registered "
+        "name such as auto, ddp, megatron."
     )

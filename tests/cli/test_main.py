@@ -52,7 +52,7 @@ def test_verbs_describe_themselves_in_one_line(verb):
         (["doctor", "--devise", "cpu"], ["'--devise'", "'--device'", "megalight doctor --help"]),
         (["doctor", "--device", "cpux"], ["cpux", "'cpu'"]),
         (["doctor", "--layout", "tq=2"], ["'tq'", "'tp'"]),
-        (["doctor", "--layout", "tp=0"], ["tp='0'", "from 1 up"]),
+        (["doctor", "--layout", "tp=0"], ["tp='0'", "at least 1"]),
         (["doctor", "--layout", "tp=2,ep=3"], ["3"]),
         (["prepare"], ["--output"]),
         (["plot", "absent"], ["absent", "metrics.csv"]),
@@ -93,7 +93,7 @@ def test_doctor_shows_what_became_of_each_plugin(capsys, monkeypatch):
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert rows[-4:] == [
         "cold RuntimeError: no oven",
-        "idle loaded; brings no backend",
+        "idle loaded; adds no backend",
         "fast gated, adam needs [flour]",
         "fast attention can serve",
     ]

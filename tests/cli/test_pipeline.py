@@ -25,8 +25,8 @@ def test_a_layout_string_is_shown_with_its_bubble_and_its_timeline(capsys) -> No
         "rank 3  5 L",
     ]
     text = "\n".join(lines)
-    assert "1f1b          bubble 75.0% of the work, activations of up to 4 chunks live" in text
-    assert "zero_bubble   bubble 25.0% of the work, activations of up to 4 chunks live" in text
+    assert "1f1b          bubble 75.0% of the work, activations of at most 4 chunks in memory" in text
+    assert "zero_bubble   bubble 25.0% of the work, activations of at most 4 chunks in memory" in text
     assert "interleaved   it interleaves the chunks of a rank, but vpp=1" in text
     assert lines[-5] == "1f1b:"
     assert lines[-1].startswith("rank 3  .  .  .  F0 B0 =  F1")
@@ -39,7 +39,7 @@ def test_chunks_come_from_the_string(capsys) -> None:
     assert (
         "3 layers on pp=2, vpp=2: E|t|t|tL\n        chunk 0  chunk 1\nrank 0  E        1\nrank 1  0        2 L" in text
     )
-    assert f"interleaved   bubble {1 / 12:.1%} of the work, activations of up to 5 chunks live" in text
+    assert f"interleaved   bubble {1 / 12:.1%} of the work, activations of at most 5 chunks in memory" in text
     assert f"zero_bubble   bubble {1 / 36:.1%} of the work" in text
     assert "\nzero_bubble:\nrank 0  F0.0" in text
     assert max(map(len, text.splitlines())) <= 120
@@ -48,10 +48,11 @@ def test_chunks_come_from_the_string(capsys) -> None:
 def test_a_head_that_weighs_layers(capsys) -> None:
     assert doctor("--layout", "Ettt|ttt|t*3|tL", "--micro-batches", "8", "--head-cost", "2") == 0
     text = capsys.readouterr().out
-    assert f"1f1b          bubble {3 / 8:.1%} of the work, {3 * 33:.1f} forwards of a layer long, activations" in text
+    takes = f"as long as {3 * 33:.1f} forwards of a layer"
+    assert f"1f1b          bubble {3 / 8:.1%} of the work, {takes}, activations" in text
     assert doctor("--layout", "Ett|ttt|t*3|ttL", "--micro-batches", "8", "--head-cost", "2.5") == 0
     worse = capsys.readouterr().out
-    assert float(worse.split("work, ")[1].split()[0]) > 3 * 33
+    assert float(worse.split("work, as long as ")[1].split()[0]) > 3 * 33
 
 
 def test_splits_by_numbers(capsys) -> None:
@@ -85,14 +86,14 @@ def test_many_ranks_are_not_drawn(capsys) -> None:
         (["--layout", "Et|xL"], ["character 4", "'x' means nothing"]),
         (["--layout", "Et|tL", "--layers", "3"], ["names 2 layers 't'", "1 too few", "rank 1  1 L"]),
         (["--layout", "Et|tL", "--pipeline-parallel", "4"], ["2 stages, no multiple of pp=4"]),
-        (["--layout", "Et|tL", "--first-layers", "1"], ["says by itself"]),
+        (["--layout", "Et|tL", "--first-layers", "1"], ["already says what each stage holds"]),
         (["--layout", "pp=2", "--layers", "4", "--pipeline-parallel", "4"], ["contradicts --layout with pp=2"]),
         (["--layers", "9", "--pipeline-parallel", "4"], ["9 layers do not divide", "'Et|ttt|ttt|ttL'"]),
-        (["--layers", "9"], ["--layers=9", "Add --pipeline-parallel"]),
-        (["--pipeline-parallel", "2"], ["how many layers", "Add --layers"]),
-        (["--layers", "8", "--pipeline-parallel", "4", "--first-layers", "2", "--count-loss"], ["nothing is counted"]),
+        (["--layers", "9"], ["--layers=9", "add --pipeline-parallel"]),
+        (["--pipeline-parallel", "2"], ["number of layers is missing", "add --layers"]),
+        (["--layers", "8", "--pipeline-parallel", "4", "--first-layers", "2", "--count-loss"], ["cannot be combined"]),
         (["--layout", "Et|tL", "--schedule", "gpipe"], ["'gpipe'", "1f1b"]),
-        (["--layout", "Et|tL", "--head-cost", "-1"], ["--head-cost=-1.0", "from 0 up"]),
+        (["--layout", "Et|tL", "--head-cost", "-1"], ["--head-cost is -1.0", "0 or more"]),
         (["--layout", "Et|tL", "--micro-batches", "0"], ["micro_batches=0"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The verbs of the command line. To add one: a module with the three functions of :class:`Verb`, and its name here."""
+"""The verbs of the command line. To add one, write a module with the functions of :class:`Verb`, and list it here."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ TRAINER_VERBS = {
     "test": "run one pass over the test data",
     "predict": "run the model over data and keep what it returns",
 }
-"""Verbs that Lightning's Trainer does, with the line that ``megalight --help`` shows."""
+"""Verbs of Lightning's Trainer, with the line that ``megalight --help`` shows."""
 
 VERBS = ("prepare", "generate", "inspect", "plot", "doctor", "bench")
-"""Verbs of our own: the modules of this package."""
+"""Our own verbs: the modules of this package."""
 
 
 class Verb(Protocol):
-    """What a module of this package offers. Importing it must not import torch: ``--help`` has to be instant."""
+    """The functions of a verb's module. The module must not import torch at its top, so that ``--help`` is instant."""
 
     def describe(self) -> str:
-        """The verb's line in the overview; further lines show in its own ``--help``."""
+        """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; returns the exit code."""
+        """Run the verb and return the exit code."""
 
 
 def load(name: str) -> Verb:
-    """The module behind one of ``VERBS``."""
+    """Import the module of a verb."""
     return cast(Verb, importlib.import_module(f"{__name__}.{name}"))

@@ -1,6 +1,6 @@
-"""``megalight doctor``: what is installed, which devices are here, and which backend serves each op, and why not.
+"""``megalight doctor``: versions, devices, optional packages, and the backends of every op with their reasons.
 
-With a layout: where its ranks stand, which pipeline stage holds what, and how long the pipeline waits.
+With a layout: the position of each rank, the layers of each pipeline stage, and the bubble.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from megalight.registry import load_plugins
 
 CORE = ("torch", "lightning", "jsonargparse", "torchmetrics", "numpy", "safetensors", "tokenizers")
 AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
-"""Data parallelism, then the rest as :class:`ParallelMesh` takes them."""
+"""Axes of ``--layout``: data parallelism, then the others in the order of :class:`ParallelMesh`."""
+
 MAX_RANKS = 32
+"""Ranks that the table of a layout shows."""
 
 
 def describe() -> str:
-    """The verb's line in the overview."""
+    """Return the line for the overview."""
     return "show versions, devices, optional packages and the backends of every op"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="backends for this device; default: the best here")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device of the backends (default: a GPU if any)")
     parser.add_argument(
         "--layout",
         metavar="tp=2,dp=4|'Et|tt|tL'",
-        help="check a parallel layout and show where its ranks stand, or which pipeline stage holds what",
+        help="check a parallel layout and show the position of each rank, or what each pipeline stage holds",
     )
     add_pipeline_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it all; a layout alone when one is asked for."""
+    """Print all tables or, with a layout, only the layout."""
     degrees = parse_layout(arguments.layout) if arguments.layout and "=" in arguments.layout else None
     layout = pipeline_of(arguments, degrees)
     if degrees:
@@ -57,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if cuda else "cpu")
     print_table("versions", ("package", "version"), _versions(torch))
     print_table("devices", ("device", "memory"), _devices(torch))
-    print_table("optional packages", ("package", "version, or how to get it"), _optional())
+    print_table("optional packages", ("package", "version, or how to install it"), _optional())
     backends = backends_of(device)
     own = [
         (op if index == 0 else "", backend.name, reason or "can serve")
@@ -78,10 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """``"tp=2,dp=4"`` as degrees by axis.
+    """Parse ``"tp=2,dp=4"`` to a degree for each axis.
 
     Raises:
-        LayoutError: an unknown axis, or a degree that is no positive number.
+        LayoutError: an axis is unknown, or a degree is not a positive number.
     """
     degrees = dict.fromkeys(AXES, 1)
     for part in text.replace(" ", "").split(","):
@@ -89,13 +91,13 @@ def parse_layout(text: str) -> dict[str, int]:
         if axis not in degrees:
             raise LayoutError(f"unknown axis {axis!r} in --layout; known: {', '.join(AXES)}.{nearest(axis, AXES)}")
         if not degree.isdigit() or int(degree) < 1:
-            raise LayoutError(f"{axis}={degree!r} in --layout; a degree is a number from 1 up.")
+            raise LayoutError(f"{axis}={degree!r} in --layout; a degree must be an integer of at least 1.")
         degrees[axis] = int(degree)
     return degrees
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """A table on the terminal."""
+    """Print a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -104,7 +106,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(markup=False)  # brackets are brackets: pip install 'megalight[te]'
+    console = Console(markup=False)  # markup would swallow the brackets of pip install 'megalight[te]'
     if not console.is_terminal:
         console.width = 120
     console.print(table)
@@ -139,7 +141,12 @@ def _optional() -> list[tuple[str, str]]:
 
 
 def _print_plugins(device: str, brought: list[tuple[str, str, str, str]]) -> None:
-    """Every plugin: its error where it could not be loaded, else its backends as ``(plugin, backend, op, answer)``."""
+    """Print every plugin: its error if it could not be loaded, otherwise its backends.
+
+    Args:
+        device: where the backends were asked.
+        brought: ``(plugin, backend, op, answer)`` for every backend of a plugin.
+    """
     rows: list[tuple[str, str, str]] = []
     for name, error in load_plugins().items():
         found: dict[tuple[str, str], list[str]] = {}  # one line for all ops with one answer
@@ -147,10 +154,10 @@ def _print_plugins(device: str, brought: list[tuple[str, str, str, str]]) -> Non
             if plugin == name:
                 found.setdefault((backend, answer), []).append(op)
         if error or not found:
-            rows.append((name, "", error or "loaded; brings no backend"))
+            rows.append((name, "", error or "loaded; adds no backend"))
         for (backend, answer), ops in found.items():
             rows.append((backend, ", ".join(ops), answer))
-    title = f"plugins on {device}, bfloat16; their backends serve where they are asked for by name"
+    title = f"plugins on {device}, bfloat16; their backends are used only if you ask for them by name"
     print_table(title, ("backend", "ops", ""), rows or [("none", "", "")])
 
 

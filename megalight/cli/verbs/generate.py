@@ -1,4 +1,4 @@
-"""``megalight generate CKPT --prompt TEXT``: what a trained model writes."""
+"""``megalight generate CKPT --prompt TEXT``: complete text with a trained model."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """The verb's line in the overview."""
+    """Return the line for the overview."""
     return "complete text with a trained model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
+    parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint")
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
     )
-    parser.add_argument("-n", "--max-new-tokens", type=int, default=128, help="tokens to write at most (default: 128)")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=128, help="limit of new tokens (default: 128)")
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--top-k", type=int, help="choose among the k most probable tokens")
-    parser.add_argument("--top-p", type=float, help="choose among the fewest tokens that together are this probable")
-    parser.add_argument("--seed", type=int, help="of the draws (default: another one each time)")
-    parser.add_argument("--tokenizer", type=Path, help="to use instead of the one in the checkpoint")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
+    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
+    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
+    parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they were saved)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
     )
 
 

@@ -1,4 +1,4 @@
-"""``megalight inspect CKPT``: what a checkpoint holds."""
+"""``megalight inspect CKPT``: show the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """The verb's line in the overview."""
+    """Return the line for the overview."""
     return "show what a checkpoint holds: names, shapes, sizes, norms, versions"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
-    parser.add_argument("--norms", action="store_true", help="also read and verify all data, and show each norm")
-    parser.add_argument("--depth", type=int, help="sum up everything below so many parts of the names")
+    parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--norms", action="store_true", help="also read and verify all data, and show the norms")
+    parser.add_argument("--depth", type=int, help="show only this many parts of the names, with sums of the rest")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report. Reads metadata only, unless norms are asked for; needs no torch."""
+    """Print the report. Only ``--norms`` reads more than metadata. Torch is not needed."""
     from megalight.checkpoint.inspect import describe as read
     from megalight.checkpoint.inspect import render
 

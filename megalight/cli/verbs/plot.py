@@ -1,4 +1,4 @@
-"""``megalight plot RUN``: the loss curves of a run's CSV log as an image."""
+"""``megalight plot RUN``: draw the loss curves of a CSV log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Curve = tuple[list[int], list[float]]
 
 
 def describe() -> str:
-    """The verb's line in the overview."""
-    return "draw a run's loss curves (or other logged values) into an image"
+    """Return the line for the overview."""
+    return "draw the loss curves (or other logged values) of a run as an image"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,16 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         type=Path,
-        help="log folder of a run (or its metrics.csv), or a folder of runs; several are joined by step, the last wins",
+        help="log folder of a run, its metrics.csv, or a folder of runs; runs are joined by step, and later ones win",
     )
-    parser.add_argument("-o", "--output", type=Path, help="the image; default: loss.png in the log folder")
+    parser.add_argument("-o", "--output", type=Path, help="path of the image (default: loss.png in the log folder)")
     parser.add_argument(
-        "-m", "--metric", action="append", help="column to draw; repeat for more (default: all whose name has 'loss')"
+        "-m", "--metric", action="append", help="column to draw; repeat for more (default: all with 'loss' in the name)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw; prints the image's path."""
+    """Write the image and print its path."""
     files = [file for run in arguments.runs for file in find_logs(run)]
     output = arguments.output or files[-1].parent / "loss.png"
     plot(read_curves(files, arguments.metric), output)
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_logs(path: Path) -> list[Path]:
-    """The ``metrics.csv`` of a run; in a folder of runs, all of them, oldest first (a resumed run has several).
+    """Find the ``metrics.csv`` of a run, or all of them in a folder of runs, oldest first.
 
     Raises:
         DataError: there is none.
@@ -53,15 +53,15 @@ def find_logs(path: Path) -> list[Path]:
     own = path / "metrics.csv"
     files = [own] if own.is_file() else sorted(path.rglob("metrics.csv"), key=os.path.getmtime)
     if not files:
-        raise DataError(f"{path} holds no metrics.csv. Give the log folder of a run whose logger is CSVLogger.")
+        raise DataError(f"{path} holds no metrics.csv; give the log folder of a run whose logger is CSVLogger.")
     return files
 
 
 def read_curves(files: list[Path], names: list[str] | None = None) -> dict[str, Curve]:
-    """Column -> (steps, values), later files' steps replacing earlier ones'.
+    """Return column -> (steps, values). If files have the same step, the later file wins.
 
     Raises:
-        DataError: a named column is in none of the files, or no column is a loss.
+        DataError: no file has a requested column, or none has a column with "loss" in its name.
     """
     points: dict[str, dict[int, float]] = {}
     for file in files:
@@ -73,8 +73,10 @@ def read_curves(files: list[Path], names: list[str] | None = None) -> dict[str, 
     chosen = names or [name for name in points if "loss" in name]
     missing = [name for name in chosen if name not in points]
     if missing or not chosen:
-        what = f"no column {missing[0]!r}" if missing else "no column whose name has 'loss'"
-        raise DataError(f"{files[-1]} has {what}. Its columns: {', '.join(sorted(points)) or 'none'}.")
+        what = f"no column {missing[0]!r}" if missing else "no column with 'loss' in its name"
+        raise DataError(
+            f"{files[-1]} has {what}; it has: {', '.join(sorted(points)) or 'none'}. Choose one with --metric."
+        )
     return {name: _sorted(points[name]) for name in chosen}
 
 
@@ -84,7 +86,7 @@ def _sorted(points: dict[int, float]) -> Curve:
 
 
 def plot(curves: dict[str, Curve], output: Path) -> None:
-    """Write the curves over the optimizer steps as an image (its format from the suffix)."""
+    """Draw the curves over the optimizer steps. The suffix of ``output`` sets the image format."""
     require("matplotlib", "megalight plot").use("Agg")
     pyplot = require("matplotlib.pyplot", "megalight plot")
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")

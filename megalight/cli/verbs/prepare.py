@@ -1,4 +1,4 @@
-"""``megalight prepare``: text, JSON lines or Parquet into token files."""
+"""``megalight prepare``: turn text, JSON lines or Parquet into token files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """The verb's line in the overview."""
+    """Return the line for the overview."""
     return "turn text, JSON lines or Parquet into token files"
 
 
@@ -18,26 +18,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", required=True, help="prefix of the files to write: PREFIX.bin, PREFIX.idx ..."
     )
-    parser.add_argument("--glob", metavar="PATTERN", help="of files to take from folders: *.py (default: every file)")
+    parser.add_argument("--glob", metavar="PATTERN", help="files to take from folders, such as *.py (default: all)")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="a tokenizer.json, or the folder of a tokenizer")
     which.add_argument("--train-tokenizer", action="store_true", help="train a byte-level BPE on the inputs")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the trained tokenizer (default: 4096)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the vocabulary to train (default: 4096)")
     parser.add_argument(
-        "--special-tokens", nargs="+", default=(), metavar="TOKEN", help="further ones of the trained tokenizer: [CLS]"
+        "--special-tokens", nargs="+", default=(), metavar="TOKEN", help="more special tokens to train, such as [CLS]"
     )
     parser.add_argument("--text-key", default="text", help="JSON key or Parquet column of the text (default: text)")
-    parser.add_argument("--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="of the inputs")
-    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for each CPU)")
+    parser.add_argument(
+        "--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="format of the inputs"
+    )
+    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one per CPU)")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
-    parser.add_argument("--eod-token", help="the end-of-document token, where the tokenizer does not name it")
+    parser.add_argument("--eod-token", help="the end-of-document token, if the tokenizer does not name it")
     parser.add_argument("--split-sentences", action="store_true", help="each sentence is a sequence (for BERT)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave unreadable files and lines out and name them")
+    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable files and lines, and count them")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files; prints what they hold."""
+    """Write the files and print a summary."""
     from megalight.data.prepare import prepare
 
     report = prepare(
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def matching(name: str, pattern: str | None) -> str:
-    """An input, narrowed to the files below it that match ``pattern`` where it is a folder."""
+    """Return the input; for a folder, a glob of the files below it that match ``pattern``."""
     if pattern is None or not Path(name).is_dir():
         return name
     return str(Path(glob.escape(name)) / "**" / pattern)
