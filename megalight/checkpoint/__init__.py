@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from megalight.checkpoint.loading import Checkpoint, open
     from megalight.checkpoint.publish import finished, is_complete, latest, remove
     from megalight.checkpoint.saving import save, write
+    from megalight.checkpoint.scheme import SCHEMES, Contents, Scheme, State
     from megalight.checkpoint.staging import Staged, stage
     from megalight.checkpoint.view import Box, View, targets_of, views_of_parameters, views_of_shards
 
 _MEMBERS = {
+    "SCHEMES": "scheme",
     "Box": "view",
     "Checkpoint": "loading",
+    "Contents": "scheme",
+    "Scheme": "scheme",
+    "State": "scheme",
     "Staged": "staging",
     "TensorInfo": "index",
     "View": "view",
@@ -37,9 +42,13 @@ _MEMBERS = {
 }
 
 __all__ = [
+    "SCHEMES",
     "Box",
     "Checkpoint",
+    "Contents",
+    "Scheme",
     "Staged",
+    "State",
     "TensorInfo",
     "View",
     "finished",

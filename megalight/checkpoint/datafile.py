@@ -1,10 +1,11 @@
-"""A tensor data file of a checkpoint, read and verified. No torch in here."""
+"""Files of tensors, read in parts, and verified where their checksums are known. No torch in here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,48 @@ from megalight.checkpoint.files import MAX_HEADER, FileRecord, located
 from megalight.errors import CheckpointError
 
 
-class DataFile:
-    """An open data file. Reads by ``pread``, so that a bad disk is an error and not a signal.
+class OpenFile:
+    """An open file. Reads by ``pread``, so that a bad disk is an error and not a signal.
 
     Attributes:
+        what: the file, for messages.
         buffer: scratch memory of one block; given, or its own.
+        count: bytes that were read.
     """
+
+    def __init__(self, path: Path, what: str, buffer: NDArray[np.uint8] | None = None) -> None:
+        self.path = path
+        self.what = what
+        self.buffer = np.empty(BLOCK, np.uint8) if buffer is None else buffer
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``start`` on.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        position = 0
+        while position < len(into):
+            try:
+                count = os.preadv(self.descriptor, [into[position:]], start + position)
+            except OSError as error:
+                raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
+            if not count:
+                raise CheckpointError(f"{self.what} is torn: it ends at byte {start + position}, inside a tensor.")
+            position += count
+        self.count += position
+
+
+class DataFile(OpenFile):
+    """A data file of a checkpoint, which can be verified."""
 
     def __init__(
         self,
@@ -30,17 +67,8 @@ class DataFile:
     ) -> None:
         if name not in records:
             raise CheckpointError(f"checkpoint {directory} is torn: its manifest does not list {name}.")
-        self.what = f"{name} in checkpoint {directory}"
+        super().__init__(located(directory, name), f"{name} in checkpoint {directory}", buffer)
         self.record = records[name]
-        self.path = located(directory, name)
-        self.buffer = np.empty(BLOCK, np.uint8) if buffer is None else buffer
-
-    def __enter__(self) -> DataFile:
-        self.descriptor = os.open(self.path, os.O_RDONLY)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
 
     def verify(self, places: Sequence[tuple[int, int, str]]) -> None:
         """Check size, header and the given ``(start, stop, checksum)`` blocks.
@@ -68,22 +96,6 @@ class DataFile:
         if checksum(data) != digest:
             raise CheckpointError(f"{self.what} is torn: bytes {start} to {stop} differ from what was saved.")
         return data
-
-    def read(self, start: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``start`` on.
-
-        Raises:
-            CheckpointError: the file ends before, or cannot be read.
-        """
-        position = 0
-        while position < len(into):
-            try:
-                count = os.preadv(self.descriptor, [into[position:]], start + position)
-            except OSError as error:
-                raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
-            if not count:
-                raise CheckpointError(f"{self.what} is torn: it ends at byte {start + position}, inside a tensor.")
-            position += count
 
     def _bytes(self, length: int) -> bytes:
         data = bytearray(length)

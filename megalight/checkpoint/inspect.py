@@ -36,6 +36,7 @@ class Report:
         saved_at: seconds since 1970.
         world_size: ranks that saved it.
         versions: of the software that saved it.
+        scheme: in which form tensors were written.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class Report:
     saved_at: float
     world_size: int
     versions: Mapping[str, str]
+    scheme: str
 
     @property
     def numel(self) -> int:
@@ -92,6 +94,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
         saved_at=manifest.saved_at / 1e9,
         world_size=manifest.world_size,
         versions=manifest.versions,
+        scheme=manifest.scheme,
     )
 
 
@@ -160,7 +163,7 @@ def render(report: Report, depth: int | None = None) -> str:
         "",
         f"{report.path}: {len(report.tensors)} tensors, {report.numel:,} elements, "
         f"{_bytes(report.nbytes)} in {len(report.files)} files",
-        f"saved {saved} by {ranks} with {versions}",
+        f"saved {saved} by {ranks} as {report.scheme} with {versions}",
     ]
     return "\n".join([*lines, progress] if progress else lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 from megalight.checkpoint import index as indices
 from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish, tree
+from megalight.checkpoint.compare import compare
 from megalight.checkpoint.files import parse_json, read_file
 from megalight.checkpoint.index import TensorInfo
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.saving import collectives
-from megalight.checkpoint.view import View, views_to_fill
+from megalight.checkpoint.scheme import SCHEMES
+from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, nearest
 from megalight.parallel.source import Filled, Target
 
@@ -38,6 +40,11 @@ class Checkpoint:
         self.path = path
         self._root = publish.resolve(path)
         self.manifest = manifests.read(self._root)
+        if self.manifest.scheme not in SCHEMES:
+            raise CheckpointError(
+                f"checkpoint {path} was written by the scheme {self.manifest.scheme!r}; known: {', '.join(SCHEMES)}. "
+                "Install the plugin that has it, or upgrade Megalight."
+            )
         manifests.check_files(self._root, self.manifest)
         what = f"{path}/{indices.NAME}"
         self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(indices.NAME), what), what)
@@ -49,6 +56,11 @@ class Checkpoint:
         if not isinstance(value, dict):
             raise CheckpointError(f"common in checkpoint {self.path} is not a dict.")
         return value
+
+    @property
+    def scheme(self) -> str:
+        """By which it was written (see :mod:`megalight.checkpoint.scheme`)."""
+        return self.manifest.scheme
 
     @property
     def world_size(self) -> int:
@@ -92,7 +104,8 @@ class Checkpoint:
             CheckpointError: on every rank: names or shapes differ, or a file that any rank needs is torn.
         """
         ranks, views = Ranks(process_group), views_to_fill(targets)
-        filled = self._compare(ranks, views, strict, prefix)
+        asked = {name: tuple(view.shape) for name, view in views.items()}
+        filled = compare(ranks, f"checkpoint {self.path}", self.tensors, asked, strict=strict, prefix=prefix)
         present = {name: view for name, view in views.items() if name in self.tensors}
         try:
             with collectives(f"loading {self.path}"):
@@ -106,37 +119,6 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_alternative(self.path)}") from error
         return filled
-
-    def _compare(self, ranks: Ranks, views: Mapping[str, View], strict: bool, prefix: str) -> Filled:
-        def check() -> list[str]:
-            missing = sorted(views.keys() - self.tensors.keys())
-            if strict and missing:
-                raise CheckpointError(
-                    f"{_some(missing)} not in checkpoint {self.path}.{nearest(missing[0], self.tensors)} "
-                    "Is it a checkpoint of another model? strict=False leaves such tensors as they are."
-                )
-            for name in views.keys() & self.tensors.keys():
-                theirs, ours = self.tensors[name].shape, tuple(views[name].shape)
-                if theirs != ours:
-                    raise CheckpointError(
-                        f"{name!r} has shape {list(theirs)} in checkpoint {self.path} and {list(ours)} in this model. "
-                        "Is it a checkpoint of another model?"
-                    )
-            return list(views)
-
-        asked = ranks.together(f"loading {self.path}", check)
-
-        def leftover() -> tuple[str, ...]:
-            known = {name for names in asked for name in names}
-            return tuple(sorted(name for name in self.tensors if name.startswith(prefix) and name not in known))
-
-        unexpected = ranks.first(f"loading {self.path}", leftover)
-        if strict and unexpected:
-            raise CheckpointError(
-                f"checkpoint {self.path} holds {_some(unexpected)} that this model does not ask for. Is it a "
-                "checkpoint of another model? strict=False ignores such tensors."
-            )
-        return Filled(tuple(sorted(views.keys() - self.tensors.keys())), unexpected)
 
     def _bytes(self, name: str) -> bytes:
         if name not in self.manifest.files:
@@ -161,8 +143,3 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 def _alternative(path: Path) -> str:
     others = [other for other in publish.finished(path.parent) if other != path]
     return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
-
-
-def _some(names: list[str] | tuple[str, ...]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

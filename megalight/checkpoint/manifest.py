@@ -25,8 +25,11 @@ from megalight.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = "megalight"
-VERSION = 1
+VERSION = 2
 MAX_SIZE = 256 << 20
+
+FULLY_RESHARDABLE = "fully_reshardable"
+"""The scheme of canonical tensors; see :mod:`megalight.checkpoint.scheme`."""
 
 _SEAL = '{"checksum":"%s",\n'
 
@@ -41,12 +44,14 @@ class Manifest:
             the clock went back.
         world_size: ranks that saved it.
         versions: of the software that saved it.
+        scheme: in which form tensors were written.
     """
 
     files: Mapping[str, FileRecord]
     saved_at: int
     world_size: int
     versions: Mapping[str, str]
+    scheme: str
 
     def write(self, root: Path) -> None:
         """Seal the folder."""
@@ -79,14 +84,14 @@ def _parse(value: Any, what: str) -> Manifest:
         if value["format"] != FORMAT or value["version"] != VERSION:
             raise CheckpointError(
                 f"{what} is of format {value['format']!r} version {value['version']!r}; this Megalight reads "
-                f"{FORMAT!r} version {VERSION}. Upgrade Megalight."
+                f"{FORMAT!r} version {VERSION}. Use the Megalight that wrote it."
             )
         files = {}
         for name, (size, digest) in value["files"].items():
             files[checked_name(name)] = FileRecord(checked_count(size, what), str(digest))
         versions = {str(key): str(version) for key, version in value["versions"].items()}
         saved_at, world_size = (checked_count(value[key], what) for key in ("saved_at", "world_size"))
-        return Manifest(files, saved_at, world_size, versions)
+        return Manifest(files, saved_at, world_size, versions, str(value["scheme"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
 

@@ -34,6 +34,7 @@ def save(
     common: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes | Path] | None = None,
+    scheme: str = manifests.FULLY_RESHARDABLE,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Save a checkpoint as the folder ``path``, atomically. All ranks of the group call it together.
@@ -46,12 +47,21 @@ def save(
         common: plain values that belong to the whole run; rank 0's are kept.
         rank_state: plain values of this very rank (random states).
         files: other files to keep beside, by name: contents, or where to copy from; rank 0's are kept.
+        scheme: by which the views were made (see :mod:`megalight.checkpoint.scheme`).
         process_group: who saves; None means the default group, or this process alone.
 
     Raises:
         CheckpointError: on every rank, when any rank failed; nothing is left behind.
     """
-    staged = stage(views, common=common, rank_state=rank_state, files=files, copy=False, process_group=process_group)
+    staged = stage(
+        views,
+        common=common,
+        rank_state=rank_state,
+        files=files,
+        scheme=scheme,
+        copy=False,
+        process_group=process_group,
+    )
     write(path, staged, process_group=process_group)
 
 
@@ -113,7 +123,7 @@ def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], stag
     newest = publish.latest(partial.path.parent)
     floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
     versions = {"megalight": __version__, "torch": torch.__version__}
-    manifest = manifests.Manifest(listed, max(time.time_ns(), floor), len(records), versions)
+    manifest = manifests.Manifest(listed, max(time.time_ns(), floor), len(records), versions, staged.scheme)
     try:
         manifests.check_files(partial.folder, manifest)
     except CheckpointError as error:

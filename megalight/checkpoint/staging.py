@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint import tree
 from megalight.checkpoint.files import checked_name
+from megalight.checkpoint.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.memory import host_memory
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import Box, View
@@ -32,12 +33,14 @@ class Staged:
         common: values of the whole run, on rank 0.
         rank_state: values of this rank.
         files: other files, on rank 0: contents, or where to copy from.
+        scheme: by which the views were made.
     """
 
     views: Mapping[str, View]
     common: Tree | None
     rank_state: Tree | None
     files: Mapping[str, bytes | Path]
+    scheme: str
 
 
 def stage(
@@ -46,6 +49,7 @@ def stage(
     common: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes | Path] | None = None,
+    scheme: str = FULLY_RESHARDABLE,
     copy: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> Staged:
@@ -56,6 +60,7 @@ def stage(
         common: see :func:`megalight.checkpoint.save`.
         rank_state: see there.
         files: see there.
+        scheme: see there.
         copy: copy the boxes that this rank writes to host memory, so that their owners may change them. False: write
             before they change.
         process_group: who saves; None means the default group, or this process alone.
@@ -77,7 +82,7 @@ def stage(
     ranks.together("preparing to save", encode)
     kept = dict(files or {}) if ranks.rank == 0 else {}
     fixed = _copied(views) if copy else views
-    return Staged(fixed, trees.get("common"), trees.get("rank_state"), kept)
+    return Staged(fixed, trees.get("common"), trees.get("rank_state"), kept, scheme)
 
 
 def _copied(views: Mapping[str, View]) -> dict[str, View]:

@@ -152,15 +152,15 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
         raise ConfigurationError(f"{cls.__name__} cannot be made of keys {sorted(values)}: {error}.") from error
 
 
-def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> list[str]:
-    """Settings that bind the weights and differ, as ``name is ours here and theirs in the checkpoint``."""
+def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path: str = "") -> list[str]:
+    """Settings that bind the weights and differ, as ``name is ours here and theirs in <where>``."""
     found = []
     for name in sorted(set(ours) | set(theirs)):
         if not path and name in UNBINDING:
             continue
         mine, other = ours.get(name), theirs.get(name)
         if isinstance(mine, dict) and isinstance(other, dict):
-            found += compare(mine, other, f"{path}{name}.")
+            found += compare(mine, other, where, f"{path}{name}.")
         elif mine != other:
-            found.append(f"{path}{name} is {mine} here and {other} in the checkpoint")
+            found.append(f"{path}{name} is {mine} here and {other} in {where}")
     return found

@@ -1,49 +1,213 @@
-"""Folders of ``transformers``: ``config.json`` beside safetensors files."""
+"""Folders of ``transformers`` (``config.json`` beside safetensors files): a source of weights, and how to write one."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megalight.checkpoint.boxes import in_threads, read_box
+from megalight.checkpoint.compare import compare
+from megalight.checkpoint.datafile import OpenFile
+from megalight.checkpoint.files import MAX_HEADER, Entry, checked_name, parse_header
+from megalight.checkpoint.memory import host_buffer
+from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
+from megalight.models.weights import Theirs, WeightMap
+from megalight.parallel.source import Filled, Target
+
+log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors of a model that ``save_pretrained`` wrote, in one file or several.
+@dataclass(frozen=True)
+class Kept:
+    """A canonical tensor inside a folder.
+
+    Attributes:
+        shape: of the canonical tensor.
+        dtype: torch's name for it.
+        file: the file that holds it.
+        entry: their tensor.
+        place: which part of their tensor it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    entry: Entry
+    place: Theirs
+
+
+class Folder:
+    """A folder that ``save_pretrained`` wrote, as a :class:`~megalight.parallel.source.Source`.
+
+    Headers are read when it is opened. A fill reads the bytes of its boxes: of a fused weight the own part alone, of a
+    transposed one the own columns.
+
+    Args:
+        path: the folder.
+        weights: how its tensors are called and laid out.
+        prefix: put before every canonical name.
+
+    Attributes:
+        tensors: canonical name -> shape, dtype and place.
+        bytes_read: by this process so far.
 
     Raises:
-        CheckpointError: no such folder, a file is missing or torn, or the weights are not safetensors.
+        CheckpointError: a file is missing or torn, or holds tensors of another model.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], weights: WeightMap, prefix: str) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self._weights = weights
+        self._prefix = prefix
+        files = _files(self.path)
+        entries = {entry.key: (name, entry) for name in files for entry in _header(self.path, name)}
+        self._total = sum(entry.nbytes for _, entry in entries.values())
+        self.tensors: dict[str, Kept] = {}
+        try:
+            places = weights.ours(entries)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        for name, place in places.items():
+            file, entry = entries[place.name]
+            self.tensors[prefix + name] = Kept(place.shape(entry.shape), entry.dtype, file, entry, place)
+        self._check_fused()
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`.
+
+        The format has no checksums: names, shapes and sizes of files are checked, values are not.
+        """
+        ranks, where = Ranks(process_group), str(self.path)
+        boxes = [target for target in targets if target.data.numel()]
+        asked = {target.name: target.shape for target in boxes}
+        filled = compare(ranks, where, self.tensors, asked, strict=strict, prefix=prefix, label=self._label)
+        by_file: dict[str, list[Target]] = {}
+        for target in boxes:
+            if target.name in self.tensors:
+                by_file.setdefault(self.tensors[target.name].file, []).append(target)
+        counts: list[int] = []
+        ranks.together(f"reading {where}", lambda: counts.extend(in_threads(self._read, sorted(by_file.items()))))
+        self.bytes_read += sum(counts)
+        log.info(
+            "read %.3f GiB of the %.3f GiB of weights in %s on rank %d",
+            sum(counts) / 2**30,
+            self._total / 2**30,
+            where,
+            ranks.rank,
+        )
+        return filled
+
+    def _read(self, file: str, targets: Sequence[Target]) -> int:
+        """Fill boxes from one file; returns how many bytes were read."""
+        with OpenFile(self.path / file, f"{self.path}/{file}", host_buffer().numpy()) as opened:
+            for target in targets:
+                kept = self.tensors[target.name]
+                entry, rows = kept.entry, kept.place.rows or (0, 0)
+                offset = [rows[0] + target.offset[0], *target.offset[1:]] if target.offset else []
+                data = target.data
+                if kept.place.transposed and len(offset) == 2:
+                    offset, data = offset[::-1], data.t()
+                read_box(opened, entry.start, getattr(torch, entry.dtype), entry.shape, offset, data)
+        return opened.count
+
+    def _check_fused(self) -> None:
+        """The parts of a fused tensor are all of it."""
+        last: dict[str, int] = {}
+        for kept in self.tensors.values():
+            if kept.place.rows is not None:
+                last[kept.place.name] = max(last.get(kept.place.name, 0), kept.place.rows[1])
+        for kept in self.tensors.values():
+            expected = last.get(kept.place.name)
+            rows = kept.entry.shape[-1 if kept.place.transposed else 0]
+            if expected not in (None, rows):
+                raise CheckpointError(
+                    f"{kept.place.name} in {self.path} has {rows} output features; the configuration asks for "
+                    f"{expected}. Is it of another model?"
+                )
+
+    def _label(self, name: str) -> str:
+        """A tensor with its name in the folder."""
+        try:
+            return f"{name!r} ({self._weights.theirs(name.removeprefix(self._prefix)).name})"
+        except CheckpointError:
+            return repr(name)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` looks like a folder that ``save_pretrained`` wrote."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a folder's ``config.json``.
+
+    Raises:
+        CheckpointError: no such folder, or its configuration is not JSON.
     """
     folder = Path(path)
-    if not (folder / CONFIG).is_file():
+    if not is_folder(folder):
         raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder that save_pretrained wrote.")
-    config = _json(folder / CONFIG)
-    if (folder / INDEX).is_file():
-        files = sorted(set(_json(folder / INDEX).get("weight_map", {}).values()))
-    else:
-        files = [WEIGHTS]
-    tensors: dict[str, Tensor] = {}
-    for name in files:
-        tensors |= _tensors(folder / name)
-    return config, tensors
+    return _json(folder / CONFIG)
 
 
 def write_folder(path: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write what :func:`read_folder` and ``from_pretrained`` read."""
+    """Write what :class:`Folder` and ``from_pretrained`` read."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the files with weights. They may be links, as in the cache of the Hub."""
+    names = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        listed = _json(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise CheckpointError(f"{folder / INDEX} names no files; copy the folder again.")
+        names = sorted({checked_name(name) for name in listed.values()})
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder / name} does not exist; weights are read from safetensors files alone. Load the model with "
+                "transformers and save it again with save_pretrained, or copy the folder again."
+            )
+    return names
+
+
+def _header(folder: Path, name: str) -> list[Entry]:
+    file = folder / name
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        data = start + opened.read(min(int.from_bytes(start, "little"), MAX_HEADER))
+    try:
+        return parse_header(data, size, str(file))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error} Copy it again.") from error
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -54,16 +218,3 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}; a JSON object is expected.")
     return content
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    if not file.is_file():
-        raise CheckpointError(
-            f"{file} does not exist; weights are read from safetensors files alone. Load the model with transformers "
-            "and save it again with save_pretrained, or copy the folder again."
-        )
-    try:
-        tensors: dict[str, Tensor] = load_file(file)
-    except Exception as error:  # the package raises its own and the system's
-        raise CheckpointError(f"{file} cannot be read as safetensors ({error}); copy it again.") from error
-    return tensors

@@ -19,6 +19,7 @@ from megalight.models.ratio import Ratio
 from megalight.nn.init import initialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
+from megalight.parallel.source import Source, model_targets
 from megalight.types import Loss, Totals, inverse, mean
 
 Carry: TypeAlias = dict[str, Tensor]
@@ -111,6 +112,13 @@ class MegalightModule(pl.LightningModule):
             )
         return batch.context_share(rank, size, self.token_multiple)
 
+    def initial_weights(self) -> Source | None:
+        """Where the weights of a fresh model are read from. Default: nowhere, they are drawn.
+
+        All ranks call it together. A run that resumes from a checkpoint does not ask.
+        """
+        return None
+
     def configure_model(self) -> None:
         """Build the model, once. Strategies that split it build it on the meta device and fill it themselves."""
         if self.model is not None:
@@ -118,6 +126,9 @@ class MegalightModule(pl.LightningModule):
         self.model = self.build_model()
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             initialise(self.model, self.seed, CANONICAL_PREFIX)
+            source = self.initial_weights()
+            if source is not None:
+                source.fill(model_targets(self.model, CANONICAL_PREFIX), prefix=CANONICAL_PREFIX)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch: for strategies that know nothing of micro-batches."""

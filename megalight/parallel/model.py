@@ -36,7 +36,7 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.source import Filled, Source, parameter_targets
+from megalight.parallel.source import Filled, Source, parameter_targets, shard_targets
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ParallelModel:
         specs: local name of each parameter and persistent buffer -> what it holds of the one-device model.
         layout: the stages of the pipeline.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
-        drawn: the seed, where the values are the draws of that seed; None once they were loaded or trained.
+        origin: the seed or the source that the values are of, before rounding; None once they may be others.
 
     Raises:
         LayoutError: the model is split already, or does not divide so.
@@ -69,7 +69,7 @@ class ParallelModel:
         self.mesh = mesh
         self.options = options or ParallelOptions()
         self.name = name
-        self.drawn: int | None = None
+        self.origin: int | Source | None = None
         self.device = torch.device("meta")
         self._had_values = True
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
@@ -154,13 +154,15 @@ class ParallelModel:
         """
         if not self._had_values:
             initialise(self.root, self.specs, seed)
-            self.drawn = seed
+            self.origin = seed
 
-    def read(self, source: Source, *, strict: bool = True) -> Filled:
+    def read(self, source: Source, *, strict: bool = True, process_group: dist.ProcessGroup | None = None) -> Filled:
         """Fill the parameters and persistent buffers from a source; all ranks of the mesh call this together.
 
         Args:
+            source: read again for the masters, where there will be wider ones.
             strict: every tensor of the model is in the source, and the source has no others of this model's prefix.
+            process_group: of the ranks that call; None means the default group, or this process alone.
 
         Raises:
             CheckpointError: names or shapes differ.
@@ -169,8 +171,9 @@ class ParallelModel:
         for name, tensor in tensors.items():
             if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel():
                 tensor.detach().zero_()  # padding (a vocabulary rounded up), which no source fills
-        self.drawn = None
-        return source.fill(parameter_targets(tensors.items(), self.specs), strict=strict, prefix=self.prefix)
+        self.origin = source
+        targets = parameter_targets(tensors.items(), self.specs)
+        return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
 
     def recompute(self, options: Recompute) -> None:
         """Recompute these activations from now on, and no others.
@@ -300,15 +303,21 @@ def engine_over(
 
 
 def _fill_masters(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
-    """Let masters begin from the float32 draws, where the parameters hold these rounded."""
-    seed, model.drawn = model.drawn, None
-    if seed is not None and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+    """Let masters begin from the values that the parameters hold rounded: draws, or those of a source."""
+    origin, model.origin = model.origin, None
+    if origin is None or all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
+        return
 
-        def fill(name: str, values: Tensor) -> None:
-            engine.fill_masters(prefix + name, values)
+    def fill(name: str, values: Tensor) -> None:
+        engine.fill_masters(prefix + name, values)
 
-        initialise(model.root, model.specs, seed, on_values=fill)
-        engine.recast()
+    if isinstance(origin, int):
+        initialise(model.root, model.specs, origin, on_values=fill)
+    else:
+        shards = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
+        targets = shard_targets([shard.master for shard in shards], shards)
+        origin.fill((t for t in targets if t.name.startswith(model.prefix)), strict=False, prefix=model.prefix)
+    engine.recast()
 
 
 def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:

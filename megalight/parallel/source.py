@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.shard import Piece, ShardSpec, boxes
 
 
@@ -130,6 +131,17 @@ class Renamed:
 
     def _to_theirs(self, name: str) -> str:
         return self.theirs + name.removeprefix(self.ours)
+
+
+def model_targets(model: nn.Module, prefix: str = "") -> Iterator[Target]:
+    """The parameters of a whole one-device model.
+
+    Args:
+        model: off the meta device.
+        prefix: put before every canonical name.
+    """
+    for name, tensor in canonical_tensors(model).items():
+        yield Target(prefix + name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
 def parameter_targets(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, ShardSpec]) -> Iterator[Target]:

@@ -64,7 +64,7 @@ class FolderCheckpoints(MeshStrategy):
         self.sync_parameters()
         self._loaded.read_model(self)
         assert self.parallel_model is not None
-        self.parallel_model.drawn = None
+        self.parallel_model.origin = None
         if self.engine is not None:
             self.engine.refresh_masters()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
-from megalight.parallel.source import Renamed, parameter_targets
+from megalight.parallel.source import Renamed
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.user_module import root_of
+from megalight.strategies.user_module import root_of, seed_of
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors take the place of."""
@@ -104,18 +105,19 @@ def _load_whole(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
     check = getattr(module, "check_checkpoint", None)
     if check is not None:
         check(saved.common)
-    if isinstance(module, MegalightModule):
-        module.model, module.token_multiple = None, 1
-    module.configure_model()
-    root = root_of(module)
-    model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan()))
-    specs, tensors = model.specs, model.tensors()
-    for name, tensor in tensors.items():
-        stored = saved.tensors.get(specs[name].pieces[0].name)
+    with torch.device("meta") if isinstance(module, MegalightModule) else nullcontext():
+        if isinstance(module, MegalightModule):
+            module.model, module.token_multiple = None, 1
+        module.configure_model()
+    model = ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
+    model.place("cpu")
+    model.draw(seed_of(module, 0))  # also what no checkpoint holds: buffers that modules compute
+    for name, tensor in model.tensors().items():
+        stored = saved.tensors.get(model.specs[name].pieces[0].name)
         if stored is not None:
             tensor.data = tensor.data.to(getattr(torch, stored.dtype))
     with alone() as group:
-        saved.fill(parameter_targets(tensors.items(), specs), prefix=CANONICAL_PREFIX, process_group=group)
+        model.read(saved, process_group=group)
     return saved
 
 

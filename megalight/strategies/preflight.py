@@ -52,6 +52,8 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
     if data is not None and hasattr(module, "check_data"):
         module.check_data(data)
     path = given.get("ckpt_path")
+    if not path and isinstance(module, MegalightModule) and module.model is None:
+        module.initial_weights()  # opens the folder: it is there, whole, and of this family
     if path and path not in NAMED:
         entries = Loaded.open(str(path)).saved.common
         if hasattr(module, "check_checkpoint"):

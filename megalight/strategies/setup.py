@@ -34,7 +34,7 @@ SPLIT = "megalight_model"
 
 
 def build(strategy: MeshStrategy, module: pl.LightningModule, loaded: Loaded | None) -> ParallelModel:
-    """Split the module's model, give it storage and values: draws, or those of a checkpoint."""
+    """Split the module's model, give it storage and values: of a checkpoint, of the module's source, or draws."""
     root = root_of(module)
     assert strategy.streams is not None
     seed = int(strategy.broadcast(torch.initial_seed()))
@@ -50,7 +50,11 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, loaded: Loaded | N
     model.draw(seed_of(module, seed))
     if loaded is not None:
         loaded.read_model(strategy)
-        model.drawn = None
+        model.origin = None
+    elif model.origin is not None and isinstance(module, MegalightModule):
+        source = module.initial_weights()
+        if source is not None:
+            model.read(source)
     model.recompute(strategy.recompute)
     precision.prepare(root, strategy.mesh, model.num_layers)
     model.check_overlap()
@@ -75,7 +79,7 @@ def _split_before(strategy: MeshStrategy, root: nn.Module) -> ParallelModel | No
     model: ParallelModel | None = root.__dict__.get(SPLIT)
     if model is not None:
         model.check_same(strategy.mesh, strategy.options)
-        model.drawn = None  # somebody may have trained it
+        model.origin = None  # somebody may have trained it
     return model
 
 

@@ -174,6 +174,8 @@ def test_manifest_names_stay_inside(name: str, tmp_path: Path) -> None:
         lambda m: m.update(format="other"),
         lambda m: m.update(version=99),
         lambda m: m.pop("saved_at"),
+        lambda m: m.pop("scheme"),
+        lambda m: m.update(scheme="dp_reshapable"),
         lambda m: m.update(world_size=1e9),
     ],
 )

@@ -273,4 +273,4 @@ def test_remote_addresses_are_refused() -> None:
 def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path: Path) -> None:
     record = files.FileRecord(3, "")
     with pytest.raises(CheckpointError, match=r"data/1-0\.safetensors is missing"):
-        manifest.check_files(tmp_path, manifest.Manifest({"data/1-0.safetensors": record}, 0, 2, {}))
+        manifest.check_files(tmp_path, manifest.Manifest({"data/1-0.safetensors": record}, 0, 2, {}, ""))

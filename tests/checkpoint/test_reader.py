@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint import Box, View, checksum, datafile, index, memory, reader, writer
+from megalight.checkpoint import Box, View, boxes, checksum, datafile, index, memory, writer
 from megalight.errors import CheckpointError
 
 SHAPE = (37, 5, 11)
@@ -18,7 +18,7 @@ SHAPE = (37, 5, 11)
 @pytest.fixture(params=[64, 72, 4096])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Small blocks and files, so that small tensors have many."""
-    for module in (checksum, datafile, index, memory, reader):
+    for module in (boxes, checksum, datafile, index, memory):
         monkeypatch.setattr(module, "BLOCK", request.param)
     monkeypatch.setattr(writer, "MAX_FILE", 3000)
     return request.param

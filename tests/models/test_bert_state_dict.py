@@ -12,9 +12,12 @@ from megalight.models.bert.state_dict import (
     config_to_transformers,
     from_transformers,
     to_transformers,
+    weight_map,
 )
-from megalight.models.folder import read_folder, write_folder
-from megalight.nn.canonical import canonical_tensors, load_canonical
+from megalight.models.folder import Folder, read_config, write_folder
+from megalight.models.weights import Theirs, WeightMap
+from megalight.nn.canonical import canonical_tensors
+from megalight.parallel.source import model_targets
 from megalight.types import PackedSequences
 from tests.reference_gpt import canonical_gradients, relative_error
 
@@ -47,10 +50,12 @@ def theirs(kind: str = "BertForPreTraining", **options):
 
 
 def ours(folder) -> Bert:
-    values, tensors = read_folder(folder)
-    config = config_from_transformers(values)
+    return read(folder, config_from_transformers(read_config(folder)))
+
+
+def read(folder, config) -> Bert:
     model = Bert(config).double()
-    load_canonical(model, from_transformers(tensors, config))
+    Folder(folder, weight_map(config), "").fill(model_targets(model))
     return model
 
 
@@ -109,9 +114,8 @@ def test_masked_lm_alone(tmp_path):
 
 def test_a_model_without_order_takes_weights_with_one(tmp_path):
     theirs().save_pretrained(tmp_path)
-    values, tensors = read_folder(tmp_path)
-    config = config_from_transformers(values, sentence_order=False)
-    load_canonical(Bert(config), from_transformers(tensors, config))
+    model = read(tmp_path, config_from_transformers(read_config(tmp_path), sentence_order=False))
+    assert model.head.order is None
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -150,8 +154,10 @@ def test_weights_in_several_files(tmp_path):
     reference = theirs()
     reference.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    _, tensors = read_folder(tmp_path)
-    assert set(dict(reference.named_parameters())) <= set(tensors)
+    expected = from_transformers(reference.state_dict(), config := config_from_transformers(read_config(tmp_path)))
+    found = canonical_tensors(read(tmp_path, config))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_presets_are_the_published_configurations():
@@ -186,18 +192,18 @@ def test_what_theirs_cannot_say_is_refused():
 
 def test_bad_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
-        read_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
-        read_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list"):
-        read_folder(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="safetensors files alone"):
-        read_folder(tmp_path)
+        Folder(tmp_path, WeightMap({"a": Theirs("a")}), "")
     save_file({"a": torch.zeros(100)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-50])
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
-        read_folder(tmp_path)
+        Folder(tmp_path, WeightMap({"a": Theirs("a")}), "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,16 +25,24 @@ class BertModule(FamilyModule[BertConfig]):
     https://arxiv.org/abs/1909.11942). Neither depends on how the batch is cut into micro-batches.
 
     Args:
-        config: the model, or the name of a preset (``bert_base``; see :mod:`megalight.models.bert.presets`).
+        config: the model, or the name of a preset (``bert_base``; see :mod:`megalight.models.bert.presets`);
+            None: that of ``weights``.
         optimizer: Adam's settings, parameter groups and learning-rate schedule.
         seed: of the initial weights.
+        weights: a folder of ``transformers`` to start from; None: weights are drawn.
     """
 
     family = "bert"
     varying_carry = True  # samples keep their lengths, so no two micro-batches need be alike
 
-    def __init__(self, config: BertConfig | str, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
-        super().__init__(config, optimizer, seed)
+    def __init__(
+        self,
+        config: BertConfig | str | None = None,
+        optimizer: AdamConfig | None = None,
+        seed: int = 1234,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(config, optimizer, seed, weights)
 
     def forward_step(self, model: nn.Module, batch: BertBatch, carry: Carry | None = None) -> Carry:
         """Tokens, or the carry's ``hidden [T, h]``, to ``hidden``; on the last chunk ``losses``, ``order [n, 2]``."""

@@ -1,11 +1,10 @@
-"""Weights and configurations of ``transformers``' BERT, to ours and back: pure functions on dictionaries.
+"""Weights and configurations of ``transformers``' BERT, to ours and back.
 
 Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.bert.config import BertConfig, DropoutConfig, InitConfig
-from megalight.models.rename import rename
+from megalight.models.weights import Theirs, WeightMap
 
-NAMES = {
+PLACES = {
     "embed.word": "bert.embeddings.word_embeddings",
     "embed.position": "bert.embeddings.position_embeddings",
     "embed.token_type": "bert.embeddings.token_type_embeddings",
@@ -43,34 +42,41 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-ORDER = ("bert.pooler.", "cls.seq_relationship.")
-BUFFERS = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"}
-DECODER_BIAS = "cls.predictions.decoder.bias"
-HEAD_BIAS = "cls.predictions.bias"
-"""What a file keeps of the decoder's bias when the head is tied."""
+BUFFERS = r"bert\.embeddings\.(position_ids|token_type_ids)"
+ORDER = r"bert\.pooler\..*|cls\.seq_relationship\..*"
+DECODER = "cls.predictions.decoder"
+BIAS = "cls.predictions.bias"
+"""The decoder's bias in files where its weight is tied. Where it is not, nobody reads it."""
 
 WITH_ORDER = ("BertForPreTraining", "BertForNextSentencePrediction")
+
+
+def weight_map(config: BertConfig) -> WeightMap:
+    """Where the tensors of a model lie in ``transformers``.
+
+    Pooler and sentence-order head are left out where the configuration has none, a decoder weight where it is tied.
+    """
+    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+    copies = {BIAS: f"{DECODER}.bias"}
+    if config.tie_embeddings:
+        places["head.masked.lm.output_layer.bias"] = Theirs(BIAS)
+        copies = {f"{DECODER}.bias": BIAS, f"{DECODER}.weight": "bert.embeddings.word_embeddings.weight"}
+    return WeightMap(
+        places,
+        root="bert.",
+        copies=copies,
+        left_out=BUFFERS if config.sentence_order else f"{BUFFERS}|{ORDER}",
+        respelt={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # the first published files
+    )
 
 
 def from_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """The canonical tensors of a ``BertForPreTraining`` or ``BertForMaskedLM`` state dict.
 
-    Norms may be named as the first published files name them (``gamma``, ``beta``). Pooler and sentence-order head are
-    left out where the configuration has none, a decoder weight where it is tied.
-
     Raises:
         CheckpointError: a tensor that such models do not have.
     """
-    found = {_modern(name): tensor for name, tensor in tensors.items() if name not in BUFFERS}
-    bias = found.pop(HEAD_BIAS, None)
-    if bias is not None:
-        found.setdefault(DECODER_BIAS, bias)
-    if not config.sentence_order:
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(ORDER)}
-    ours = rename(found, {theirs: ours for ours, theirs in NAMES.items()})
-    if config.tie_embeddings:
-        ours.pop("head.masked.lm.output_layer.weight", None)
-    return ours
+    return weight_map(config).read(tensors)
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
@@ -79,16 +85,10 @@ def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[s
     Raises:
         CheckpointError: a tensor that such models do not have.
     """
-    theirs = rename(tensors, NAMES)
-    bias = theirs.pop(DECODER_BIAS)
-    theirs[HEAD_BIAS] = bias
+    theirs = weight_map(config).write(tensors)
     if not config.tie_embeddings:
-        theirs[DECODER_BIAS] = bias.clone()
+        theirs[BIAS] = theirs[f"{DECODER}.bias"].clone()
     return theirs
-
-
-def _modern(name: str) -> str:
-    return re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name))
 
 
 def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | None = None) -> BertConfig:

@@ -6,6 +6,8 @@ plugin's entry point. Checkpoints name the family of their model.
 
 from __future__ import annotations
 
+import logging
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +15,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.config import compare
+from megalight.models.folder import Folder, read_config
+from megalight.models.weights import WeightMap
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import PLANS
 from megalight.registry import Registry
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,14 +35,44 @@ class Weights:
     Attributes:
         kinds: values of ``model_type`` in ``config.json`` that can be read.
         config: content of ``config.json`` -> configuration.
-        read: their tensors, configuration -> canonical tensors.
-        write: canonical tensors, configuration -> their tensors.
+        map: configuration -> where its tensors lie in theirs.
     """
 
     kinds: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], Any]
-    read: Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]]
-    write: Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]]
+    map: Callable[[Any], WeightMap]
+
+    def config_of(self, folder: str | os.PathLike[str]) -> Any:
+        """The configuration of the model in a folder that ``save_pretrained`` wrote.
+
+        Raises:
+            CheckpointError: no such folder.
+            ConfigurationError: a model of another family, or with options that have no counterpart here.
+        """
+        values = read_config(folder)
+        if values.get("model_type") not in self.kinds:
+            raise ConfigurationError(
+                f"{folder} holds a model of type {values.get('model_type')!r}; this family reads "
+                f"{', '.join(self.kinds)}."
+            )
+        return self.config(values)
+
+    def source(self, folder: str | os.PathLike[str], config: Any, prefix: str) -> Folder:
+        """The folder's tensors under canonical names.
+
+        Args:
+            folder: what ``save_pretrained`` wrote.
+            config: of the model that is to be filled. Where it differs from the folder's, the log says so.
+            prefix: put before every canonical name.
+
+        Raises:
+            CheckpointError: a file is missing or torn, or holds tensors of another model.
+            ConfigurationError: as :meth:`config_of`.
+        """
+        differences = compare(config.to_dict(), self.config_of(folder).to_dict(), "the folder")
+        if differences:
+            log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
+        return Folder(folder, self.map(config), prefix)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.errors import CheckpointError, DataError
+from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.config import compare
-from megalight.models.family import family
-from megalight.models.module import MegalightModule
+from megalight.models.family import Weights, family
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.optim import AdamConfig
+from megalight.parallel.source import Source
 from megalight.types import PackedSequences
 
 IGNORED = -100
@@ -41,20 +43,59 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
     checkpoints of another are refused.
 
     Args:
-        config: the model, or the name of one of the family's presets.
+        config: the model, or the name of one of the family's presets; None: that of ``weights``.
         optimizer: Adam's settings, parameter groups and learning-rate schedule.
         seed: of the initial weights.
+        weights: a folder of ``transformers`` to start from; None: weights are drawn. A checkpoint that a run resumes
+            from takes its place.
 
     Attributes:
         family: name of the family in checkpoints.
+
+    Raises:
+        ConfigurationError: neither ``config`` nor ``weights`` is given, or the folder holds a model of another family.
+        CheckpointError: ``config`` is to be read from a folder that is not there.
     """
 
     family: ClassVar[str]
 
-    def __init__(self, config: ConfigT | str, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
+    def __init__(
+        self,
+        config: ConfigT | str | None = None,
+        optimizer: AdamConfig | None = None,
+        seed: int = 1234,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
         super().__init__(seed)
-        self.config: ConfigT = family(self.family).presets[config] if isinstance(config, str) else config
+        self.weights = weights
+        self.config: ConfigT = self._config(config)
         self.optimizer = optimizer or AdamConfig()
+
+    def _config(self, config: ConfigT | str | None) -> ConfigT:
+        presets = family(self.family).presets
+        if config is None and self.weights is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs a configuration: give config (or the name of a preset: "
+                f"{', '.join(presets)}), or weights, a folder of transformers."
+            )
+        found: ConfigT
+        if isinstance(config, str):
+            found = presets[config]
+        else:
+            found = self._transformers().config_of(str(self.weights)) if config is None else config
+        return found
+
+    def _transformers(self) -> Weights:
+        weights = family(self.family).weights
+        if weights is None:
+            raise ConfigurationError(f"models of the family {self.family} cannot start from weights of transformers.")
+        return weights
+
+    def initial_weights(self) -> Source | None:
+        """The folder that was given as ``weights``."""
+        if self.weights is None:
+            return None
+        return self._transformers().source(self.weights, self.config, CANONICAL_PREFIX)
 
     def build_model(self) -> nn.Module:
         """The whole model on one device."""
@@ -121,7 +162,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             )
         if family != self.family:
             raise CheckpointError(f"the checkpoint is of the family {family}, but this model is of {self.family}.")
-        differences = sorted(compare(self.config.to_dict(), found))
+        differences = sorted(compare(self.config.to_dict(), found, "the checkpoint"))
         if differences:
             raise CheckpointError(
                 f"the checkpoint is of another model: {'; '.join(differences)}. Use the configuration it was trained "

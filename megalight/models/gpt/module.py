@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor, nn
 
 from megalight.models.family.module import IGNORED, FamilyModule, pack
@@ -16,15 +18,23 @@ class GPTModule(FamilyModule[GPTConfig]):
     """Next-token training of a GPT on :class:`~megalight.types.TokenBatch`.
 
     Args:
-        config: the model, or the name of a preset (``llama3_8b``; see :mod:`megalight.models.gpt.presets`).
+        config: the model, or the name of a preset (``llama3_8b``; see :mod:`megalight.models.gpt.presets`);
+            None: that of ``weights``.
         optimizer: Adam's settings, parameter groups and learning-rate schedule.
         seed: of the initial weights.
+        weights: a folder of ``transformers`` to start from; None: weights are drawn.
     """
 
     family = "gpt"
 
-    def __init__(self, config: GPTConfig | str, optimizer: AdamConfig | None = None, seed: int = 1234) -> None:
-        super().__init__(config, optimizer, seed)
+    def __init__(
+        self,
+        config: GPTConfig | str | None = None,
+        optimizer: AdamConfig | None = None,
+        seed: int = 1234,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(config, optimizer, seed, weights)
 
     def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
         """``[b, s]`` tokens (or the carry's ``hidden [T, h]``) to ``hidden``, or on the last chunk ``losses [T]``."""

@@ -1,23 +1,21 @@
 """Weights and configurations of ``transformers`` models (Llama, Qwen2, Qwen3, GPT-2), to ours and back.
 
-Pure functions on dictionaries. Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
+Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
-from megalight.models.rename import rename
+from megalight.models.weights import Theirs, WeightMap
 from megalight.ops.rotary import RotaryScaling
 
-LLAMA_NAMES = {
+LLAMA = {
     "embed.word": "model.embed_tokens",
     "layers.N.attention_norm": "model.layers.N.input_layernorm",
     "layers.N.attention.q": "model.layers.N.self_attn.q_proj",
@@ -35,22 +33,43 @@ LLAMA_NAMES = {
 }
 """Our module to that of Llama and Qwen; ``N`` is a layer's index."""
 
-GPT2_NAMES = {
+GPT2 = {
     "embed.word": "transformer.wte",
     "embed.position": "transformer.wpe",
     "layers.N.attention_norm": "transformer.h.N.ln_1",
-    "layers.N.attention.qkv": "transformer.h.N.attn.c_attn",
-    "layers.N.attention.proj": "transformer.h.N.attn.c_proj",
     "layers.N.mlp_norm": "transformer.h.N.ln_2",
-    "layers.N.mlp.up": "transformer.h.N.mlp.c_fc",
-    "layers.N.mlp.down": "transformer.h.N.mlp.c_proj",
     "head.norm": "transformer.ln_f",
     "head.output_layer": "lm_head",
 }
-"""Our module to that of GPT-2, whose queries, keys and values are one tensor."""
+GPT2_TRANSPOSED = {
+    "layers.N.attention.proj": "transformer.h.N.attn.c_proj",
+    "layers.N.mlp.up": "transformer.h.N.mlp.c_fc",
+    "layers.N.mlp.down": "transformer.h.N.mlp.c_proj",
+}
+"""GPT-2 keeps these weights as ``[in, out]``, as it does its queries, keys and values, which are one tensor."""
 
-GPT2_TRANSPOSED = re.compile(r"\.(attention\.qkv|attention\.proj|mlp\.up|mlp\.down)\.weight$")
-"""GPT-2 keeps these weights as ``[in, out]``."""
+
+def weight_map(config: GPTConfig) -> WeightMap:
+    """Where the tensors of a model lie in ``transformers``."""
+    tied = config.tie_embeddings
+    if config.position.kind != "learned":
+        return WeightMap(
+            {ours: Theirs(theirs) for ours, theirs in LLAMA.items()},
+            root="model.",
+            copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+            left_out=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        )
+    size = config.num_heads * config.head_dim
+    fused = "transformer.h.N.attn.c_attn"
+    return WeightMap(
+        {ours: Theirs(theirs) for ours, theirs in GPT2.items()}
+        | {ours: Theirs(theirs, transposed=True) for ours, theirs in GPT2_TRANSPOSED.items()}
+        | {f"layers.N.attention.{x}": Theirs(fused, (i * size, (i + 1) * size), True) for i, x in enumerate("qkv")},
+        root="transformer.",
+        copies={"lm_head.weight": "transformer.wte.weight"} if tied else {},
+        left_out=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+    )
+
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 PLAIN = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -62,15 +81,7 @@ def to_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[st
     Raises:
         CheckpointError: a tensor that such models do not have.
     """
-    if not _is_gpt2(config):
-        return rename(tensors, LLAMA_NAMES)
-    fused = dict(tensors)
-    for name in [name for name in tensors if ".attention.q." in name]:
-        parts = [fused.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
-        fused[name.replace(".q.", ".qkv.")] = torch.cat(parts)
-    return rename(
-        {name: t.T.contiguous() if GPT2_TRANSPOSED.search(name) else t for name, t in fused.items()}, GPT2_NAMES
-    )
+    return weight_map(config).write(tensors)
 
 
 def from_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
@@ -79,21 +90,7 @@ def from_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[
     Raises:
         CheckpointError: a tensor that such models do not have.
     """
-    names = GPT2_NAMES if _is_gpt2(config) else LLAMA_NAMES
-    found = rename(tensors, {theirs: ours for ours, theirs in names.items()})
-    if config.tie_embeddings:
-        found.pop("head.output_layer.weight", None)
-    if not _is_gpt2(config):
-        return found
-    found = {name: t.T.contiguous() if GPT2_TRANSPOSED.search(name) else t for name, t in found.items()}
-    for name in [name for name in found if ".attention.qkv." in name]:
-        for part, tensor in zip("qkv", found.pop(name).chunk(3), strict=True):
-            found[name.replace(".qkv.", f".{part}.")] = tensor
-    return found
-
-
-def _is_gpt2(config: GPTConfig) -> bool:
-    return config.position.kind == "learned"
+    return weight_map(config).read(tensors)
 
 
 def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:

@@ -1,0 +1,119 @@
+"""Boxes of row-major tensors, read from files: several threads at a time, and little more than the box's own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megalight.checkpoint.checksum import BLOCK
+from megalight.checkpoint.datafile import OpenFile
+from megalight.checkpoint.memory import as_bytes
+
+THREADS = 4
+"""Threads per rank that read and verify."""
+
+JOB = 64
+"""Blocks, or boxes, that a thread takes at a time, at most."""
+
+GAP = 4096
+"""Bytes between two parts of a box that are worth a read of their own; smaller gaps are read and dropped."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(work: Callable[[str, Sequence[T]], R], by_file: Iterable[tuple[str, Sequence[T]]]) -> list[R]:
+    """Call ``work`` with parts of each file's list, several at a time: disks and checksums both gain."""
+    jobs = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, items in by_file:
+            step = max(1, min(JOB, len(items) // (2 * THREADS)))
+            jobs += [pool.submit(work, name, items[first : first + step]) for first in range(0, len(items), step)]
+    return [job.result() for job in jobs]
+
+
+def strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Of a row-major tensor, in elements."""
+    return tuple(prod(size[dim + 1 :]) for dim in range(len(size)))
+
+
+def hull(size: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """First and one-past-last element of a box in a flattened row-major tensor of ``size``."""
+    steps = strides(size)
+    first = sum(o * s for o, s in zip(offset, steps, strict=True))
+    return first, first + 1 + sum((n - 1) * s for n, s in zip(lengths, steps, strict=True))
+
+
+def read_box(
+    file: OpenFile, start: int, dtype: torch.dtype, size: Sequence[int], offset: Sequence[int], target: Tensor
+) -> None:
+    """Fill ``target`` with a box of a tensor in a file.
+
+    Args:
+        file: open; its buffer holds one block.
+        start: the tensor's first byte.
+        dtype: of the tensor.
+        size: of the tensor.
+        offset: where the box starts; its extent is the target's.
+        target: not empty; of any dtype, device and strides.
+    """
+    first, last = hull(size, offset, target.shape)
+    nbytes = (last - first) * dtype.itemsize
+    place = start + first * dtype.itemsize
+    whole = last - first == target.numel()
+    if whole and target.is_contiguous() and target.dtype == dtype and target.device.type == "cpu":
+        file.read(place, as_bytes(target).numpy().data)
+    elif nbytes <= BLOCK:
+        run, gap = _run(size, target.shape)
+        if whole or gap * dtype.itemsize < GAP:
+            file.read(place, file.buffer.data[:nbytes])
+            source = torch.from_numpy(file.buffer[:nbytes]).view(dtype).as_strided(target.shape, strides(size))
+        else:
+            source = _read_runs(file, place, dtype, size, target.shape, run)
+        target.copy_(source)
+    else:
+        dim = next(dim for dim, length in enumerate(target.shape) if length > 1)
+        row = strides(size)[dim] * dtype.itemsize
+        step = max(1, min(BLOCK // row, target.shape[dim] // 2))
+        for low in range(0, target.shape[dim], step):
+            part = target.narrow(dim, low, min(step, target.shape[dim] - low))
+            read_box(file, start, dtype, size, (*offset[:dim], offset[dim] + low, *offset[dim + 1 :]), part)
+
+
+def _run(size: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """Elements that lie end to end in a box, and the smallest gap between two such runs."""
+    run = inner = 1
+    for extent, length in zip(reversed(size), reversed(lengths), strict=True):
+        run, inner = run * length, inner * extent
+        if length != extent:
+            break
+    return run, inner - run
+
+
+def _runs(size: Sequence[int], lengths: Sequence[int], run: int) -> Iterator[int]:
+    """The first element of each run, from the box's first on."""
+    outer, covered = len(lengths), 1
+    while covered < run:
+        outer -= 1
+        covered *= lengths[outer]
+    steps = strides(size)
+    for index in product(*(range(length) for length in lengths[:outer])):
+        yield sum(i * step for i, step in zip(index, steps, strict=False))
+
+
+def _read_runs(
+    file: OpenFile, place: int, dtype: torch.dtype, size: Sequence[int], lengths: Sequence[int], run: int
+) -> Tensor:
+    """The runs of a box, and nothing between them, end to end in the file's buffer."""
+    width = run * dtype.itemsize
+    position = 0
+    for first in _runs(size, lengths, run):
+        file.read(place + first * dtype.itemsize, file.buffer.data[position : position + width])
+        position += width
+    return torch.from_numpy(file.buffer[:position]).view(dtype).view(tuple(lengths))

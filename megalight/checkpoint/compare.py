@@ -1,0 +1,72 @@
+"""What a source holds against what all ranks ask for: names and shapes, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from megalight.checkpoint.ranks import Ranks
+from megalight.errors import CheckpointError, nearest
+from megalight.parallel.source import Filled, Stored
+
+SHOWN = 5
+"""Tensors that a message names."""
+
+
+def compare(
+    ranks: Ranks,
+    where: str,
+    stored: Mapping[str, Stored],
+    asked: Mapping[str, tuple[int, ...]],
+    *,
+    strict: bool,
+    prefix: str,
+    label: Callable[[str], str] = repr,
+) -> Filled:
+    """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
+
+    Args:
+        ranks: who asks, all together.
+        where: the source, for messages.
+        stored: what it holds.
+        asked: canonical name -> global shape, on this rank.
+        strict: see there.
+        prefix: see there.
+        label: what messages call a tensor.
+
+    Raises:
+        CheckpointError: on every rank, when they differ on any.
+    """
+
+    def check() -> list[str]:
+        missing = sorted(asked.keys() - stored.keys())
+        if strict and missing:
+            raise CheckpointError(
+                f"{_some(missing, label)} not in {where}.{nearest(missing[0], stored)} Is it of another model? "
+                "strict=False leaves such tensors as they are."
+            )
+        known = sorted(asked.keys() & stored.keys())
+        differ = [name for name in known if tuple(stored[name].shape) != tuple(asked[name])]
+        if differ:
+            lines = "; ".join(f"{label(n)}: {list(stored[n].shape)} and {list(asked[n])}" for n in differ[:SHOWN])
+            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+            raise CheckpointError(f"shapes in {where} and in this model differ: {lines}{more}. Is it of another model?")
+        return list(asked)
+
+    everyone = ranks.together(f"loading {where}", check)
+
+    def leftover() -> tuple[str, ...]:
+        wanted = {name for names in everyone for name in names}
+        return tuple(sorted(name for name in stored if name.startswith(prefix) and name not in wanted))
+
+    unexpected = ranks.first(f"loading {where}", leftover)
+    if strict and unexpected:
+        raise CheckpointError(
+            f"{where} holds {_some(unexpected, label)} that this model does not ask for. Is it of another model? "
+            "strict=False ignores such tensors."
+        )
+    return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)
+
+
+def _some(names: Collection[str], label: Callable[[str], str]) -> str:
+    shown = ", ".join(label(name) for name in list(names)[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

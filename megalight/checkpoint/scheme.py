@@ -1,0 +1,66 @@
+"""Schemes: in which form the tensors of a run are written.
+
+A scheme turns what a rank holds into the views that are saved, and, on load, into the views that are filled. Its name
+stands in the manifest: a checkpoint is read by the scheme that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.source import FlatShard
+from megalight.registry import Registry
+
+
+@dataclass(frozen=True)
+class State:
+    """One kind of flat state: masters, or one tensor of the optimizer's per shard.
+
+    Attributes:
+        prefix: of its canonical names (``optimizer.exp_avg.``).
+        tensors: one flat tensor per shard, laid out as the shard is.
+        shards: which canonical elements lie where.
+    """
+
+    prefix: str
+    tensors: Sequence[Tensor]
+    shards: Sequence[FlatShard]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a rank holds and a checkpoint keeps.
+
+    Attributes:
+        tensors: local parameters and buffers by local name.
+        specs: local name -> what it holds of which canonical tensors.
+        mesh: the grid of ranks.
+        states: flat states.
+    """
+
+    tensors: Mapping[str, Tensor]
+    specs: Mapping[str, ShardSpec]
+    mesh: ParallelMesh
+    states: Sequence[State] = ()
+
+
+Scheme: TypeAlias = Callable[[Contents], dict[str, View]]
+
+SCHEMES: Registry[Scheme] = Registry("checkpoint scheme")
+
+
+@SCHEMES.register(FULLY_RESHARDABLE)
+def fully_reshardable(contents: Contents) -> dict[str, View]:
+    """Every tensor under its canonical name and in its canonical shape, so that any layout reads it."""
+    views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
+    for state in contents.states:
+        views |= views_of_shards(state.tensors, state.shards, prefix=state.prefix)
+    return views

@@ -1,0 +1,157 @@
+"""The tensors of another library as canonical ones, by one table for both directions, for dictionaries and files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megalight.errors import CheckpointError
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+"""An index (of a layer, say) inside a name. Tables write ``N``."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """Where a canonical tensor lies in theirs.
+
+    Attributes:
+        name: in tables, their module or tensor with ``N`` for indices; once looked up, their tensor.
+        rows: ``(first, last)``: it is these rows of their fused tensor; None: all.
+        transposed: they keep matrices as ``[in, out]``. Rows count in ``[out, in]``.
+    """
+
+    name: str
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The canonical tensor, as a view of their tensor."""
+        ours = tensor.T if self.transposed and tensor.ndim == 2 else tensor
+        return ours if self.rows is None else ours[slice(*self.rows)]
+
+    def shape(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
+        """The canonical shape, where their tensor has shape ``theirs``."""
+        ours = theirs[::-1] if self.transposed and len(theirs) == 2 else theirs
+        return ours if self.rows is None else (self.rows[1] - self.rows[0], *ours[1:])
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """A model's tensors in another library.
+
+    Attributes:
+        places: our module, or one tensor of it, -> theirs. A module's entry serves its weight and its bias.
+        root: what names begin with, except in files of the base model alone (``transformer.``).
+        copies: their tensor -> another of theirs that holds the same; the former is read where the latter is missing.
+        left_out: pattern of their tensors that are not read (buffers).
+        respelt: pattern -> replacement, for names as older releases wrote them.
+    """
+
+    places: Mapping[str, Theirs]
+    root: str = ""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    left_out: str = r"(?!)"
+    respelt: Mapping[str, str] = field(default_factory=dict)
+
+    def theirs(self, name: str) -> Theirs:
+        """Where our canonical tensor lies.
+
+        Raises:
+            CheckpointError: it has no counterpart.
+        """
+        template, numbers = _template(name)
+        module, _, leaf = template.rpartition(".")
+        if template in self.places:
+            found = self.places[template]
+        elif module in self.places:
+            found = self.places[module]
+            found = replace(found, name=f"{found.name}.{leaf}")
+        else:
+            raise CheckpointError(f"{name} has no counterpart; known modules: {', '.join(self.places)}.")
+        return replace(found, name=_numbered(found.name, numbers))
+
+    def ours(self, names: Iterable[str]) -> dict[str, Theirs]:
+        """The canonical tensors that their tensors are, and where they lie.
+
+        Raises:
+            CheckpointError: a tensor has no counterpart.
+        """
+        reverse: dict[str, list[tuple[str, Theirs]]] = {}
+        for ours, place in self.places.items():
+            reverse.setdefault(place.name, []).append((ours, place))
+        spelt = {self._spelt(name, reverse): name for name in names}
+        spelt = {modern: name for modern, name in spelt.items() if not re.fullmatch(self.left_out, modern)}
+        for copy, original in self.copies.items():
+            if copy in spelt:
+                spelt.setdefault(original, spelt[copy])
+                del spelt[copy]
+        found: dict[str, Theirs] = {}
+        for modern, name in spelt.items():
+            template, numbers = _template(modern)
+            module, _, leaf = template.rpartition(".")
+            whole = [(ours, place) for ours, place in reverse.get(template, ())]
+            parts = [(f"{ours}.{leaf}", place) for ours, place in reverse.get(module, ())]
+            if not whole and not parts:
+                known = ", ".join(reverse)
+                raise CheckpointError(f"{name} has no counterpart; known modules: {known}. Is it another model?")
+            for ours, place in whole or parts:
+                found[_numbered(ours, numbers)] = replace(place, name=name)
+        return found
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their tensors as canonical ones.
+
+        Raises:
+            CheckpointError: a tensor has no counterpart.
+        """
+        return {name: place.part(tensors[place.name]).contiguous() for name, place in self.ours(tensors).items()}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Canonical tensors as theirs.
+
+        Raises:
+            CheckpointError: a tensor has no counterpart, or one that is part of a fused tensor is missing.
+        """
+        parts: dict[str, list[tuple[Theirs, Tensor]]] = {}
+        for name, tensor in tensors.items():
+            place = self.theirs(name)
+            parts.setdefault(place.name, []).append((place, tensor))
+        return {name: _joined(name, found) for name, found in parts.items()}
+
+    def _spelt(self, name: str, known: Mapping[str, object]) -> str:
+        """Their name as the present release writes it."""
+        for pattern, replacement in self.respelt.items():
+            name = re.sub(pattern, replacement, name)
+        rooted = self.root + name
+        template = _template(rooted)[0]
+        return rooted if template in known or template.rpartition(".")[0] in known else name
+
+
+def _joined(name: str, parts: list[tuple[Theirs, Tensor]]) -> Tensor:
+    """One of their tensors from its parts, in order."""
+    parts.sort(key=lambda part: part[0].rows or (0, 0))
+    stop = 0
+    for place, tensor in parts:
+        if place.rows is not None and (place.rows[0] != stop or place.rows[1] - stop != len(tensor)):
+            raise CheckpointError(f"{name} is made of parts, of which rows {stop} to {place.rows[0]} are missing.")
+        stop += len(tensor) if place.rows is not None else 0
+    whole = parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in parts])
+    return whole.T.contiguous() if parts[0][0].transposed and whole.ndim == 2 else whole
+
+
+def _template(name: str) -> tuple[str, list[str]]:
+    return NUMBER.sub("N", name), NUMBER.findall(name)
+
+
+def _numbered(template: str, numbers: list[str]) -> str:
+    """``template`` with its ``N`` replaced in order."""
+    left = iter(numbers)
+    return re.sub(r"(?<=\.)N(?=\.)|^N(?=\.)", lambda _: next(left), template)
