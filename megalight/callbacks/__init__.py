@@ -1,4 +1,4 @@
-"""Lightning callbacks, one job each. They ask the strategy for what they need and say so where it is lacking."""
+"""Lightning callbacks, each with one job. A callback that needs something a strategy lacks raises a clear error."""
 
 from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.ema import EMA

@@ -1,4 +1,4 @@
-"""Backends for ops that a model's configuration has no setting for."""
+"""A callback that chooses backends for ops that no model setting covers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megalight.ops.choice import use_backends
 
 
 class UseBackends(pl.Callback):
-    """Each op named runs on the backend named, wherever nothing else is asked for; ``auto`` comes back at the end.
+    """Makes ``auto`` mean the given backends during a run. Afterwards ``auto`` has its usual meaning again.
 
     Args:
         names: op -> backend, as ``megalight doctor`` lists them: ``{"weight_gradient": "transformer_engine"}``.
 
     Raises:
-        ConfigurationError: when a run is set up: no such op.
-        BackendError: the op has no such backend, then; or, at its first use, that one cannot serve.
+        ConfigurationError: there is no such op (in ``setup``).
+        BackendError: the op has no such backend (in ``setup``), or the backend cannot serve (at its first use).
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = dict(names)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before the model is built."""
+        """Set the backends, before the model is built."""
         use_backends(**self.names)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """After the last step."""
+        """Restore ``auto`` after the run."""
         use_backends(**dict.fromkeys(self.names, "auto"))

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept on the sharded fp32 masters."""
+"""An exponential moving average of the weights, computed on the sharded fp32 master weights."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 
 STATE = "ema"
-"""Under ``ema.<canonical parameter name>`` the average lies in checkpoints."""
+"""Checkpoints hold the average as ``ema.<canonical parameter name>``."""
+
 SWAP_ELEMENTS = 2**24
-"""Elements exchanged at a time: 64 MiB of extra memory in fp32."""
+"""Elements that are swapped at a time: 64 MiB of extra memory in fp32."""
 
 
 class EMA(pl.Callback):
-    """``average = decay * average + (1 - decay) * weights`` after optimizer steps; validation and test run on it.
+    """Keeps ``average = decay * average + (1 - decay) * weights``, and uses it for validation and test.
 
-    The average covers this rank's share of the fp32 master weights: one more fp32 number per parameter over all
-    data-parallel ranks together, and no communication. It is saved by canonical name, so a resumed run may have
-    another parallel layout. Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` need whole parameters;
+    Each rank averages its shard of the fp32 master weights. This takes one more fp32 number per parameter over all
+    data-parallel ranks together, and no communication. The average is saved by canonical name, so a run may resume with
+    another parallel layout. Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` need whole parameters, so
     ``MegatronStrategy`` refuses them.
 
     Args:
-        decay: in [0, 1); the average remembers about ``every_n_steps / (1 - decay)`` steps.
-        start_step: the first optimizer step that counts; the average begins as the weights after it.
+        decay: in [0, 1). The average covers about the last ``every_n_steps / (1 - decay)`` steps.
+        start_step: the first optimizer step that counts. The average starts as the weights after it.
         every_n_steps: optimizer steps between updates.
-        evaluate: validate and test with the average instead of the weights.
+        evaluate: whether validation and test use the average instead of the weights.
 
     Attributes:
-        updates: how many steps the average has seen.
+        updates: number of updates so far.
 
     Raises:
-        ConfigurationError: in ``fit``, under a strategy that keeps no sharded masters.
+        ConfigurationError: an argument is out of range, or the strategy has no sharded master weights (in ``fit``).
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class EMA(pl.Callback):
     ) -> None:
         if not 0 <= decay < 1 or start_step < 0 or every_n_steps < 1:
             raise ConfigurationError(
-                f"decay={decay}, start_step={start_step}, every_n_steps={every_n_steps}: decay must be at least 0 and "
-                "below 1, start_step at least 0, every_n_steps at least 1."
+                f"decay is {decay}, start_step is {start_step}, every_n_steps is {every_n_steps}; decay must be at "
+                "least 0 and below 1, start_step at least 0, every_n_steps at least 1."
             )
         self.decay = decay
         self.start_step = start_step
@@ -57,7 +58,7 @@ class EMA(pl.Callback):
         self._restored = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make room for the average that the checkpoint holds, before its optimizer state is read."""
+        """Allocate the average if the checkpoint holds one. Its values are read later, with the optimizer state."""
         masters, states = _masters(trainer), _states(trainer)
         if self._restored:
             states[STATE] = [torch.empty_like(master) for master in masters]
@@ -66,7 +67,7 @@ class EMA(pl.Callback):
             self.updates = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin with the weights, where no checkpoint held an average."""
+        """Start the average as the weights, unless a checkpoint held one."""
         self._restored = False
         self._step = trainer.global_step
         if STATE not in _states(trainer):
@@ -76,7 +77,7 @@ class EMA(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the new weights into the average, where this batch ended an optimizer step."""
+        """Update the average if this batch ended an optimizer step."""
         step = trainer.global_step
         if step == self._step:
             return
@@ -92,7 +93,7 @@ class EMA(pl.Callback):
 
     @contextmanager
     def applied(self, trainer: pl.Trainer) -> Iterator[None]:
-        """While open, the model's weights are the average: to evaluate, export, or ``trainer.save_checkpoint`` it."""
+        """Context manager in which the model has the averaged weights: to evaluate, export or save them."""
         self._exchange(trainer)
         try:
             yield
@@ -100,26 +101,26 @@ class EMA(pl.Callback):
             self._exchange(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the average in."""
+        """Swap the average into the model."""
         self._enter(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the weights back."""
+        """Swap the weights back into the model."""
         self._leave(trainer)
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Put the weights back, so that what is saved on the way out is right."""
+        """Swap the weights back, so that a checkpoint saved after the error holds them."""
         self._leave(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the average is; its values travel with the sharded optimizer state."""
+        """Return the number of updates. The values are saved with the sharded optimizer state."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the count up again."""
+        """Restore the number of updates."""
         self.updates = int(state_dict["updates"])
         self._restored = True
 
@@ -135,9 +136,9 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def _exchange(self, trainer: pl.Trainer) -> None:
-        """Swap weights and average in place, piece by piece, and bring the weights to the model."""
+        """Swap master weights and average in place, piece by piece, and update the parameters of the model."""
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        engine.sync_parameters()
+        engine.sync_parameters()  # an all-gather of the last step may still read the masters
         for master, average in zip(_masters(trainer), _states(trainer)[STATE], strict=True):
             for start in range(0, master.numel(), SWAP_ELEMENTS):
                 here, there = master[start : start + SWAP_ELEMENTS], average[start : start + SWAP_ELEMENTS]
@@ -152,8 +153,8 @@ def _masters(trainer: pl.Trainer) -> list[Tensor]:
     engine = getattr(trainer.strategy, "engine", None)
     if engine is None or not hasattr(trainer.strategy, "extra_shard_states"):
         raise ConfigurationError(
-            f"EMA averages the sharded fp32 master weights, which {type(trainer.strategy).__name__} does not keep. "
-            "Use MegatronStrategy; or, under Lightning's own strategies, Lightning's EMAWeightAveraging callback."
+            f"EMA averages the sharded fp32 master weights, which {type(trainer.strategy).__name__} does not keep; "
+            "use MegatronStrategy or, with Lightning's own strategies, Lightning's EMAWeightAveraging callback."
         )
     return [shard.master.detach() for shard in engine.shards]
 

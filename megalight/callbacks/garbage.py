@@ -1,4 +1,4 @@
-"""Python's garbage collection at the same steps on every rank."""
+"""Python's garbage collection, at the same steps on every rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megalight.errors import ConfigurationError
 
 
 class GarbageCollection(pl.Callback):
-    """Switches automatic garbage collection off while training runs, and collects every few optimizer steps.
+    """Disables automatic garbage collection during training and collects every few optimizer steps instead.
 
-    Left alone, each rank collects at a moment of its own, for as long as it has objects, and all the others wait for
-    it. Here all collect together. What is alive when training starts is never looked through again (``gc.freeze``), so
-    a collection is short. Afterwards, also after an error, everything is as it was.
+    Without it each rank collects at another moment, and all other ranks wait for it. With it all ranks collect at the
+    same steps. Objects that exist when training starts are frozen (``gc.freeze``), so each collection is short. The
+    settings of Python are restored at the end, also after an error.
 
     Args:
         every_n_steps: optimizer steps between collections.
 
     Attributes:
-        collections: how many there were.
-        seconds: spent in them.
+        collections: number of collections so far.
+        seconds: time spent in them.
 
     Raises:
-        ConfigurationError: a number of steps below 1.
+        ConfigurationError: ``every_n_steps`` is below 1.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
@@ -40,7 +40,7 @@ class GarbageCollection(pl.Callback):
         self._enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collect, set aside what is left, and take over."""
+        """Collect, freeze the remaining objects, and disable automatic collection."""
         self._restore()
         self._holding, self._enabled, self._collected = True, gc.isenabled(), trainer.global_step
         self._collect()
@@ -50,23 +50,23 @@ class GarbageCollection(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Collect, at steps that are the same on every rank."""
+        """Collect every ``every_n_steps`` steps."""
         step = trainer.global_step
         if step != self._collected and step % self.every_n_steps == 0:
             self._collected = step
             self._collect()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collect what validation left; training has paused anyway."""
+        """Collect after validation: the ranks have stopped training anyway."""
         if self._holding:
             self._collect()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give it back to Python."""
+        """Restore Python's own collection."""
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give it back to Python."""
+        """Restore Python's own collection."""
         self._restore()
 
     def _collect(self) -> None:

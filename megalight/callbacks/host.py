@@ -1,4 +1,4 @@
-"""Values of all ranks, through host memory: the device goes on with its work meanwhile."""
+"""Gathering Python values from all ranks through host memory, while the device goes on working."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class HostGather:
-    """Gathers plain Python values from every rank to every rank. To be made, and called, by all ranks together."""
+    """Gathers plain Python values from every rank to every rank. All ranks must create and call it together."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.world_size = trainer.world_size
@@ -26,7 +26,7 @@ class HostGather:
             self.group = dist.new_group(backend="gloo")
 
     def __call__(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
+        """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
         values: list[T | None] = [None] * self.world_size

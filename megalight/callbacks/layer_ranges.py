@@ -1,4 +1,4 @@
-"""Each layer's forward and backward pass as ranges, by hooks that stay on its modules while somebody looks."""
+"""Hooks that report the forward and backward pass of each layer to a listener."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class LayerListener(Protocol):
-    """Whoever is told of layers."""
+    """The methods that :func:`watch` calls."""
 
     def begin(self, name: str, where: dict[str, int]) -> None:
-        """A layer's forward begins."""
+        """Called before the forward of a layer."""
 
     def end(self, name: str) -> None:
-        """It ends, perhaps by an error."""
+        """Called after the forward of a layer, also if it raised."""
 
     def backward(self, name: str) -> None:
-        """The gradient of a layer's output is there: its backward begins, and that of the layer after it is over."""
+        """Called when the gradient of a layer's output is ready: its backward begins, the next layer's is done."""
 
 
 def layers_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The members of a model's outermost lists of layers, and the modules beside those lists, by name."""
+    """Return the members of the outermost lists of layers, and the modules beside those lists, by name."""
     children = dict(module.named_children())
     stack = any(isinstance(child, CONTAINERS) for child in children.values())
     found: dict[str, nn.Module] = {}
@@ -41,9 +41,9 @@ def layers_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def watch(modules: Iterable[nn.Module], listener: LayerListener) -> list[Callable[[], None]]:
-    """Tell ``listener`` of the layers of ``modules``; returns what takes the hooks away again.
+    """Add hooks to the layers of ``modules`` that call ``listener``. Returns functions that remove the hooks.
 
-    What ``torch.compile`` makes of a layer knows nothing of these ranges: they are left out of it.
+    The hooks do nothing inside code that ``torch.compile`` traces.
     """
     removals: list[Callable[[], None]] = []
     for module in modules:

@@ -1,4 +1,4 @@
-"""What filled a GPU when it was full."""
+"""A snapshot of GPU memory when the device runs out of it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from megalight.errors import ConfigurationError
 log = logging.getLogger(__name__)
 
 FULL = re.compile(r"out of memory|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED", re.IGNORECASE)
-"""What the driver and its libraries say, whose errors are no ``torch.OutOfMemoryError``."""
+"""Messages of the driver and its libraries, which do not raise ``torch.OutOfMemoryError``."""
 
 
 class MemorySnapshot(pl.Callback):
-    """Keeps the history of allocations, and writes a snapshot of the memory when the device runs out of it.
+    """Records allocations, and writes a snapshot of the memory if the device runs out of it.
 
-    The error then says where: ``memory/out-of-memory-step=N-rank=R.pickle`` under the trainer's root folder, on each
-    rank that ran out. Open it at ``pytorch.org/memory_viz`` (a page that reads it in the browser), not with ``pickle``
-    where you do not trust the machine it comes from. Recording costs the host a little at every allocation: it
-    takes down the Python stack.
+    Each rank that runs out of memory writes ``memory/out-of-memory-step=N-rank=R.pickle`` under the trainer's root
+    folder, and its error names the file. Open the file at ``pytorch.org/memory_viz``, which reads it in the browser. Do
+    not unpickle a file from a machine that you do not trust. Recording costs a little host time at every allocation,
+    because it keeps the Python stack.
 
     Args:
-        max_entries: allocations and releases that are remembered, the latest.
-        dirpath: where to write; null: ``memory`` in the trainer's ``default_root_dir``.
+        max_entries: number of allocations and releases to keep, the latest ones.
+        dirpath: folder to write to. null: ``memory`` in the trainer's ``default_root_dir``.
 
     Attributes:
-        saved: the snapshot's path; None before.
+        saved: path of the snapshot, or None.
 
     Raises:
-        ConfigurationError: no entries; in ``fit``, no CUDA.
+        ConfigurationError: ``max_entries`` is below 1, or the run is not on CUDA (in ``fit``).
     """
 
     def __init__(self, max_entries: int = 100_000, dirpath: str | None = None) -> None:
@@ -45,28 +45,28 @@ class MemorySnapshot(pl.Callback):
         self._recording = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Record from here on: building the model may run out of memory too."""
+        """Start to record. The model is built later, which may already run out of memory."""
         if stage != "fit":
             return
         device = trainer.strategy.root_device
         if device.type != "cuda":
             raise ConfigurationError(
-                f"MemorySnapshot records the memory of CUDA devices, and this run is on {device.type}; remove it."
+                f"MemorySnapshot needs a CUDA device, but this run is on {device.type}; remove the callback."
             )
         torch.cuda.memory._record_memory_history(max_entries=self.max_entries, stacks="python")
         self._recording = True
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write, where the error, or one that it came from, is a full device."""
+        """Write the snapshot if the error, or one of its causes, is a lack of device memory."""
         if self._recording and ran_out(exception):
             try:
-                exception.add_note(f"(the memory's snapshot and history: {self._save(trainer)})")
-            except Exception as error:  # what ran out is the news, and must get through
-                log.warning("no snapshot of the memory could be written: %s", error)
+                exception.add_note(f"(snapshot and history of the memory: {self._save(trainer)})")
+            except Exception as error:  # the user must see the first error, not this one
+                log.warning("the memory snapshot could not be written: %s", error)
         self._stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Record no longer."""
+        """Stop recording."""
         self._stop()
 
     def _save(self, trainer: pl.Trainer) -> Path:
@@ -84,7 +84,7 @@ class MemorySnapshot(pl.Callback):
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a device without memory left."""
+    """Return whether an error, or one of its causes, is a lack of device memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and FULL.search(str(error))):
             return True

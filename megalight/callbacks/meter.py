@@ -1,4 +1,4 @@
-"""Times and values of training steps, read without ever making the host wait for the device."""
+"""Times and values of training steps, read without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megalight.types import TokenBatch
 
 @dataclass(frozen=True)
 class Window:
-    """What a few consecutive steps did.
+    """Measurements of a few consecutive steps.
 
     Attributes:
-        step: optimizer steps done at the window's end.
-        steps: optimizer steps in the window.
-        seconds: of device time (wall time on CPU), validation excluded.
-        tokens: over all ranks; 0 where batches do not say.
-        sequence_length: of the batches, in tokens; 0 where they do not say.
-        values: what was asked to be read at the window's end.
+        step: number of optimizer steps done at the end of the window.
+        steps: number of optimizer steps in the window.
+        seconds: device time (wall time on CPU), without validation.
+        tokens: tokens over all ranks; 0 if unknown.
+        sequence_length: sequence length of the batches in tokens; 0 if unknown.
+        values: the values requested at the end of the window.
     """
 
     step: int
@@ -48,14 +48,16 @@ class _Pending:
 
 
 class StepMeter:
-    """Collects windows of steps. On CUDA, times are device events and values travel into page-locked memory; a window
-    is handed out by :meth:`poll` once the device has got there, a step or so later.
+    """Measures windows of steps.
+
+    On CUDA, times come from device events, and values are copied to page-locked memory. :meth:`poll` returns a window
+    when the device has finished it, about a step later.
 
     Args:
-        device: where the steps run.
+        device: the device of the steps.
 
     Attributes:
-        last_step: where the open window began.
+        last_step: number of optimizer steps done at the start of the open window.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,25 +70,25 @@ class StepMeter:
         self._sequence_length = 0
 
     def start(self, step: int) -> None:
-        """Begin the first window, with ``step`` optimizer steps done."""
+        """Begin the first window; ``step`` optimizer steps are done."""
         self.last_step = step
         self._tokens = 0
         self._segments = []
         self._begun = self._now()
 
     def pause(self) -> None:
-        """What comes now does not count (validation)."""
+        """Stop the clock, for validation."""
         if self._begun is not None:
             self._segments.append((self._begun, self._now()))
             self._begun = None
 
     def resume(self) -> None:
-        """What comes now counts again."""
+        """Restart the clock."""
         if self._begun is None:
             self._begun = self._now()
 
     def add(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Count a batch that was trained on."""
+        """Count the tokens of a training batch."""
         if isinstance(batch, TokenBatch):
             rows, self._sequence_length = batch.tokens.shape
             report = getattr(trainer.strategy, "report", None)
@@ -94,7 +96,7 @@ class StepMeter:
             self._tokens += samples * self._sequence_length
 
     def close(self, step: int, values: Mapping[str, Tensor]) -> None:
-        """End the window at optimizer step ``step`` and begin the next; ``values`` are 0-dim tensors to be read."""
+        """End the window at optimizer step ``step`` and begin the next one. ``values`` are 0-dim tensors to read."""
         host = torch.empty(len(values), pin_memory=self.device.type == "cuda")
         if values:
             scalars = [value.detach().to(self.device, torch.float32, non_blocking=True) for value in values.values()]
@@ -106,7 +108,7 @@ class StepMeter:
         self.last_step, self._tokens, self._segments, self._begun = step, 0, [], now
 
     def poll(self, wait: bool = False) -> Window | None:
-        """The oldest window that the device has finished, or None. ``wait``: for the end of training."""
+        """Return the oldest window if the device has finished it, else None. With ``wait``, wait for the device."""
         if not self._pending:
             return None
         last = self._pending[0].segments[-1][1]
@@ -132,7 +134,7 @@ class StepMeter:
 
 
 def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:
-    """The loss of the step that just ended, as a tensor still on its way: the global one where the strategy has it."""
+    """Return the loss of the last step without waiting for the device; the global loss if the strategy knows it."""
     report = getattr(trainer.strategy, "report", None)
     if report is not None:
         return report.loss if isinstance(report.loss, Tensor) else None

@@ -13,17 +13,17 @@ from megalight.errors import ConfigurationError
 
 
 class NsysWindow(pl.Callback):
-    """Lets Nsight Systems record a few steps only: ``nsys profile --capture-range=cudaProfilerApi ...``.
+    """Makes Nsight Systems record only a few steps: ``nsys profile --capture-range=cudaProfilerApi ...``.
 
-    The device is waited for at the window's two edges, so that it holds whole steps, and nowhere else.
+    The host waits for the device at both ends of the window, so that it holds whole steps.
 
     Args:
-        start_step: the first optimizer step that is recorded; training begins with step 0.
-        stop_step: the first one that is not any more.
-        ranks: which ranks record.
+        start_step: the first recorded optimizer step. Training begins with step 0.
+        stop_step: the first optimizer step after the window.
+        ranks: the ranks that record.
 
     Raises:
-        ConfigurationError: an empty window; in ``fit``, no CUDA on one of ``ranks``.
+        ConfigurationError: the window is empty, or one of ``ranks`` is not on CUDA (in ``fit``).
     """
 
     def __init__(self, start_step: int, stop_step: int, ranks: Sequence[int] = (0,)) -> None:
@@ -32,17 +32,17 @@ class NsysWindow(pl.Callback):
         self._recording = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that there is something to record."""
+        """Check that this rank is on CUDA."""
         if trainer.global_rank in self.ranks and trainer.strategy.root_device.type != "cuda":
             raise ConfigurationError(
-                f"NsysWindow records CUDA devices, and rank {trainer.global_rank} runs on "
-                f"{trainer.strategy.root_device.type}; use megalight.callbacks.ProfilerWindow there."
+                f"NsysWindow needs a CUDA device, but rank {trainer.global_rank} runs on "
+                f"{trainer.strategy.root_device.type}; use megalight.callbacks.ProfilerWindow instead."
             )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin, before the window's first step."""
+        """Start recording before the first step of the window."""
         if not self._recording and trainer.global_rank in self.ranks and self.window.begins(trainer.global_step):
             torch.cuda.synchronize()
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
@@ -51,16 +51,16 @@ class NsysWindow(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End, after its last."""
+        """Stop recording after the last step of the window."""
         if trainer.global_step >= self.window.stop:
             self._stop()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End with training."""
+        """Stop recording."""
         self._stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Keep what was recorded; a device that failed is not waited for."""
+        """Stop recording without waiting for the device, which may have failed."""
         self._stop(wait=False)
 
     def _stop(self, wait: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Names on Nsight's time line: NVTX ranges for the parts of a step."""
+"""NVTX ranges for the parts of a step, for the time line of Nsight Systems."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from megalight.errors import ConfigurationError, MegalightError
 
 
 class Backend(Protocol):
-    """What NVTX offers: nested ranges of one thread, and ranges that may end in another."""
+    """The functions of NVTX: nested ranges of one thread, and ranges that may end in another thread."""
 
     def range_push(self, label: str) -> Any:
-        """Begin a range inside the current one of this thread."""
+        """Begin a range inside the current range of this thread."""
 
     def range_pop(self) -> Any:
-        """End it."""
+        """End the current range of this thread."""
 
     def range_start(self, label: str) -> Any:
-        """Begin a range anywhere; returns what ends it."""
+        """Begin a range that any thread can end. Returns its handle."""
 
     def range_end(self, handle: Any) -> Any:
-        """End it."""
+        """End the range of a handle."""
 
 
 class Ranges:
-    """Spans as ranges: nested ones per thread, and layers' backward passes, which autograd runs in its own threads.
+    """A listener that turns spans into NVTX ranges.
+
+    Spans are nested ranges of their thread. The backward pass of a layer is a range across threads, because autograd
+    runs it in its own threads.
 
     Raises:
-        MegalightError: a range is ended that is not the innermost one of its thread.
+        MegalightError: a range ends that is not the innermost range of its thread.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -45,7 +48,7 @@ class Ranges:
         self._layer: Any = None
 
     def begin(self, name: str, where: dict[str, int]) -> None:
-        """Push."""
+        """Begin the range of a span."""
         key = name, tuple(where.values())
         text = self._labels.get(key)
         if text is None:
@@ -54,20 +57,20 @@ class Ranges:
         self._stack().append(name)
 
     def end(self, name: str) -> None:
-        """Pop."""
+        """End the range of a span."""
         if name in ("backward", "input_gradient"):
             self._end_layer()
         stack = self._stack()
         if not stack or stack[-1] != name:
             raise MegalightError(
-                f"the range {name!r} ends, but {stack[-1] if stack else 'none'!r} is the innermost one of this thread; "
-                "ranges must end in the reverse order of their beginnings. Use `with span(...)`."
+                f"the range {name!r} ends, but {stack[-1] if stack else 'none'!r} is the innermost range of this "
+                "thread; the range that began last must end first. Use `with span(...)`."
             )
         stack.pop()
         self.backend.range_pop()
 
     def backward(self, name: str) -> None:
-        """A layer's backward begins where the one after it ends."""
+        """Begin the backward range of a layer; it ends the backward range of the layer after it."""
         self._end_layer()
         self._layer = self.backend.range_start(f"backward of {name}")
 
@@ -86,17 +89,17 @@ class Ranges:
 class NVTX(StepSpans):
     """Marks the parts of every step with NVTX ranges, for Nsight Systems: see :data:`megalight.parallel.trace.SPANS`.
 
-    Ranges are host-side marks: nothing waits for the device. Without this callback no range is made at all.
+    Ranges are marks on the host; nothing waits for the device. Without this callback there are no ranges.
 
     Args:
-        layers: mark each layer's forward and backward pass too.
-        ranks: which ranks mark; None: all.
+        layers: whether to also mark the forward and backward pass of each layer.
+        ranks: the ranks that mark. None: all.
 
     Attributes:
-        backend: where ranges go; None: ``torch.cuda.nvtx``.
+        backend: the NVTX functions. None: ``torch.cuda.nvtx``.
 
     Raises:
-        ConfigurationError: in ``fit``, without CUDA.
+        ConfigurationError: CUDA is not available (in ``fit``).
     """
 
     def __init__(self, layers: bool = True, ranks: Sequence[int] | None = None) -> None:
@@ -106,11 +109,11 @@ class NVTX(StepSpans):
         self.backend: Backend | None = None
 
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Ranges | None:
-        """The ranges of this rank."""
+        """Return the listener of this rank."""
         if self.backend is None and not torch.cuda.is_available():
             raise ConfigurationError(
-                "NVTX marks ranges for Nsight Systems, which needs CUDA; on this machine use "
-                "megalight.callbacks.ProfilerWindow, whose traces show the same ranges."
+                "NVTX needs CUDA, which is not available here; use megalight.callbacks.ProfilerWindow instead, whose "
+                "traces show the same ranges."
             )
         if self.ranks is not None and trainer.global_rank not in self.ranks:
             return None

@@ -1,4 +1,4 @@
-"""Save and stop cleanly when the cluster says so."""
+"""Saves a checkpoint and stops training when the cluster sends a signal."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ log = logging.getLogger(__name__)
 
 
 class Preemption(pl.Callback):
-    """On SIGTERM or SIGUSR1: save a checkpoint at the next agreed step boundary, then stop training in good order.
+    """On SIGTERM or SIGUSR1, saves a checkpoint at the next common step boundary and stops training.
 
-    The signal handler only raises a flag: no collective and no file is touched inside it. Every ``every_n_steps``
-    optimizer steps all ranks agree, through host memory, whether any of them has been told to stop; so it is enough
-    that one process gets the signal, and all stop at the same step. The checkpoint is called
-    ``last-preempted-step=N.ckpt`` and lies in ModelCheckpoint's folder, so that ``ckpt_path="last"`` finds it.
+    The signal handler only sets a flag: collectives and files are not safe inside it. Every ``every_n_steps`` optimizer
+    steps, the ranks combine their flags through host memory. So one process that gets the signal is enough, and all
+    ranks stop at the same step. The checkpoint ``last-preempted-step=N.ckpt`` lies in the folder of ModelCheckpoint,
+    where ``ckpt_path="last"`` finds it.
 
     Args:
-        signals: names of the signals to heed.
-        every_n_steps: optimizer steps between agreements; the time that they take must fit the cluster's grace period.
-        dirpath: where to save; None: ModelCheckpoint's folder, else ``checkpoints`` in the log folder.
+        signals: names of the signals to handle.
+        every_n_steps: optimizer steps between checks. Together with one save, they must fit into the grace period of
+            the cluster.
+        dirpath: folder to save to. None: the folder of ModelCheckpoint, else ``checkpoints`` in the log folder.
 
     Attributes:
-        preempted: whether training was stopped by a signal.
-        saved: the checkpoint's path; None before.
+        preempted: whether a signal stopped training.
+        saved: path of the checkpoint, or None.
+
+    Raises:
+        ConfigurationError: ``every_n_steps`` is below 1, or a signal is unknown.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Preemption(pl.Callback):
             raise ConfigurationError(f"every_n_steps is {every_n_steps}; it must be at least 1.")
         unknown = [name for name in signals if name not in signal.Signals.__members__]
         if unknown:
-            raise ConfigurationError(f"signals has {unknown[0]!r}; use names of signals such as SIGTERM or SIGUSR1.")
+            raise ConfigurationError(f"signals has {unknown[0]!r}, which is no signal; use names such as SIGTERM.")
         self.signals = tuple(signal.Signals[name] for name in signals)
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
@@ -56,19 +60,19 @@ class Preemption(pl.Callback):
         self._group: dist.ProcessGroup | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over from Lightning, whose handlers save and talk to other ranks on the spot."""
+        """Replace Lightning's signal handlers, which save and communicate inside the handler."""
         self.preempted, self.saved, self._told, self._checked = False, None, False, trainer.global_step
         if trainer.world_size > 1 and self._group is None and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in self.signals}
         else:
-            log.warning("signals reach the main thread only; Preemption cannot heed them here.")
+            log.warning("Preemption cannot handle signals outside of the main thread, so it does nothing here.")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Every few optimizer steps: agree; save and stop if any rank was told."""
+        """Every few optimizer steps, check the flags of all ranks; save and stop if one is set."""
         if trainer.global_step - self._checked < self.every_n_steps or self.preempted:
             return
         self._checked = trainer.global_step
@@ -78,22 +82,21 @@ class Preemption(pl.Callback):
         self.saved = str(self._folder(trainer) / f"last-preempted-step={trainer.global_step}.ckpt")
         trainer.save_checkpoint(self.saved)
         trainer.should_stop = True
-        trainer.fit_loop.epoch_loop.min_steps = trainer.fit_loop.min_epochs = (
-            None  # they would keep a stopped run going
-        )
+        # Lightning would continue until it reaches these minima.
+        trainer.fit_loop.epoch_loop.min_steps = trainer.fit_loop.min_epochs = None
         self._limit_val_batches = trainer.limit_val_batches
-        trainer.limit_val_batches = 0  # no time for the validation that Lightning runs when it stops
+        trainer.limit_val_batches = 0  # Lightning validates when it stops; there is no time for that
         if trainer.is_global_zero:
-            log.warning("told to stop: saved %s; resume with --ckpt_path=last or that path.", self.saved)
+            log.warning("stopped by a signal: saved %s; resume with --ckpt_path=last or with this path.", self.saved)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._restore()
         if self.preempted:
             trainer.limit_val_batches = self._limit_val_batches
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._restore()
 
     def _handle(self, number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""A window of steps for torch's profiler: traces by rank, and a small table."""
+"""A window of steps for torch's profiler."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class Annotations:
-    """Spans as ranges of torch's profiler."""
+    """A listener that turns spans into ranges of torch's profiler."""
 
     def __init__(self) -> None:
         self._threads = threading.local()
 
     def begin(self, name: str, where: dict[str, int]) -> None:
-        """Enter a range."""
+        """Begin the range of a span."""
         entered = record_function(label(name, where))
         entered.__enter__()  # type: ignore[no-untyped-call]
         if not hasattr(self._threads, "stack"):
@@ -33,33 +33,33 @@ class Annotations:
         self._threads.stack.append(entered)
 
     def end(self, name: str) -> None:
-        """Leave it."""
+        """End the range of a span."""
         self._threads.stack.pop().__exit__(None, None, None)
 
 
 class ProfilerWindow(StepSpans):
-    """Profiles a few steps with ``torch.profiler``, the parts of a step named as in :mod:`megalight.parallel.trace`.
+    """Profiles a few steps with ``torch.profiler``. Parts of a step have the names in :mod:`megalight.parallel.trace`.
 
-    Each window and rank leaves ``steps=A-B-rank=R.json.gz`` (for Perfetto, or ``chrome://tracing``) and a table of the
-    costliest operators, ``steps=A-B-rank=R.txt``, in ``profile`` under the trainer's root folder.
+    For each window and rank it writes the trace ``steps=A-B-rank=R.json.gz`` (for Perfetto or ``chrome://tracing``) and
+    a table of the most expensive operators, ``steps=A-B-rank=R.txt``.
 
     Args:
-        start_step: the first optimizer step in the window; training begins with step 0.
-        stop_step: the first one after it.
-        every_n_steps: from one window's start to the next one's; null: one window.
-        warmup: steps before the window in which the profiler runs and nothing is kept: its own start is slow.
-        ranks: which ranks profile.
-        rows: of the table.
-        shapes: keep operators' input shapes.
-        stacks: keep the Python stack of every operator (slow).
-        memory: keep allocations.
-        dirpath: where to write; null: ``profile`` in the trainer's ``default_root_dir``.
+        start_step: the first optimizer step of the window. Training begins with step 0.
+        stop_step: the first optimizer step after the window.
+        every_n_steps: steps from the start of one window to the next. null: one window only.
+        warmup: steps before the window in which the profiler runs without recording, because its start is slow.
+        ranks: the ranks that profile.
+        rows: rows of the table.
+        shapes: whether to record the input shapes of operators.
+        stacks: whether to record the Python stack of every operator (slow).
+        memory: whether to record allocations.
+        dirpath: folder to write to. null: ``profile`` in the trainer's ``default_root_dir``.
 
     Attributes:
-        traces: what was written so far, on this rank.
+        traces: paths of the traces that this rank has written.
 
     Raises:
-        ConfigurationError: windows that are empty or overlap.
+        ConfigurationError: an argument is out of range, or windows are empty or overlap.
     """
 
     def __init__(
@@ -77,12 +77,14 @@ class ProfilerWindow(StepSpans):
     ) -> None:
         super().__init__()
         if warmup < 0 or rows < 1:
-            raise ConfigurationError(f"warmup={warmup}, rows={rows}: warmup must be at least 0, rows at least 1.")
+            raise ConfigurationError(
+                f"warmup is {warmup} and rows is {rows}; warmup must be at least 0, rows at least 1."
+            )
         self.window = StepWindow(start_step, stop_step, every_n_steps)
         if every_n_steps is not None and every_n_steps < self.window.steps + warmup:
             raise ConfigurationError(
-                f"every_n_steps is {every_n_steps}; a window of {self.window.steps} steps with {warmup} of warm-up "
-                f"needs at least {self.window.steps + warmup}."
+                f"every_n_steps is {every_n_steps}; it must be at least {self.window.steps + warmup} for a window of "
+                f"{self.window.steps} steps with {warmup} steps of warm-up."
             )
         self.warmup = warmup
         self.ranks = check_ranks(ranks)
@@ -98,11 +100,11 @@ class ProfilerWindow(StepSpans):
         self._seen = 0
 
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Annotations | None:
-        """Ranges on the ranks that profile."""
+        """Return the listener, on the ranks that profile."""
         return Annotations() if trainer.global_rank in self.ranks else None
 
     def _listen(self, trainer: pl.Trainer) -> None:
-        """Only in windows."""
+        """Listen only inside a window."""
         if self._profiler is not None:
             super()._listen(trainer)
 
@@ -113,7 +115,7 @@ class ProfilerWindow(StepSpans):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin, before the first step of warm-up."""
+        """Start the profiler before the first step of the warm-up."""
         step = trainer.global_step
         if self._listener is not None and self._profiler is None and self.window.begins(step, self.warmup):
             warmup = self.window.start - step if step <= self.window.start else self.warmup
@@ -126,7 +128,7 @@ class ProfilerWindow(StepSpans):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End, after the window's last step."""
+        """Stop the profiler after the last step of the window."""
         self._end_all()
         if self._profiler is None:
             return
@@ -139,13 +141,13 @@ class ProfilerWindow(StepSpans):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write what there is."""
+        """Write an unfinished window."""
         self._end_all()
         self._write(trainer)
         super().on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write what there is: it may show why."""
+        """Write an unfinished window: it may show the cause of the error."""
         self._end_all()
         self._write(trainer)
         super().on_exception(trainer, pl_module, exception)
@@ -171,7 +173,7 @@ class ProfilerWindow(StepSpans):
         self._stop()
         profiler.stop()
         if self._seen < self._first:
-            log.warning("training ended in the profiler's warm-up, before step %d: nothing to write.", self._first)
+            log.warning("training ended in the profiler's warm-up, before step %d: no trace written.", self._first)
             return
         folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A progress bar that shows the values of steps gone by, so that no step waits to be shown."""
+"""A progress bar that shows finished steps, so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from megalight.errors import ConfigurationError
 
 
 class StepProgress(TQDMProgressBar):
-    """Loss, speed, memory and time per step: a bar in terminals and notebooks, plain lines elsewhere.
+    """Shows loss, speed, memory and time per step: as a bar in terminals and notebooks, as plain lines elsewhere.
 
-    Values are copied off the device asynchronously and shown when they have arrived. Lightning's own bar reads its
+    Values are copied from the device asynchronously and shown when they have arrived. Lightning's own bar reads its
     metrics with ``.item()``, which makes the host wait for the device at every refresh.
 
     Args:
         interval_s: seconds between refreshes of the bar.
-        show: logged metrics to show beside the loss, once they exist.
-        plain: print a line every ``log_every_n_steps`` steps instead of a bar; None: where the output is neither a
-            terminal nor a notebook.
+        show: logged metrics to show beside the loss, when they exist.
+        plain: whether to print a line every ``log_every_n_steps`` steps instead of a bar. None: yes if the output is
+            neither a terminal nor a notebook.
+
+    Raises:
+        ConfigurationError: ``interval_s`` is negative.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class StepProgress(TQDMProgressBar):
         self._marked_step = 0
 
     def on_train_start(self, *args: Any) -> None:
-        """Start the clock."""
+        """Start measuring."""
         super().on_train_start(*args)
         trainer: pl.Trainer = args[0]
         self._window = None
@@ -57,7 +60,7 @@ class StepProgress(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ask for this step's values; show the latest that have arrived."""
+        """Request the values of this step, and show the latest that have arrived."""
         if self._meter is None:
             return
         self._meter.add(trainer, batch)
@@ -69,13 +72,13 @@ class StepProgress(TQDMProgressBar):
             self._tell(trainer, pl_module, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation is not training time."""
+        """Stop the clock: validation is not training time."""
         super().on_validation_start(trainer, pl_module)
         if self._meter is not None:
             self._meter.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show what validation found; training goes on."""
+        """Show the metrics of validation and restart the clock."""
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
         if self._meter is not None:
@@ -87,7 +90,7 @@ class StepProgress(TQDMProgressBar):
             )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the last finished step."""
+        """Show the last step."""
         if self._meter is not None:
             while (window := self._meter.poll(wait=True)) is not None:
                 self._window = window
@@ -96,12 +99,12 @@ class StepProgress(TQDMProgressBar):
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """What the bar shows, as texts with units."""
+        """Return the values that the bar shows, as text with units."""
         return {} if self._window is None else dict(figures(self._window, trainer, pl_module))
 
     @property
     def is_disabled(self) -> bool:
-        """Whether tqdm's bars stay hidden: on all ranks but one, and where plain lines are printed."""
+        """Whether tqdm's bars are hidden: on all ranks except one, and if plain lines are printed."""
         return self.plain or super().is_disabled
 
     def _due(self, trainer: pl.Trainer) -> bool:
@@ -131,7 +134,7 @@ class StepProgress(TQDMProgressBar):
 
 
 def figures(window: Window, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
-    """A window's values as short texts with units."""
+    """Return the values of a window as short texts with units."""
     texts = {name: f"{value:.4f}" for name, value in window.values.items()}
     units = {
         "tokens_per_s": ("tok/s", "{:,.0f}"),

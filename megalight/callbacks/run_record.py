@@ -1,4 +1,4 @@
-"""What a run was: versions, devices, parallel layout and command line, saved beside its logs."""
+"""A record of the run beside its logs: versions, devices, parallel layout, command line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PACKAGES = ("torch", "lightning", "torchmetrics", "jsonargparse", "numpy", "safe
 
 
 class RunRecord(pl.Callback):
-    """Writes ``run.yaml`` into the log folder when a stage starts: enough to know what produced the logs.
+    """Writes ``run.yaml`` into the log folder when a stage starts, so that you know what produced the logs.
 
     Args:
-        filename: in the log folder (``trainer.log_dir``).
+        filename: name of the file in the log folder (``trainer.log_dir``).
     """
 
     def __init__(self, filename: str = "run.yaml") -> None:
         self.filename = filename
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Write, on rank 0. A run without a log folder, or a development run, writes nothing."""
-        folder = trainer.log_dir  # broadcasts: every rank must ask
+        """Write the record on rank 0, unless there is no log folder or ``fast_dev_run`` is on."""
+        folder = trainer.log_dir  # a broadcast inside: every rank must read it
         if folder is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class RunRecord(pl.Callback):
 
 
 def describe(trainer: pl.Trainer) -> dict[str, Any]:
-    """The record: plain strings and numbers."""
+    """Return the record as plain strings and numbers."""
     device = trainer.strategy.root_device
     mesh = getattr(trainer.strategy, "mesh", None)
     record: dict[str, Any] = {
@@ -60,7 +60,7 @@ def describe(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's model, as well as the system tells."""
+    """Return the model of the processor, as far as the system knows it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

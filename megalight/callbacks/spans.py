@@ -1,4 +1,4 @@
-"""The parts of a Lightning step as spans: a base for callbacks that listen."""
+"""A base class for callbacks that listen to spans: the parts of a Lightning step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 
 def label(name: str, where: dict[str, int]) -> str:
-    """A span as people read it: ``forward chunk=0 micro_batch=3``."""
+    """Return the label of a span: ``forward chunk=0 micro_batch=3``."""
     return name + "".join(f" {key}={value}" for key, value in where.items())
 
 
 class StepSpans(pl.Callback, ABC):
-    """Listens while ``fit`` trains, and adds the spans that Lightning's hooks show.
+    """Listens to spans while ``fit`` trains, and adds spans from Lightning's hooks.
 
-    ``step`` (one batch), ``data`` (waiting for the next) and ``optimizer`` (clipping and the update) under every
-    strategy; ``forward`` and ``backward`` where the strategy is none of ours, which tell of theirs themselves.
-    Whatever is open when something fails is ended.
+    The added spans are ``step`` (one batch), ``data`` (waiting for the next batch) and ``optimizer`` (clipping and the
+    update). Our own strategies report ``forward`` and ``backward``; for other strategies they are added too. Open spans
+    end when an error occurs.
 
     Attributes:
-        during_validation: whether to go on listening then.
+        during_validation: whether to listen during validation.
     """
 
     during_validation = True
 
     @abstractmethod
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Listener | None:
-        """Made when training starts; None: this rank does not listen."""
+        """Create the listener when training starts. None: this rank does not listen."""
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
@@ -41,7 +41,7 @@ class StepSpans(pl.Callback, ABC):
         self._foreign = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         self._finish()
         self._listener = self.listener(trainer, pl_module)
         self._foreign = not isinstance(trainer.strategy, MeshStrategy)
@@ -50,56 +50,56 @@ class StepSpans(pl.Callback, ABC):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is there."""
-        self._end_all()  # the wait for it; or a step that a module skipped
+        """End ``data`` and begin ``step``."""
+        self._end_all()  # `data`, or a step that the module skipped
         self._begin("step")
         if self._foreign:
             self._begin("forward")
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
-        """The forward pass of a strategy that is none of ours is over."""
+        """End ``forward`` and begin ``backward``, for strategies that do not report them."""
         if self._foreign:
             self._end("forward")
             self._begin("backward")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """So is the backward pass."""
+        """End ``backward``."""
         self._end("backward")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Clipping and the update come next; :meth:`_listen` sees the end of them."""
+        """Begin ``optimizer``. A hook on the optimizer ends it (:meth:`_listen`)."""
         self._begin("optimizer")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step is over; the next batch is waited for."""
+        """End ``step`` and begin ``data``."""
         self._end_all()
         self._begin("data")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """What comes is no waiting for data."""
+        """End ``data``: saving is not waiting for data."""
         self._end("data")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training pauses."""
+        """End all spans; stop listening unless ``during_validation``."""
         self._end_all()
         if not self.during_validation:
             self._stop()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training goes on."""
+        """Listen again."""
         if not self.during_validation and self._listener is not None:
             self._listen(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """End what is open."""
+        """End all open spans and stop listening."""
         self._finish()
 
     def _listen(self, trainer: pl.Trainer) -> None:
@@ -114,7 +114,7 @@ class StepSpans(pl.Callback, ABC):
             self._listener.begin(name, {})
 
     def _end(self, name: str) -> None:
-        """End a span if it is open, and what is open inside it."""
+        """End a span if it is open, together with the spans inside it."""
         while name in self._open:
             self._end_last()
 

@@ -1,4 +1,4 @@
-"""How long a run takes to begin, and how far apart its ranks do."""
+"""The time that a run needs to start."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ IMPORTED = time.time()
 
 
 def program_start() -> float:
-    """When this process was started, in seconds since the epoch (Linux, to 10 ms); elsewhere :data:`IMPORTED`."""
+    """Return the start of this process in seconds since the epoch (to 10 ms). Not on Linux: :data:`IMPORTED`."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = float(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start
+        ticks = float(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine was started
         return time.time() - (float(Path("/proc/uptime").read_text().split()[0]) - ticks)
     except (OSError, ValueError, IndexError):
         return IMPORTED
 
 
 def spans(stamps: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds between the stamps ``program``, ``entry``, ``fit``, ``train`` of all ranks, from first to last.
+    """Return the durations between the time stamps ``program``, ``entry``, ``fit`` and ``train`` of all ranks.
 
-    ``ranks_apart_s``: between the first and the last process's start. ``program_s``: to imports and constructors done
-    on the last rank; ``launch_s``: until it is in ``fit`` with its process group; ``setup_s``: until its model, data
-    and optimizer are ready; ``all_s``: all of it.
+    - ``ranks_apart_s``: from the start of the first process to the start of the last.
+    - ``program_s``: until imports and constructors are done on the last rank.
+    - ``launch_s``: then until the last rank is in ``fit`` with its process group.
+    - ``setup_s``: then until model, data and optimizer are ready on the last rank.
+    - ``all_s``: the whole time.
     """
     first = min(stamp["program"] for stamp in stamps)
     last = {name: max(stamp[name] for stamp in stamps) for name in ("program", "entry", "fit", "train")}

@@ -1,4 +1,4 @@
-"""Which ranks make the others wait."""
+"""Finds the ranks that make the others wait."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from megalight.errors import ConfigurationError
 log = logging.getLogger(__name__)
 
 COMPUTE = ("forward", "backward", "input_gradient", "weight_gradient")
-"""Spans whose device time is a rank's own work, but for what it waits in them for neighbours."""
+"""Spans whose device time is a rank's own work, except for pipeline receives inside them."""
+
 LEVELS = {**dict.fromkeys(COMPUTE, 0), "receive": 0}
-"""All that is timed here."""
+"""The spans that are timed."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's part in a window.
+    """The work of one rank in a window.
 
     Attributes:
-        seconds: of its own work, per step.
-        stage: pipeline rank; only ranks of one stage have equal work.
+        rank: global rank.
+        seconds: time of its own work, per step.
+        stage: pipeline rank. Only ranks of one stage have equal work.
         place: host and local rank.
     """
 
@@ -39,11 +41,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank beside its like.
+    """A rank compared with the other ranks of its pipeline stage.
 
     Attributes:
-        ratio: of its seconds to the median of the other ranks of its pipeline stage; 1 where there are none.
-        median: that, seconds; its own where there are no others.
+        worker: the rank.
+        ratio: its time divided by the median of the other ranks; 1 if there are no others.
+        median: the median of the other ranks in seconds; its own time if there are no others.
     """
 
     worker: Worker
@@ -52,26 +55,26 @@ class Slow:
 
 
 class Stragglers(TimedSteps):
-    """Compares what a step costs each rank and names the slowest.
+    """Compares the time of a step on all ranks and names the slowest ranks.
 
-    Logged every few steps: ``straggler/rank`` (the one furthest above its like), ``straggler/ratio`` (its time over the
-    median of the other ranks of its pipeline stage), ``straggler/seconds`` and ``straggler/median_s``. Where the ratio
-    reaches ``warn_ratio``, rank 0 also says so in words, with hosts.
+    It logs ``straggler/rank`` (the slowest rank relative to its pipeline stage), ``straggler/ratio`` (its time divided
+    by the median of the other ranks of the stage), ``straggler/seconds`` and ``straggler/median_s``. From
+    ``warn_ratio`` on, rank 0 also logs a warning with host names.
 
-    A rank's time is that of its device in forward and backward passes, less pipeline receives, by events that are read
-    a window later. Tensor, context and data-parallel collectives inside those passes are in it: a slow rank slows its
-    tensor-parallel group, which then shows as a whole.
+    The time of a rank is the device time of its forward and backward passes without pipeline receives, from events that
+    are read a window later. It includes tensor, context and data-parallel collectives inside these passes. So a slow
+    rank slows down its whole tensor-parallel group, and the whole group shows up.
 
     Args:
         every_n_steps: optimizer steps in a window.
-        show: how many ranks the warning names.
-        warn_ratio: from which ratio on to warn.
+        show: number of ranks that the warning names.
+        warn_ratio: ratio from which on to warn.
 
     Attributes:
         latest: the slowest ranks of the last window, slowest first, on rank 0.
 
     Raises:
-        ConfigurationError: an argument out of its range.
+        ConfigurationError: an argument is out of range.
     """
 
     levels = LEVELS
@@ -80,21 +83,21 @@ class Stragglers(TimedSteps):
         super().__init__(0, every_n_steps)
         if show < 1 or warn_ratio <= 1:
             raise ConfigurationError(
-                f"show={show}, warn_ratio={warn_ratio}: show must be at least 1, the ratio above 1."
+                f"show is {show} and warn_ratio is {warn_ratio}; show must be at least 1, warn_ratio above 1."
             )
         self.show = show
         self.warn_ratio = warn_ratio
         self.latest: list[Slow] = []
 
     def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Worker:
-        """This rank's own work."""
+        """Return this rank's own work."""
         mesh = getattr(trainer.strategy, "mesh", None)
         own = sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get("receive", 0.0)
         stage = 0 if mesh is None else int(mesh.rank("pp"))
         return Worker(trainer.global_rank, own, stage, f"{platform.node()}/{trainer.local_rank}")
 
     def report(self, trainer: pl.Trainer, times: Times, rows: list[Worker]) -> None:
-        """Log, and warn."""
+        """Log the slowest rank, and warn if it is too slow."""
         if times.first:
             return
         self.latest = slowest(rows)[: self.show]
@@ -110,8 +113,8 @@ class Stragglers(TimedSteps):
         log_row(trainer, figures, times.step - 1)
         if worst.ratio >= self.warn_ratio:
             named = "; ".join(
-                f"rank {slow.worker.rank} on {slow.worker.place} {slow.worker.seconds:.3g} s, {slow.ratio:.2f} x the "
-                f"median of the others of its stage"
+                f"rank {slow.worker.rank} on {slow.worker.place} takes {slow.worker.seconds:.3g} s, {slow.ratio:.2f} x "
+                f"the median of the others of its stage"
                 for slow in self.latest
                 if slow.ratio >= self.warn_ratio
             )
@@ -119,7 +122,10 @@ class Stragglers(TimedSteps):
 
 
 def slowest(workers: list[Worker]) -> list[Slow]:
-    """Ranks by their ratio to the median of the others of their stage, slowest first; without stages of no work."""
+    """Return ranks by their ratio to the median of the others of their stage, slowest first.
+
+    Ranks whose others have no work are left out.
+    """
     stages: dict[int, list[float]] = {}
     for worker in sorted(workers, key=lambda worker: worker.seconds):
         stages.setdefault(worker.stage, []).append(worker.seconds)
@@ -133,7 +139,7 @@ def slowest(workers: list[Worker]) -> list[Slow]:
 
 
 def median_of_others(ordered: list[float], one: float) -> float:
-    """The median of ``ordered``, which rises, without ``one`` of its values; that itself where it is alone."""
+    """Return the median of the sorted list ``ordered`` without the value ``one``; ``one`` itself if it is alone."""
     others = len(ordered) - 1
     if not others:
         return one

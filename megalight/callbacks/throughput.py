@@ -1,4 +1,4 @@
-"""How fast training runs: tokens/s, TFLOP/s, share of the device's peak, step time, memory."""
+"""Logs the speed of training: tokens/s, TFLOP/s, share of the device's peak, step time, memory."""
 
 from __future__ import annotations
 
@@ -36,21 +36,24 @@ PEAK_TFLOPS = {
     "MI300X": 1307,
     "MI250X": 383,
 }
-"""Vendors' dense bf16 peaks in TFLOP/s, by a part of the device's name; the first that matches holds."""
+"""Dense bf16 peaks of the vendors in TFLOP/s, by a part of the device's name; the first match counts."""
 
 
 class Throughput(pl.Callback):
-    """Logs speed every ``log_every_n_steps`` steps, to every logger, averaged over those steps, validation excluded.
+    """Logs the mean speed every ``log_every_n_steps`` steps, without validation, to every logger.
 
-    ``tokens_per_s`` (all devices), ``tokens_per_s_per_device``, ``tflop_per_s_per_device``, ``mfu_percent``,
-    ``step_time_s``, ``memory_gib`` (highest so far; allocated on GPUs, resident on CPUs). The FLOP count is the
-    module's ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention. What is not known
-    (a foreign model's FLOPs, a device's peak) is left out.
+    The metrics are ``tokens_per_s`` (all devices), ``tokens_per_s_per_device``, ``tflop_per_s_per_device``,
+    ``mfu_percent``, ``step_time_s`` and ``memory_gib`` (highest so far; allocated on GPUs, resident on CPUs). FLOPs
+    come from the module's ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention. Metrics
+    that cannot be known (FLOPs of another model, peak of a device) are not logged.
 
-    Nothing waits for the device: each row is written a step or so late, under the step that it belongs to.
+    Nothing waits for the device: each row is written about a step late, under the step that it belongs to.
 
     Args:
-        peak_tflops: of one device, for ``mfu_percent``; None: looked up by the device's name. CPUs have none.
+        peak_tflops: peak of one device, for ``mfu_percent``. None: looked up by the name of the device; CPUs have none.
+
+    Raises:
+        ConfigurationError: ``peak_tflops`` is not positive.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -60,7 +63,7 @@ class Throughput(pl.Callback):
         self._meter: StepMeter | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
+        """Start measuring."""
         self._meter = StepMeter(trainer.strategy.root_device) if trainer.is_global_zero else None
         if self._meter is not None:
             self._meter.start(trainer.global_step)
@@ -68,7 +71,7 @@ class Throughput(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; write what the device has finished."""
+        """Count the batch, and log windows that the device has finished."""
         if self._meter is None:
             return
         self._meter.add(trainer, batch)
@@ -78,17 +81,17 @@ class Throughput(pl.Callback):
         self._write(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation is not training time."""
+        """Stop the clock: validation is not training time."""
         if self._meter is not None:
             self._meter.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training goes on."""
+        """Restart the clock."""
         if self._meter is not None:
             self._meter.resume()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the last windows."""
+        """Log the last windows."""
         self._write(trainer, pl_module, wait=True)
         self._meter = None
 
@@ -101,7 +104,7 @@ class Throughput(pl.Callback):
 def rates(
     window: Window, trainer: pl.Trainer, module: pl.LightningModule, peak_tflops: float | None = None
 ) -> dict[str, float]:
-    """A window's figures, their units in their names; those that cannot be known are absent."""
+    """Return the metrics of a window, with units in their names. Metrics that cannot be known are absent."""
     device, devices = trainer.strategy.root_device, trainer.world_size
     figures = {"memory_gib": memory_gib(device)}
     if not window.steps or window.seconds <= 0:
@@ -123,7 +126,7 @@ def rates(
 
 
 def flops_per_token(module: pl.LightningModule, sequence_length: int) -> float | None:
-    """Training FLOPs per token as the module, or its ``config``, counts them; None where neither does."""
+    """Return training FLOPs per token from the module or its ``config``; None if neither counts them."""
     for owner in (module, getattr(module, "config", None)):
         count = getattr(owner, "flops_per_token", None)
         if callable(count):
@@ -132,7 +135,7 @@ def flops_per_token(module: pl.LightningModule, sequence_length: int) -> float |
 
 
 def peak_of(device: torch.device) -> float | None:
-    """The dense bf16 peak of a device, TFLOP/s; None for CPUs and unknown devices."""
+    """Return the dense bf16 peak of a device in TFLOP/s; None for CPUs and unknown devices."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -140,8 +143,8 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory used so far, GiB: allocated on a GPU, resident in this process on a CPU."""
+    """Return the highest memory use so far in GiB: allocated on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS reports bytes, Linux KiB

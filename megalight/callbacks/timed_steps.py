@@ -1,4 +1,4 @@
-"""Windows of timed steps, gathered from all ranks: a base for callbacks that report times."""
+"""A base class for callbacks that report times: windows of timed steps, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megalight.errors import ConfigurationError
 
 
 class TimedSteps(StepSpans):
-    """Closes a window of times every few optimizer steps and hands it to :meth:`report` when the next one closes.
+    """Times windows of a few optimizer steps. A window is reported when the next one closes.
 
-    By then the device has left it, unless the host is more than a whole window ahead. The first step of training
-    (allocations, compilation, the first collectives) is a window of its own. Validation is not counted.
+    By then the device has finished it, unless the host is more than a whole window ahead. The first step of training
+    (allocations, compilation, the first collectives) is a window of its own. Validation is not timed.
 
     Args:
-        level: the finest spans that are timed.
-        every_n_steps: optimizer steps in a window; None: the trainer's ``log_every_n_steps``.
+        level: the finest level of spans that is timed.
+        every_n_steps: optimizer steps in a window. None: the trainer's ``log_every_n_steps``.
 
     Raises:
-        ConfigurationError: a level or a number of steps that does not exist.
+        ConfigurationError: the level does not exist, or ``every_n_steps`` is below 1.
     """
 
     during_validation = False
@@ -47,14 +47,14 @@ class TimedSteps(StepSpans):
 
     @abstractmethod
     def report(self, trainer: pl.Trainer, times: Times, rows: list[Any]) -> None:
-        """Tell of a window, on rank 0. ``rows``: what :meth:`row` made of it on each rank."""
+        """Report a window on rank 0. ``rows`` holds the result of :meth:`row` from each rank."""
 
     def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Any:
-        """What this rank tells the others of a window: plain values. ``seconds``: per step, by name."""
+        """Return this rank's values of a window. ``seconds`` holds seconds per step, by name."""
         return seconds
 
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TimerTable:
-        """Fresh timers."""
+        """Create new timers."""
         self._gather = HostGather(trainer)
         self._pending, self._closed, self._first = None, trainer.global_step, True
         self._table = TimerTable(trainer.strategy.root_device, self.level, self.levels)
@@ -63,7 +63,7 @@ class TimedSteps(StepSpans):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Close a window where one is full."""
+        """Close the window if it has enough steps."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._table is not None:
             self._table.settle()
@@ -82,7 +82,7 @@ class TimedSteps(StepSpans):
         super().on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Report nothing: other ranks may be gone, and the device too."""
+        """Report nothing: other ranks and the device may have failed."""
         self._open.clear()
         super().on_exception(trainer, pl_module, exception)
 
@@ -97,6 +97,6 @@ class TimedSteps(StepSpans):
 
 
 def log_row(trainer: pl.Trainer, row: dict[str, float], step: int) -> None:
-    """Write figures to every logger, under the step that they belong to."""
+    """Write metrics to every logger, under the step that they belong to."""
     for logger in trainer.loggers:
         logger.log_metrics(row, step=step)

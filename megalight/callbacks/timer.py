@@ -1,4 +1,4 @@
-"""Timers by name and level: host clocks on CPU, events on CUDA that are read once the device has got there."""
+"""Timers by name and level: host clocks on CPU, device events on CUDA that are read later."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ LEVELS: dict[str, int] = {
     "clip": 2,
     "gather_parameters": 2,
 }
-"""How fine a span is; spans of one's own are of level 1."""
+"""The level of each span: 0 is coarse, 2 is fine."""
+
 OWN = 1
+"""The level of spans that users add."""
 
 
 class Clock:
-    """Moments on a device. Taking one never waits for it; events are used again once they were read."""
+    """Takes time stamps on a device without waiting for it. CUDA events are reused after they were read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,7 +44,7 @@ class Clock:
         self._spare: list[Any] = []
 
     def now(self) -> Any:
-        """This moment of the current stream; None while a graph is captured, which has no time of its own."""
+        """Return a time stamp of the current stream; None while a CUDA graph is captured, because nothing runs then."""
         if not self.cuda:
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -52,11 +54,11 @@ class Clock:
         return event
 
     def passed(self, moment: Any) -> bool:
-        """Whether the device has got there."""
+        """Return whether the device has reached the time stamp."""
         return not self.cuda or bool(moment.query())
 
     def seconds(self, first: Any, last: Any) -> float:
-        """From one moment to another; waits until the device is there. Both are given up."""
+        """Return the seconds between two time stamps, and wait for the device if needed. Use each stamp only once."""
         if not self.cuda:
             return float(last - first)
         last.synchronize()
@@ -66,7 +68,7 @@ class Clock:
 
 
 class Measured(NamedTuple):
-    """Time under one name: moments not read yet, seconds that were, and how often it came up."""
+    """The time of one name: time stamps that are not read yet, seconds that are, and the number of measurements."""
 
     segments: list[tuple[Any, Any]]
     seconds: float
@@ -75,10 +77,12 @@ class Measured(NamedTuple):
 
 @dataclass(eq=False)
 class Timer:
-    """The time spent under one name.
+    """Measures the time of one name.
 
     Attributes:
-        active: seconds ever measured and read; never reset.
+        name: the name.
+        clock: takes the time stamps.
+        active: all seconds that were measured and read; never reset.
     """
 
     name: str
@@ -90,23 +94,23 @@ class Timer:
     _threads: threading.local = field(default_factory=threading.local)
 
     def start(self) -> None:
-        """Begin to measure.
+        """Start measuring.
 
         Raises:
-            MegalightError: it is running in this thread.
+            MegalightError: the timer already runs in this thread.
         """
         if getattr(self._threads, "running", False):
-            raise MegalightError(f"the timer {self.name!r} runs already; stop it before it is started again.")
+            raise MegalightError(f"the timer {self.name!r} already runs; stop it before you start it again.")
         self._threads.running, self._threads.begun = True, self.clock.now()
 
     def stop(self) -> None:
-        """End what :meth:`start` began.
+        """Stop measuring.
 
         Raises:
-            MegalightError: it is not running in this thread.
+            MegalightError: the timer does not run in this thread.
         """
         if not getattr(self._threads, "running", False):
-            raise MegalightError(f"the timer {self.name!r} does not run; start it before it is stopped.")
+            raise MegalightError(f"the timer {self.name!r} does not run; start it before you stop it.")
         self._threads.running = False
         now = self.clock.now()
         if self._threads.begun is not None and now is not None:
@@ -114,34 +118,34 @@ class Timer:
             self._count += 1
 
     def settle(self) -> None:
-        """Read what the device has left behind, without waiting; its events are free again."""
+        """Read the measurements that the device has finished, without waiting. Their events can be reused."""
         while self._segments and self.clock.passed(self._segments[0][1]):
             seconds = self.clock.seconds(*self._segments.popleft())
             self.active += seconds
             self._elapsed += seconds
 
     def take(self) -> Measured:
-        """What was measured since the last reset, for :meth:`read`; the timer begins anew."""
+        """Return the measurements since the last reset, for :meth:`read`, and reset the timer."""
         taken = Measured(list(self._segments), self._elapsed, self._count)
         self._segments.clear()
         self._elapsed, self._count = 0.0, 0
         return taken
 
     def read(self, taken: Measured) -> float:
-        """Seconds in what :meth:`take` returned; waits until the device has got there."""
+        """Return the seconds of measurements from :meth:`take`, and wait for the device if needed."""
         seconds = sum(self.clock.seconds(first, last) for first, last in taken.segments)
         self.active += seconds
         return seconds + taken.seconds
 
     def elapsed(self, reset: bool = True) -> float:
-        """Seconds since the last reset; waits until the device has got there."""
+        """Return the seconds since the last reset, and wait for the device if needed."""
         count, seconds = self._count, self.read(self.take())
         if not reset:
             self._elapsed, self._count = seconds, count
         return seconds
 
     def set_elapsed(self, seconds: float) -> None:
-        """Put in what was measured elsewhere, in place of what was measured here since the last reset."""
+        """Replace the measurements since the last reset by seconds that were measured elsewhere."""
         self._segments.clear()
         self.active += seconds
         self._elapsed, self._count = seconds, 1
@@ -155,15 +159,15 @@ class Timer:
 
 
 class NoTimer(Timer):
-    """A timer whose level is switched off: it measures nothing, and never touches the device."""
+    """A timer whose level is off. It measures nothing and never uses the device."""
 
     def start(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     stop = start
 
     def set_elapsed(self, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 OFF = NoTimer("off", Clock(torch.device("cpu")))
@@ -171,12 +175,13 @@ OFF = NoTimer("off", Clock(torch.device("cpu")))
 
 @dataclass(frozen=True)
 class Times:
-    """What timers measured in a window of steps, still on its way.
+    """The measurements of a window of steps, which the device may not have finished.
 
     Attributes:
-        step: optimizer steps done at the window's end.
-        steps: optimizer steps in it.
-        first: whether it is the first step of training, which is like no other.
+        step: number of optimizer steps done at the end of the window.
+        steps: number of optimizer steps in the window.
+        first: whether this is the first step of training, which takes longer than others.
+        taken: name -> timer and its measurements.
     """
 
     step: int
@@ -185,22 +190,22 @@ class Times:
     taken: Mapping[str, tuple[Timer, Measured]]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per step of each name that came up; waits until the device has left the window."""
+        """Return the seconds per step of each name that was measured, and wait for the device if needed."""
         return {
             name: timer.read(taken) / max(self.steps, 1) for name, (timer, taken) in self.taken.items() if taken.times
         }
 
 
 class TimerTable:
-    """Timers by name; a listener of spans (see :mod:`megalight.parallel.trace`).
+    """A listener that times spans (see :mod:`megalight.parallel.trace`), with one timer per name.
 
     Args:
-        device: whose time is measured.
-        level: the finest that is; 0 to 2.
-        levels: of names; those that are not in it are of level 1.
+        device: the device whose time is measured.
+        level: the finest level that is measured: 0, 1 or 2.
+        levels: level of each name; other names have level 1.
 
     Raises:
-        ConfigurationError: a level that does not exist.
+        ConfigurationError: the level does not exist.
     """
 
     def __init__(self, device: torch.device, level: int, levels: Mapping[str, int] = LEVELS) -> None:
@@ -210,10 +215,11 @@ class TimerTable:
         self._timers: dict[str, Timer] = {}
 
     def timer(self, name: str, level: int | None = None) -> Timer:
-        """The timer of a name: one that does nothing where its level is switched off.
+        """Return the timer of a name. It does nothing if its level is off.
 
         Args:
-            level: of the name, where it is new; None: 1.
+            name: the name.
+            level: the level of a new name. None: 1.
         """
         if self.levels.setdefault(name, OWN if level is None else check_level(level)) > self.level:
             return OFF
@@ -222,28 +228,28 @@ class TimerTable:
         return self._timers[name]
 
     def begin(self, name: str, where: dict[str, int]) -> None:
-        """A span begins."""
+        """Start the timer of a span."""
         self.timer(name).start()
 
     def end(self, name: str) -> None:
-        """It ends."""
+        """Stop the timer of a span."""
         self.timer(name).stop()
 
     def settle(self) -> None:
-        """Read what the device has left behind: a long window then holds the events of a few steps only."""
+        """Read finished measurements, so that a long window holds only the events of a few steps."""
         for timer in self._timers.values():
             timer.settle()
 
     def close(self, step: int, steps: int, first: bool = False) -> Times:
-        """What was measured since the last time; every timer begins anew. Nothing is waited for."""
+        """Return the measurements since the last call and reset all timers, without waiting for the device."""
         return Times(step, steps, first, {name: (timer, timer.take()) for name, timer in self._timers.items()})
 
 
 def check_level(level: int) -> int:
-    """A timing level.
+    """Return the level if it exists.
 
     Raises:
-        ConfigurationError: none there is.
+        ConfigurationError: it does not.
     """
     if level not in (0, 1, 2):
         raise ConfigurationError(f"the timing level is {level}; it must be 0 (coarse), 1 or 2 (fine).")

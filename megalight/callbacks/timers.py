@@ -1,4 +1,4 @@
-"""Where the time of a step goes, over all ranks."""
+"""Logs the time of each part of a step, over all ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megalight.errors import ConfigurationError
 
 
 class Timers(TimedSteps):
-    """Logs the seconds per step of each part of it, as ``time/<name>_s``, every few steps to every logger.
+    """Logs the seconds per step of each part of a step as ``time/<name>_s``, every few steps, to every logger.
 
-    Level 0 times ``step``, ``data`` (waiting for batches), ``optimizer`` and ``checkpoint``; level 1 also the forward
-    and backward passes and what is left of the gradients' reduction after them; level 2 also pipeline receives, single
-    buckets, clipping and gathering (see :data:`megalight.parallel.trace.SPANS`). Times are of the device, by events on
-    its streams, and no step waits for any: rows are logged a window late, under the step they belong to. What happens
-    inside a replayed CUDA graph has no events and is not timed.
+    Level 0 times ``step``, ``data`` (waiting for batches), ``optimizer`` and ``checkpoint``. Level 1 adds the forward
+    and backward passes, and the gradient reduction that is left after them. Level 2 adds pipeline receives, single
+    buckets, clipping and gathering (see :data:`megalight.parallel.trace.SPANS`). Times are device times from events; no
+    step waits for them. Rows are logged a window late, under the step they belong to. Work inside a replayed CUDA graph
+    has no events and is not timed.
 
-    The first step is logged apart, as ``time/first/<name>_s``, and is in no average; with it how long the run took to
-    begin (``startup/..._s``, see :func:`megalight.callbacks.startup.spans`).
+    The first step is logged as ``time/first/<name>_s`` and is in no mean. With it, the time that the run needed to
+    start is logged as ``startup/..._s`` (see :func:`megalight.callbacks.startup.spans`).
 
     Args:
         level: 0, 1 or 2.
-        ranks: what is logged of all ranks' values: ``max``; ``minmax``, as ``<name>_min_s`` and ``<name>_max_s``; or
+        ranks: how the values of all ranks are logged: ``max``; ``minmax``, as ``<name>_min_s`` and ``<name>_max_s``; or
             ``all``, as ``<name>_rank<r>_s``.
-        every_n_steps: optimizer steps that a row is the mean of; null: the trainer's ``log_every_n_steps``.
+        every_n_steps: optimizer steps in the mean of a row. null: the trainer's ``log_every_n_steps``.
 
     Raises:
-        ConfigurationError: an argument out of its range.
+        ConfigurationError: an argument is out of range.
     """
 
     def __init__(
@@ -45,24 +45,26 @@ class Timers(TimedSteps):
         self._stamps = {"program": startup.program_start(), "entry": time.time()}
 
     def timer(self, name: str, level: int = 1) -> Timer:
-        """A timer of one's own, reported like the others; one that does nothing where its level is off, or no
-        training runs. Code that does not know this callback uses :func:`megalight.parallel.trace.span`.
+        """Return a timer for your own code, which is logged like the others.
+
+        It does nothing if its level is off or no training runs. Code that does not have this callback can use
+        :func:`megalight.parallel.trace.span` instead.
 
         Raises:
-            ConfigurationError: a level that does not exist.
+            ConfigurationError: the level does not exist.
         """
         check_level(level)
         return OFF if self._table is None else self._table.timer(name, level)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """``fit`` has been entered."""
+        """Record when ``fit`` began."""
         if stage == "fit":
             self._stamps.setdefault("fit", time.time())
 
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TimerTable:
-        """Fresh timers; how long it took to get here."""
+        """Create new timers, and log the time that the run needed to start."""
         table = super().listener(trainer, pl_module)
-        if "train" not in self._stamps:  # a second fit of this process has no such beginning
+        if "train" not in self._stamps:  # only for the first fit of this process
             self._stamps["train"] = time.time()
             assert self._gather is not None
             figures = startup.spans(self._gather(self._stamps))

@@ -1,4 +1,4 @@
-"""Windows of steps on chosen ranks, for tools that are too costly to run all the time."""
+"""Windows of steps on some ranks, for tools that are too expensive to run all the time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from megalight.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StepWindow:
-    """The optimizer steps ``start`` to ``stop - 1`` (the first step of training is 0), and so again every few steps.
+    """A window of the optimizer steps ``start`` to ``stop - 1``, which may repeat every few steps.
 
     Args:
-        every: steps from one window's start to the next one's; None: there is one window.
+        start: the first step of the window. Training begins with step 0.
+        stop: the first step after the window.
+        every: steps from the start of one window to the next. None: there is one window.
 
     Raises:
-        ConfigurationError: an empty window, or windows that overlap.
+        ConfigurationError: the window is empty, or windows overlap.
     """
 
     start: int
@@ -26,33 +28,36 @@ class StepWindow:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise ConfigurationError(
-                f"start_step={self.start}, stop_step={self.stop}: the window holds the steps from start_step to "
-                "stop_step - 1; start_step must be at least 0 and below stop_step."
+                f"start_step is {self.start} and stop_step is {self.stop}; start_step must be at least 0 and below "
+                "stop_step."
             )
         if self.every is not None and self.every < self.steps:
             raise ConfigurationError(
-                f"every_n_steps is {self.every}, the window {self.steps} steps long; windows must not overlap: choose "
+                f"every_n_steps is {self.every}, but a window has {self.steps} steps; windows must not overlap. Use "
                 f"every_n_steps of at least {self.steps}, or null for one window."
             )
 
     @property
     def steps(self) -> int:
-        """Steps in one window."""
+        """Number of steps in one window."""
         return self.stop - self.start
 
     def begins(self, step: int, ahead: int = 0) -> bool:
-        """Whether a window begins ``ahead`` steps after ``step`` (for the first window: or fewer, at step 0)."""
+        """Return whether a window begins ``ahead`` steps after ``step``.
+
+        If the first window begins at a step below ``ahead``, step 0 counts.
+        """
         if self.every is None or step + ahead < self.start + self.every:
             return step == max(self.start - ahead, 0)
         return (step + ahead - self.start) % self.every == 0
 
 
 def check_ranks(ranks: Sequence[int]) -> frozenset[int]:
-    """Ranks as a set.
+    """Return the ranks as a set.
 
     Raises:
-        ConfigurationError: none, or a negative one.
+        ConfigurationError: there is no rank, or a negative one.
     """
     if not ranks or min(ranks) < 0:
-        raise ConfigurationError(f"ranks is {list(ranks)}; name at least one rank, counted from 0.")
+        raise ConfigurationError(f"ranks is {list(ranks)}; give at least one rank, counted from 0.")
     return frozenset(ranks)

@@ -42,7 +42,7 @@ def test_a_full_device_leaves_a_snapshot_and_the_error_names_it(calls, tmp_path)
     path = tmp_path / "memory" / "out-of-memory-step=2-rank=0.pickle"
     assert snapshot.saved == path
     assert path.read_bytes() == b"snapshot"
-    assert raised.value.__notes__ == [f"(the memory's snapshot and history: {path})"]
+    assert raised.value.__notes__ == [f"(snapshot and history of the memory: {path})"]
     assert calls == [{"max_entries": 10, "stacks": "python"}, {"enabled": None}]
 
 

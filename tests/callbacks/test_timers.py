@@ -61,7 +61,7 @@ def test_starts_and_stops_alternate():
     with pytest.raises(MegalightError, match="'mine' does not run"):
         timer.stop()
     timer.start()
-    with pytest.raises(MegalightError, match="'mine' runs already"):
+    with pytest.raises(MegalightError, match="'mine' already runs"):
         timer.start()
     thread = threading.Thread(target=lambda: timer.__enter__().stop())  # threads do not disturb each other
     thread.start()

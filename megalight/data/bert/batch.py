@@ -123,7 +123,7 @@ class BertBatch:
             order=self.order if rank == 0 else torch.full_like(self.order, IGNORED),
             rows=None,  # to count them in this share, the host would have to wait for the device
             row_counts=(),
-            weight=self.weight * size,  # gradients are averaged over the shares, but only share 0 has the order loss
+            weight=self.weight * size,  # auxiliary losses are averaged over the shares, and only share 0 has one
             share=share,
         )
 
