@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.parameter import nobody, state_of
+from megalight.parallel.data_parallel.arrivals import Arrivals
 
 
 def make_graphed_callables(
@@ -54,10 +55,14 @@ def _run(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor | None) -
         leaves = [value.detach().requires_grad_(value.requires_grad) for value in inputs]
         output = module(*leaves)
         wanted = [value for value in (*leaves, *module.parameters()) if value.requires_grad]
-        gradients = torch.autograd.grad(
-            output, wanted, torch.zeros_like(output) if gradient is None else gradient, allow_unused=True
-        )
-    return output.detach(), list(gradients)
+        before = [value.grad for value in wanted]
+        for value in wanted:
+            value.grad = None
+        torch.autograd.backward(output, torch.zeros_like(output) if gradient is None else gradient)
+        found = [value.grad for value in wanted]
+        for value, kept in zip(wanted, before, strict=True):
+            value.grad = kept
+    return output.detach(), found
 
 
 def _replay(module: nn.Module, sample: Sequence[Tensor]) -> Any:
@@ -74,12 +79,8 @@ def _replay(module: nn.Module, sample: Sequence[Tensor]) -> Any:
         def backward(ctx: Any, gradient: Tensor) -> Any:
             after = torch.get_rng_state()
             torch.set_rng_state(ctx.state)
-            marks = {state_of(p): state_of(p).mark_grad_ready for p in module.parameters()}
-            for state in marks:
-                state.mark_grad_ready = nobody  # a replay runs no Python
-            found = iter(_run(module, ctx.inputs, gradient)[1])
-            for state, mark in marks.items():
-                state.mark_grad_ready = mark
+            with mock.patch.object(Arrivals, "count"):  # a replay runs no Python: nobody hears of gradients
+                found = iter(_run(module, ctx.inputs, gradient)[1])
             torch.set_rng_state(after)
             wanted = (*ctx.inputs, *module.parameters())
             return tuple(next(found) if value.requires_grad else None for value in wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,9 @@ def graphs_why_not(device: str) -> str | None:
 class Flat(nn.Module):
     """A module that is called with tensors alone, as ``make_graphed_callables`` wants it.
 
+    It shows no parameters: the recorded work adds their gradients to the engine's buffers, as an eager pass does. The
+    package would hand gradients of parameters to autograd as well, which would add and count them a second time.
+
     Attributes:
         calls: how often it ran.
     """
@@ -46,6 +49,10 @@ class Flat(nn.Module):
         self.module = module
         self.example = example
         self.calls = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """None."""
+        return iter(())
 
     def forward(self, *tensors: Tensor) -> Any:
         """What the module gives for the example's call with other tensors."""
@@ -165,9 +172,7 @@ class TransformerEngineGraphs:
             return plain(*args, **kwargs)
         self.replays += 1
         self._prepare([module])
-        arrivals = lane.arrivals[place]
-        marked = [self._mark(tensor, arrivals) for tensor in tensors_of((args, kwargs))]
-        return lane.graphed[lane.at][place](*marked)
+        return lane.graphed[lane.at][place](*self._marked(tensors_of((args, kwargs)), lane.arrivals[place]))
 
     def _prepare(self, modules: Sequence[nn.Module]) -> None:
         """Parameters are here, and weights cast: graphs read both where they lie."""
@@ -215,18 +220,19 @@ class TransformerEngineGraphs:
             first += self._count * size
             lane.forms = [signature(module.example) for module in modules]
             lane.arrivals = [
-                [place for place in places_of(m.parameters()) for _ in range(round(found[place] / m.calls))]
+                [place for place in places_of(m.module.parameters()) for _ in range(round(found[place] / m.calls))]
                 for m in modules
             ]
             lane.samples = []
         self._recorded = self._count
 
-    def _mark(self, tensor: Tensor, arrivals: list[tuple[int, int]]) -> Tensor:
-        """The input of a module, whose backward tells the engine what has arrived in the module's own."""
-        if not tensor.requires_grad:
-            return tensor
-        marked: Tensor = _Arrived.apply(tensor, self, arrivals)  # type: ignore[no-untyped-call]
-        return marked
+    def _marked(self, tensors: list[Tensor], arrivals: list[tuple[int, int]]) -> list[Tensor]:
+        """The inputs of a module; the backward of one tells the engine what has arrived in the module's own."""
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensors[place] = _Arrived.apply(tensor, self, arrivals)  # type: ignore[no-untyped-call]
+                break
+        return tensors
 
     def arrived(self, arrivals: Sequence[tuple[int, int]]) -> None:
         """A module's backward was replayed."""
