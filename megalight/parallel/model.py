@@ -167,13 +167,16 @@ class ParallelModel:
         Raises:
             CheckpointError: names or shapes differ.
         """
-        tensors = self.tensors()
-        for name, tensor in tensors.items():
-            if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel():
-                tensor.detach().zero_()  # padding (a vocabulary rounded up), which no source fills
+        self.clear_padding()
         self.origin = source
-        targets = parameter_targets(tensors.items(), self.specs)
+        targets = parameter_targets(self.tensors().items(), self.specs)
         return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
+
+    def clear_padding(self) -> None:
+        """Zero tensors that hold more than pieces (a vocabulary rounded up): no source fills the rest."""
+        for name, tensor in self.tensors().items():
+            if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel():
+                tensor.detach().zero_()
 
     def recompute(self, options: Recompute) -> None:
         """Recompute these activations from now on, and no others.

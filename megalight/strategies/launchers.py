@@ -26,13 +26,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from megalight import checkpoint
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.strategies import persistence, preflight
+from megalight.strategies import preflight
 from megalight.strategies._lightning import (
     IS_INTERACTIVE,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     WorkerOutput,
 )
+from megalight.strategies.checkpoints.whole import restore_whole
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 GRACE_SECONDS = 1.0
@@ -135,7 +136,7 @@ class WorkerLauncher(MultiProcessingLauncher):
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
         if worker_output.weights_path is not None:
-            loops = persistence.restore_whole(trainer.lightning_module, worker_output.weights_path)
+            loops = restore_whole(trainer.lightning_module, worker_output.weights_path)
             trainer.fit_loop.load_state_dict(loops["fit_loop"])
             checkpoint.remove(worker_output.weights_path)
             os.rmdir(os.path.dirname(worker_output.weights_path))

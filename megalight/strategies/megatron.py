@@ -28,8 +28,9 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.step import StepRunner
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, launchers, persistence, refusals, setup
-from megalight.strategies.checkpoints import FolderCheckpoints
+from megalight.strategies import _lightning, launchers, refusals, setup
+from megalight.strategies.checkpoints.hooks import FolderCheckpoints
+from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
@@ -149,7 +150,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._stepper: Stepper | None = None
         self._setup_of: pl.LightningModule | None = None
         self._accumulating = False
-        self._loaded: persistence.Loaded | None = None
+        self._resumed: Resumed | None = None
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
         self._left_out: set[str] = set()
@@ -200,7 +201,7 @@ class MegatronStrategy(FolderCheckpoints):
         if self._setup_of is None:
             self.engine = None
             check_steps(module, self.mesh)
-            model = setup.build(self, module, self._loaded)
+            model = setup.build(self, module, self._resumed)
             before_backward = partial(_lightning.fire, trainer, "on_before_backward")
             self._stepper = Stepper(module, model, self.precision, self.micro_batch_size, before_backward)
             self._setup_of = module
@@ -334,7 +335,7 @@ class MegatronStrategy(FolderCheckpoints):
         if self._sigterm is not None:
             self._sigterm.uninstall()
             self._sigterm = None
-        self._loaded = None
+        self._resumed = None
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()

@@ -14,8 +14,8 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.groups import check_max_ctas
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import check_split
+from megalight.strategies.checkpoints.resuming import open_folder
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.persistence import Loaded
 from megalight.strategies.process_group import backend_of
 from megalight.strategies.user_module import check_steps, options_for
 from megalight.types.zigzag import check_length
@@ -55,7 +55,7 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
     if not path and isinstance(module, MegalightModule) and module.model is None:
         module.initial_weights()  # opens the folder: it is there, whole, and of this family
     if path and path not in NAMED:
-        entries = Loaded.open(str(path)).saved.common
+        entries = open_folder(str(path)).common
         if hasattr(module, "check_checkpoint"):
             module.check_checkpoint(entries)
 

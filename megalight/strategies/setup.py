@@ -22,9 +22,9 @@ from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.strategies import _lightning, refusals
+from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.persistence import Loaded
 from megalight.strategies.user_module import options_for, root_of, seed_of
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ SPLIT = "megalight_model"
 """Attribute of a root that is split: its parallel model, with which another Trainer in this process may go on."""
 
 
-def build(strategy: MeshStrategy, module: pl.LightningModule, loaded: Loaded | None) -> ParallelModel:
+def build(strategy: MeshStrategy, module: pl.LightningModule, resumed: Resumed | None) -> ParallelModel:
     """Split the module's model, give it storage and values: of a checkpoint, of the module's source, or draws."""
     root = root_of(module)
     assert strategy.streams is not None
@@ -48,8 +48,8 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, loaded: Loaded | N
     module.to(strategy.root_device)
     # also before a load: checkpoints lack buffers that modules compute, and what strict=False lets be missing
     model.draw(seed_of(module, seed))
-    if loaded is not None:
-        loaded.read_model(strategy)
+    if resumed is not None:
+        resumed.read_model(strategy)
         model.origin = None
     elif model.origin is not None and isinstance(module, MegalightModule):
         source = module.initial_weights()

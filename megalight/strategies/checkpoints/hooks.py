@@ -7,10 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from megalight.checkpoint import remove
 from megalight.errors import ConfigurationError
 from megalight.parallel.trace import spanned
-from megalight.strategies import persistence
-from megalight.strategies.hyperparameters import keep_plain
+from megalight.strategies.checkpoints.hyperparameters import keep_plain
+from megalight.strategies.checkpoints.resuming import Resumed, open_folder
+from megalight.strategies.checkpoints.saving import save
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 
@@ -19,12 +21,12 @@ class FolderCheckpoints(MeshStrategy):
 
     Attributes:
         _setup_of: the module whose model is split and in its place; None: no model is yet.
-        _loaded: the folder that is being read.
+        _resumed: the checkpoint that is being read.
         _left_out: hyperparameters that were left out and spoken of.
     """
 
     _setup_of: pl.LightningModule | None
-    _loaded: persistence.Loaded | None
+    _resumed: Resumed | None
     _left_out: set[str]
 
     def sync_parameters(self) -> None:
@@ -48,21 +50,21 @@ class FolderCheckpoints(MeshStrategy):
         if storage_options is not None:
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
         self.sync_parameters()
-        persistence.save(self, keep_plain(checkpoint, self._left_out), self.broadcast(str(filepath)))
+        save(self, keep_plain(checkpoint, self._left_out), self.broadcast(str(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder; tensors are read later, where they belong."""
-        self._loaded = persistence.Loaded.open(str(checkpoint_path))
-        return self._loaded.for_lightning()
+        self._resumed = Resumed(open_folder(str(checkpoint_path)))
+        return self._resumed.for_lightning()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read weights, once there is a split model to read them into: :meth:`setup` does so where there is none."""
-        assert self._loaded is not None
-        self._loaded.strict = strict
+        assert self._resumed is not None
+        self._resumed.strict = strict
         if self._setup_of is None:
             return
         self.sync_parameters()
-        self._loaded.read_model(self)
+        self._resumed.read_model(self)
         assert self.parallel_model is not None
         self.parallel_model.origin = None
         if self.engine is not None:
@@ -70,12 +72,12 @@ class FolderCheckpoints(MeshStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read masters, moments and random states."""
-        assert self._loaded is not None
-        self._loaded.read_optimizer(self)
+        assert self._resumed is not None
+        self._resumed.read_optimizer(self)
         if self.engine is not None:
             self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a folder, atomically."""
         if self.is_global_zero:
-            persistence.remove(str(filepath))
+            remove(str(filepath))

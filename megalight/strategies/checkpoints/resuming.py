@@ -1,0 +1,103 @@
+"""Read a checkpoint into a run: its metadata when Lightning opens it, its tensors when there is room for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalight import checkpoint
+from megalight.checkpoint import Contents
+from megalight.errors import CheckpointError
+from megalight.models.module import CANONICAL_PREFIX
+from megalight.parallel.source import Renamed
+from megalight.strategies.checkpoints.contents import (
+    MASTER,
+    STATE,
+    make_optimizer_state,
+    optimizer_states,
+    weight_targets,
+)
+from megalight.strategies.mesh_strategy import MeshStrategy
+
+
+def open_folder(path: str) -> checkpoint.Checkpoint:
+    """Open a checkpoint.
+
+    Raises:
+        CheckpointError: not a complete checkpoint; names the last good one beside it.
+    """
+    if Path(path).is_file():
+        raise CheckpointError(
+            f"{path} is a single file, as other Lightning strategies write; MegatronStrategy reads folders that it "
+            "wrote itself. Load such a file with module.load_state_dict(torch.load(...)['state_dict']) before fit."
+        )
+    return checkpoint.open(path)
+
+
+@dataclass
+class Resumed:
+    """A checkpoint that a run resumes from.
+
+    Attributes:
+        saved: opened and verified.
+        strict: every tensor of the model must be in the checkpoint.
+    """
+
+    saved: checkpoint.Checkpoint
+    strict: bool = True
+
+    def for_lightning(self) -> dict[str, Any]:
+        """The entries that Lightning restores itself."""
+        common = dict(self.saved.common)
+        options = common.pop("optimizer", None)
+        return {**common, "state_dict": {}, **({} if options is None else {"optimizer_states": [options]})}
+
+    def read_model(self, strategy: MeshStrategy) -> None:
+        """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
+        assert strategy.parallel_model is not None
+        strategy.parallel_model.clear_padding()
+        targets = weight_targets(strategy)
+        self.saved.fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
+        masters = Renamed(self.saved, CANONICAL_PREFIX, MASTER + CANONICAL_PREFIX)
+        if masters.tensors:
+            wide = [target for target in targets if target.data.dtype in (torch.float32, torch.float64)]
+            masters.fill(wide, strict=False)
+
+    def read_optimizer(self, strategy: MeshStrategy) -> None:
+        """Masters, optimizer state, group options and random states.
+
+        Raises:
+            CheckpointError: no optimizer state in it, or of another optimizer.
+        """
+        options, optimizer = self.saved.common.get("optimizer"), strategy.optimizers[0]
+        if options is None:
+            raise CheckpointError(
+                f"{self.saved.path} holds weights only; it cannot resume training. Choose a full checkpoint."
+            )
+        groups, kind = options["groups"], type(optimizer).__name__
+        if options["class"] != kind or len(groups) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"{self.saved.path} was trained with {options['class']} in {len(groups)} parameter groups; this run "
+                f"uses {kind} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load the weights "
+                "alone."
+            )
+        make_optimizer_state(strategy, groups)
+        held = Contents({}, strategy.specs, strategy.mesh, list(optimizer_states(strategy)))
+        views = {self._found(name): view for name, view in checkpoint.SCHEMES[self.saved.scheme](held).items()}
+        missing = sorted(name for name in views.keys() - self.saved.tensors.keys() if name.startswith(STATE))
+        if missing:
+            raise CheckpointError(
+                f"{self.saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
+            )
+        self.saved.fill(checkpoint.targets_of(views), strict=False)
+        random = self.saved.rank_state(strategy.global_rank)
+        if random is not None:
+            assert strategy.streams is not None
+            strategy.streams.load_state_dict(random["random"])
+
+    def _found(self, name: str) -> str:
+        """Masters go by the weights' own names where the run that saved them needed no copies."""
+        return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in self.saved.tensors else name

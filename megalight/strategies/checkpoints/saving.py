@@ -1,0 +1,49 @@
+"""Write a run: Lightning's entries and every canonical tensor as one folder, from all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalight import __version__, checkpoint
+from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.imports import version
+from megalight.strategies.checkpoints.contents import contents, group_options
+from megalight.strategies.mesh_strategy import MeshStrategy
+
+NOT_STORED = ("state_dict", "optimizer_states")
+"""Lightning's entries that canonical tensors take the place of."""
+
+
+def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
+    """Write a checkpoint; optimizer state goes along where Lightning's entries have it."""
+    common = {name: value for name, value in entries.items() if name not in NOT_STORED}
+    common["megalight"] = {
+        "version": __version__,
+        "torch": version("torch"),
+        "lightning": version("lightning"),
+        "layout": strategy.mesh.describe(),
+    }
+    resumable = "optimizer_states" in entries and strategy.engine is not None
+    if resumable:
+        common["optimizer"] = group_options(strategy)
+    assert strategy.streams is not None
+    scheme = FULLY_RESHARDABLE
+    checkpoint.save(
+        path,
+        checkpoint.SCHEMES[scheme](contents(strategy, optimizer=resumable)),
+        common=common,
+        rank_state={"random": strategy.streams.state_dict()},
+        files=_files(strategy),
+        scheme=scheme,
+    )
+
+
+def _files(strategy: MeshStrategy) -> dict[str, bytes]:
+    """Files that the module or the data say belong into a checkpoint (a tokenizer, say)."""
+    assert strategy.lightning_module is not None
+    trainer = strategy.lightning_module.trainer
+    files: dict[str, bytes] = {}
+    for owner in (strategy.lightning_module, getattr(trainer, "datamodule", None)):
+        provide = getattr(owner, "checkpoint_files", None)
+        files |= provide() if provide is not None else {}
+    return files

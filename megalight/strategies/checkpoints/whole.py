@@ -1,0 +1,63 @@
+"""Read a checkpoint of any layout into a whole module of one process."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from megalight import checkpoint
+from megalight.checkpoint.ranks import alone
+from megalight.models.module import MegalightModule
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.plan import Plan
+from megalight.strategies.checkpoints.resuming import open_folder
+from megalight.strategies.user_module import root_of, seed_of
+
+
+def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> None:
+    """Load the weights of a checkpoint into a module of this one process, whichever layout saved them.
+
+    ``module.model`` is then the whole one-device model, in the types that were saved, on the CPU: to be sampled from,
+    exported, evaluated, or trained further, under any strategy. A model that the module has already is replaced; a
+    plain LightningModule keeps its layers.
+
+    Args:
+        module: as it was constructed for training.
+        path: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: missing, torn, or of another model.
+    """
+    _load(module, str(path))
+
+
+def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
+    """:func:`load_weights`, and the state of Lightning's loops."""
+    return dict(_load(module, path).common["loops"])
+
+
+def _load(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
+    saved = open_folder(path)
+    check = getattr(module, "check_checkpoint", None)
+    if check is not None:
+        check(saved.common)
+    with torch.device("meta") if isinstance(module, MegalightModule) else nullcontext():
+        if isinstance(module, MegalightModule):
+            module.model, module.token_multiple = None, 1
+        module.configure_model()
+    model = ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
+    model.place("cpu")
+    model.draw(seed_of(module, 0))  # also what no checkpoint holds: buffers that modules compute
+    for name, tensor in model.tensors().items():
+        stored = saved.tensors.get(model.specs[name].pieces[0].name)
+        if stored is not None:
+            tensor.data = tensor.data.to(getattr(torch, stored.dtype))
+    with alone() as group:
+        model.read(saved, process_group=group)
+    return saved
