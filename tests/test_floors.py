@@ -23,7 +23,7 @@ FLOORS = (
     {"nn"},
     {"parallel"},
     {"optim", "checkpoint"},
-    {"models"},
+    {"models", "training"},
     {"plugins", "inference"},
     {"strategies"},
     {"callbacks"},

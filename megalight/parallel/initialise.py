@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
@@ -37,6 +38,22 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = _on(device, buffer)
+
+
+@torch.no_grad()
+def broadcast_values(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of rank 0: each process may have drawn its own. Meta ones stay.
+
+    Args:
+        device: on which tensors travel, one at a time.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            travelling = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+            dist.broadcast(travelling, 0)
+            tensor.copy_(travelling)
 
 
 @torch.no_grad()

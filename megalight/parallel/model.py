@@ -232,6 +232,15 @@ class ParallelModel:
         """The parameters on this rank, tied ones once."""
         return list(self.root.parameters())
 
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Training mode (dropout, recompute), or evaluation mode."""
+        self.root.train(mode)
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Evaluation mode."""
+        return self.train(False)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """A copy has modules of its own, on the same mesh: process groups cannot be copied."""
         twin = memo[id(self)] = copy.copy(self)

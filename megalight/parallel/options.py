@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from megalight.errors import LayoutError
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
@@ -14,6 +15,19 @@ from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import Plan
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
+
+
+def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> None:
+    """Refuse sequence parallelism where it would do nothing.
+
+    Raises:
+        LayoutError: there is no tensor parallelism.
+    """
+    if sequence_parallel and tensor_parallel == 1:
+        raise LayoutError(
+            "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
+            "layers. Set tensor_parallel, or leave sequence_parallel off."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import check_sequence_parallel
 
 
 def check_degrees(
@@ -38,11 +39,7 @@ def check_degrees(
     check_at_least_one("context_parallel", context_parallel)
     check_at_least_one("pipeline_parallel", pipeline_parallel)
     check_at_least_one("virtual_pipeline", virtual_pipeline)
-    if sequence_parallel and tensor_parallel == 1:
-        raise LayoutError(
-            "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
-            "layers. Set tensor_parallel, or leave sequence_parallel off."
-        )
+    check_sequence_parallel(sequence_parallel, tensor_parallel)
 
 
 def check_at_least_one(name: str, value: int) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from torch.utils.data import RandomSampler
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.initialise import broadcast_values
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.resuming import Resumed
@@ -69,7 +69,7 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
         module.check_model(root)
         module.token_multiple = options.token_multiple(strategy.mesh)
     else:
-        _equalise(strategy, root)
+        broadcast_values(root, strategy.root_device)
     model = root.__dict__[SPLIT] = ParallelModel(root, strategy.mesh, options)
     return model
 
@@ -130,19 +130,6 @@ def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer)
                 log.info("%s defines %s: parameters are gathered before it runs", type(owner).__name__, name)
                 return True
     return False
-
-
-def _equalise(strategy: MeshStrategy, root: nn.Module) -> None:
-    """Give every rank the weights of rank 0: a plain module may have drawn different ones on each."""
-    if strategy.world_size == 1:
-        return
-    tensors = [*root.parameters(), *root.buffers()]
-    with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.is_meta:
-                host = tensor.detach().cpu().contiguous()
-                dist.broadcast(host, 0, group=strategy.host_group())
-                tensor.copy_(host)
 
 
 def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:

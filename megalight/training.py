@@ -1,0 +1,204 @@
+"""Parallel training in a plain torch loop, without Lightning.
+
+::
+
+    model = megalight.parallelize(net, tensor_parallel=2, pipeline_parallel=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    training = megalight.Training(model, optimizer, task)
+    for micro_batches in batches:
+        outcome = training.forward_backward(micro_batches)
+        training.clip_grad_norm(1.0)
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megalight.errors import ConfigurationError
+from megalight.optim import shard_optimizer
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.initialise import broadcast_values
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel, engine_over
+from megalight.parallel.options import ParallelOptions, check_sequence_parallel
+from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.plan import Plan
+from megalight.parallel.random import RandomStreams
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.same_batch import check_same
+from megalight.parallel.source import Source
+from megalight.parallel.step import Outcome, Step, Task
+from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.types import mean
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    tensor: TensorOptions | None = None,
+    context_parallel: int = 1,
+    context: ContextOptions | None = None,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    pipeline_layout: str | None = None,
+    pipeline: Pipeline | None = None,
+    recompute: Recompute | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    source: Source | None = None,
+) -> ParallelModel:
+    """Split a one-device model over all processes; data parallelism takes the ranks that the degrees leave.
+
+    All ranks call this together, after ``torch.distributed.init_process_group``. A model on the meta device is never
+    whole on any rank: its parts are drawn, with the same values under every layout. One that has values gets those of
+    rank 0.
+
+    Args:
+        model: changed in place.
+        plan: how its modules split; None: the plan registered for its type. The layout options are those of
+            :class:`~megalight.strategies.MegatronStrategy`.
+        device: of the parameters; None: the current GPU where the process group speaks NCCL, else the CPU.
+        dtype: of the floating-point parameters; None: as they are. bfloat16 ones get float32 masters when trained.
+        seed: of the initial values, and of torch's random generators: equal along ``tp``, different elsewhere.
+        source: values to begin from (``megalight.checkpoint.open(path)``, say).
+
+    Raises:
+        LayoutError: the model, or the number of processes, does not divide so.
+        ConfigurationError: no plan says how to split the model; options that cannot work together.
+    """
+    world = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    mesh = ParallelMesh(*world, tp=tensor_parallel, cp=context_parallel, pp=pipeline_parallel)
+    check_sequence_parallel(sequence_parallel, tensor_parallel)
+    pipeline = pipeline or Pipeline()
+    options = ParallelOptions(
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        tensor=tensor or TensorOptions(),
+        context=context or ContextOptions(),
+        pipeline=pipeline,
+        virtual_pipeline=pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout),
+        pipeline_layout=pipeline_layout,
+        recompute=recompute or Recompute(),
+    )
+    place = torch.device(device) if device is not None else _usual_device()
+    broadcast_values(model, place)
+    parallel = ParallelModel.build(model, mesh, options, device=place, dtype=dtype, seed=seed, source=source)
+    RandomStreams(mesh).seed(seed)
+    return parallel
+
+
+class Training:
+    """One training run of one model: gradients over micro-batches and ranks, masters, clipping.
+
+    The optimizer is pointed at this rank's shard of the parameters and then stepped as usual;
+    ``optimizer.zero_grad()`` is not needed.
+
+    Args:
+        model: from :func:`parallelize`.
+        optimizer: over ``model.parameters()``, in any parameter groups; it updates each element by itself (Adam, SGD).
+        task: what the chunks of the model compute, and the loss.
+        data_parallel: how replicas share gradients and optimizer state. By default updated parameters are gathered
+            inside ``optimizer.step()``; with ``overlap_param_gather=True`` that runs on into the next forward, and
+            :meth:`sync_parameters` comes before anything else that reads weights.
+        varying_carry: what ``forward_step`` returns may change shapes between micro-batches of equal shapes.
+        context: made around the task's code in each micro-batch (autocast, say).
+
+    Raises:
+        ConfigurationError: the optimizer cannot step on shards, or lacks a trainable parameter.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        task: Task,
+        *,
+        data_parallel: DataParallel | None = None,
+        varying_carry: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        options = data_parallel or DataParallel(overlap_param_gather=False)
+        self.engine = engine_over([model], [group["params"] for group in optimizer.param_groups], options)
+        self.engine.attach_gather_hooks(model.root)
+        shard_optimizer(optimizer, self.engine)
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self.step = Step(model, task, varying_carry=varying_carry, context=context)
+        self.step.engine = self.engine
+        self._fresh = True
+        self._compared = False
+
+    def forward_backward(self, micro_batches: Sequence[Any], *, scale: float = 1.0, sync: bool = True) -> Outcome:
+        """Forward and backward of this replica's micro-batches of one global batch; gradients are reduced.
+
+        The gradient is that of the mean loss over all tokens of the global batch. All ranks of a replica
+        (``model.mesh.rank("dp")``) pass the same micro-batches; under context parallelism each takes its share of them
+        by ``batch.context_share(rank, size, multiple)``.
+
+        Args:
+            scale: multiplies the objective: ``1 / n`` where gradients of ``n`` global batches are added up.
+            sync: False: more global batches follow before ``optimizer.step()``.
+
+        Raises:
+            DataError: the ranks of a replica were given different batches (looked at in the first call).
+        """
+        if self._fresh:
+            self._fresh = False
+            self.engine.zero_grad()
+        return self.step.train(self._shares(micro_batches), scale, sync)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to a global norm of ``max_norm`` at most; returns the norm before, on the device."""
+        norm = self.engine.grad_norm()
+        self.engine.scale_gradients(clip_coefficient(norm, max_norm))
+        return norm
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
+        """``loss`` and the task's metrics: means over the global batch, the same on every rank; forward only.
+
+        Put the model in evaluation mode before (:meth:`ParallelModel.eval`).
+        """
+        totals = self.step.evaluate("evaluate", self._shares(micro_batches))
+        return {name: mean(total, count) for name, (total, count) in totals.items()}
+
+    def sync_parameters(self) -> None:
+        """Wait until every parameter holds the values of the last step; costs nothing where they do."""
+        self.engine.sync_parameters()
+
+    def _stepped(self) -> None:
+        self.engine.publish()
+        self._fresh = True
+
+    def _shares(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        mesh = self.model.mesh
+        if not self._compared:
+            self._compared = True
+            check_same(micro_batches, mesh, self.model.device)
+        if mesh.cp == 1:
+            return micro_batches
+        missing = next((batch for batch in micro_batches if not hasattr(batch, "context_share")), None)
+        if missing is not None:
+            raise ConfigurationError(
+                f"a batch of type {type(missing).__name__} cannot be cut for context parallelism (cp={mesh.cp}); give "
+                "it a context_share(rank, size, multiple) method as megalight.types.TokenBatch has."
+            )
+        return [batch.context_share(mesh.rank("cp"), mesh.cp, self.model.token_multiple) for batch in micro_batches]
+
+
+def _usual_device() -> torch.device:
+    speaks_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else torch.device("cpu")

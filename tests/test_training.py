@@ -1,0 +1,112 @@
+"""Training in a plain torch loop; whole runs on any layout are in tests/examples/test_plain_loop.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megalight
+from megalight.errors import ConfigurationError, DataError, LayoutError
+from megalight.models.gpt import GPT
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Column
+from tests.parallel.test_step import Weighted, micro_batches
+from tests.strategies.training import BASE
+from tests.workers import run
+
+
+def _training(seed: int = 0, **options: Any) -> megalight.Training:
+    torch.manual_seed(seed)
+    model = megalight.parallelize(nn.Linear(3, 2, dtype=torch.float64))
+    return megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted(), **options)
+
+
+def _weights(training: megalight.Training) -> list[float]:
+    training.sync_parameters()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in training.model.parameters()]).tolist()
+
+
+def _two_steps(how: str) -> list[float]:
+    """Two steps over two replicas; the second one's gradients are of two halves of a batch in one of the ways."""
+    rank, overlap = dist.get_rank(), how == "overlap"
+    training = _training(seed=rank, data_parallel=DataParallel(overlap_param_gather=True) if overlap else None)
+    share = micro_batches(3.0)[2 * rank : 2 * rank + 2]
+    for step in range(2):
+        if how == "accumulate" and step:
+            training.forward_backward(share, scale=0.5, sync=False)
+            training.forward_backward(share, scale=0.5)
+        else:
+            training.forward_backward(share)
+        training.clip_grad_norm(0.1)
+        training.optimizer.step()
+    return _weights(training)
+
+
+def test_replicas_begin_alike_and_gradients_are_added_up() -> None:
+    """Ranks have drawn different models: all go on with that of rank 0."""
+    found = {how: run(_two_steps, 2, how) for how in ("usual", "accumulate", "overlap")}
+    for how, (first, second) in found.items():
+        assert first == second, how
+        np.testing.assert_allclose(first, found["usual"][0], rtol=1e-12)
+
+
+def test_evaluation_is_the_loss_of_training() -> None:
+    training = _training()
+    with torch.no_grad():
+        expected = training.evaluate(micro_batches(3.0))
+    assert not training.model.eval().root.training
+    assert training.model.train().root.training
+    torch.testing.assert_close(training.forward_backward(micro_batches(3.0)).loss, expected["loss"])
+
+
+def test_half_precision_keeps_masters_of_the_draws() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(3, 2)
+    model = megalight.parallelize(net, dtype=torch.bfloat16, seed=3)
+    training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
+    (master,) = [shard.master for shard in training.engine.shards]
+    rounded = training.engine.buckets[0].own_params
+    assert master.dtype == torch.float32
+    assert torch.equal(master.bfloat16(), rounded)
+    assert not torch.equal(master, rounded.float())
+
+
+class Alone:
+    """A batch that cannot be cut."""
+
+
+def _whole_batches() -> None:
+    model = megalight.parallelize(GPT(BASE), context_parallel=2)
+    training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
+    with pytest.raises(ConfigurationError, match=r"of type Alone cannot be cut for context parallelism \(cp=2\)"):
+        training.forward_backward([Alone()])
+
+
+def _other_batches() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 4))
+    plan = Plan({"0": Column(gather_output=True)})
+    model = megalight.parallelize(net, plan, tensor_parallel=2)
+    training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
+    with pytest.raises(DataError, match="hold one model together"):
+        training.forward_backward([(torch.full((2, 4), float(dist.get_rank())), torch.ones(2))])
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"sequence_parallel=True needs tensor_parallel > 1"):
+        megalight.parallelize(nn.Linear(2, 2), sequence_parallel=True)
+    with pytest.raises(LayoutError, match=r"world size 1 is not a multiple of"):
+        megalight.parallelize(nn.Linear(2, 2), tensor_parallel=2)
+    run(_whole_batches, 2)
+    run(_other_batches, 2)
+
+
+def test_unknown_names_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
+        megalight.paralelize  # noqa: B018
