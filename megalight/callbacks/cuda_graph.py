@@ -12,24 +12,18 @@ import torch
 
 from megalight.callbacks import graph_reasons
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.graphs.backends import GRAPH_BACKENDS, Named, PartGraphs, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
-from megalight.parallel.graphs.modules import ModuleGraphs, Named
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.step import Outcome, Passes, StepRunner, run_passes
 from megalight.parallel.tensor.dropout import streams_of
-from megalight.plugins.transformer_engine.graphs import TransformerEngineGraphs, graphs_why_not
 from megalight.strategies.megatron import MegatronStrategy
 
 log = logging.getLogger(__name__)
 
-CHOICES = {
-    "scope": ("iteration", "layer", "attention"),
-    "backend": ("own", "transformer_engine"),
-    "on_refusal": ("eager", "error"),
-}
+SCOPES = ("iteration", "layer", "attention")
 COUNTERS = ("global_step", "current_epoch")
 """What of the trainer changes from step to step."""
 
@@ -53,8 +47,8 @@ class CUDAGraph(pl.Callback):
         warmup_steps: eager steps before anything is recorded, at least 2; for ``iteration`` of each form. The last is
             looked through for what cannot be recorded.
         max_graphs: for ``iteration``: forms of steps (shapes, numbers of micro-batches) that are recorded at most.
-        backend: for ``layer`` and ``attention``: ``own``, or ``transformer_engine``: its ``make_graphed_callables``,
-            with static memory for every micro-batch.
+        backend: for ``layer`` and ``attention``: ``own``, or one that a plugin registered: ``transformer_engine``
+            calls its ``make_graphed_callables``, with static memory for every micro-batch.
         on_refusal: what to do where a run or a step cannot be recorded: ``eager``: say why, and run it eagerly;
             ``error``: raise.
 
@@ -72,20 +66,24 @@ class CUDAGraph(pl.Callback):
         scope: Literal["iteration", "layer", "attention"] = "iteration",
         warmup_steps: int = 3,
         max_graphs: int = 4,
-        backend: Literal["own", "transformer_engine"] = "own",
+        backend: str = "own",
         on_refusal: Literal["eager", "error"] = "eager",
     ) -> None:
-        for name, value in {"scope": scope, "backend": backend, "on_refusal": on_refusal}.items():
-            if value not in CHOICES[name]:
-                raise ConfigurationError(f"{name} is {value!r}; choose one of {', '.join(CHOICES[name])}.")
+        for name, value, choices in (
+            ("scope", scope, SCOPES),
+            ("backend", backend, GRAPH_BACKENDS),
+            ("on_refusal", on_refusal, ("eager", "error")),
+        ):
+            if value not in choices:
+                raise ConfigurationError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
         if warmup_steps < 2 or max_graphs < 1:
             raise ConfigurationError(
                 f"warmup_steps={warmup_steps}, max_graphs={max_graphs}: the first must be at least 2 (one step "
                 "prepares what is prepared once, one is looked through), the second at least 1."
             )
-        if backend == "transformer_engine" and scope == "iteration":
+        if backend != "own" and scope == "iteration":
             raise ConfigurationError(
-                "backend='transformer_engine' records modules, and scope='iteration' is no module; choose "
+                f"backend={backend!r} records modules, and scope='iteration' is no module; choose "
                 "scope='layer' or 'attention', or backend='own'."
             )
         self.scope = scope
@@ -96,7 +94,7 @@ class CUDAGraph(pl.Callback):
         self.recorder: Recorder | None = None
         self.reasons: list[str] = []
         self._recorder: Recorder | None = None
-        self._graphs: IterationGraphs | ModuleGraphs | TransformerEngineGraphs | None = None
+        self._graphs: IterationGraphs | PartGraphs | None = None
         self._streams: list[RandomStreams] = []
         self._level = logging.WARNING
 
@@ -148,7 +146,7 @@ class CUDAGraph(pl.Callback):
             *graph_reasons.of_module(module),
             *graph_reasons.of_recompute(strategy.chunks),
         ]
-        if self.backend == "transformer_engine" and (missing := graphs_why_not(strategy.root_device.type)):
+        if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)
         if self.scope == "iteration":
             return [*reasons, *graph_reasons.of_whole_steps(trainer, module, strategy)], []
@@ -185,38 +183,19 @@ class CUDAGraph(pl.Callback):
 
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
-        if self.backend == "transformer_engine":
-            return self._package_parts(strategy, strategy.engine, lanes)
-        graphs = self._graphs = ModuleGraphs(
-            self._recorder,
-            strategy.engine,
-            lanes,
-            strategy.root_device,
-            lambda: self._generators(strategy),
-            chained=self.scope == "layer",
-            warmup_steps=self.warmup_steps,
-            refuse=self._refuse,
-        )
-
-        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
-            for streams in self._streams:
-                streams.begin()
-            graphs.begin_step()
-            return passes(micro_batches)
-
-        return run
-
-    def _package_parts(
-        self, strategy: MegatronStrategy, engine: DataParallelEngine, lanes: list[list[Named]]
-    ) -> StepRunner:
-        graphs = self._graphs = TransformerEngineGraphs(
-            engine,
-            lanes,
-            strategy.train_schedule,
-            strategy.precision.rehearsal,
-            lambda: self._generators(strategy),
-            warmup_steps=self.warmup_steps,
-            refuse=self._refuse,
+        graphs = self._graphs = GRAPH_BACKENDS[self.backend].start(
+            Parts(
+                lanes,
+                self.scope == "layer",
+                strategy.engine,
+                strategy.root_device,
+                self._recorder,
+                strategy.train_schedule,
+                strategy.precision.rehearsal,
+                lambda: self._generators(strategy),
+                self.warmup_steps,
+                self._refuse,
+            )
         )
 
         def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalight.errors import BackendError
+from megalight.callbacks import CUDAGraph
+from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.activation import GATED
 from megalight.ops.attention import ATTENTION, EXAMPLE, attention
 from megalight.ops.choice import backends_of, registries
+from megalight.ops.linear.low_precision import LOW_PRECISION, LowPrecision
 from megalight.optim import Adam, AdamConfig
+from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
+from megalight.parallel.graphs.modules import ModuleGraphs
+from megalight.plugins.precision import MegatronLowPrecision
 from megalight.registry import load_plugins
 from megalight.types import PackedSequences
 from tests.plugins import fakes
@@ -86,3 +91,19 @@ def test_adam_takes_a_name() -> None:
     other.grad = torch.ones(4)
     Adam([other], backend="reference").step()
     assert bool((other < 1).all())
+
+
+def test_a_third_party_brings_products_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(LowPrecision):
+        """Products of a package that we have never heard of."""
+
+    for registry in (LOW_PRECISION, GRAPH_BACKENDS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    with pytest.raises(ConfigurationError, match="implementation='theirs'; choose one of own, transformer_engine"):
+        MegatronLowPrecision(implementation="theirs")
+    with pytest.raises(ConfigurationError, match="backend is 'theirs'; choose one of own, transformer_engine"):
+        CUDAGraph("layer", backend="theirs")
+    LOW_PRECISION.register("theirs")(Theirs)
+    GRAPH_BACKENDS.register("theirs")(GraphBackend(ModuleGraphs, lambda device: f"not on {device}"))
+    assert MegatronLowPrecision(implementation="theirs").kind is Theirs
+    assert CUDAGraph("layer", backend="theirs").backend == "theirs"

@@ -25,6 +25,7 @@ from megalight.ops.quantize.known import known_amax, rows_of
 from megalight.ops.quantize.recipes import Recipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
+from megalight.registry import Registry
 
 Reduce = Callable[[Tensor], None]
 """Maximum over some ranks, in place."""
@@ -111,12 +112,14 @@ class LowPrecision:
     Attributes:
         scale: of a weight that is held as codes, ``[1, 1]``.
         wants_magnitudes: whether casts by the values that are there read what makers of tensors tell of them.
+        refreshes: whether :meth:`refresh` keeps a weight's casts in one place, so that recorded layers can read them.
 
     Raises:
         ConfigurationError: codes of this recipe's weights are not those of their transposes.
     """
 
     wants_magnitudes = True
+    refreshes = True
 
     def __init__(
         self,
@@ -344,3 +347,8 @@ class LowPrecision:
         if self.history is not None:
             amax = self.history.allow(role, amax, record=self.session.inside)
         return amax * 2.0**self.margin if self.margin else amax
+
+
+LOW_PRECISION: Registry[type[LowPrecision]] = Registry("implementation of low precision")
+"""Who casts and multiplies, by name; plugins add theirs."""
+LOW_PRECISION.register("own")(LowPrecision)

@@ -1,1 +1,7 @@
 """CUDA graphs: work on a GPU that is recorded once and replayed, so that the host launches it with one call."""
+
+from megalight.ops.common import serve_all
+from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
+from megalight.parallel.graphs.modules import ModuleGraphs
+
+GRAPH_BACKENDS.register("own")(GraphBackend(ModuleGraphs, serve_all))

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.parameter import precision_of
-from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.arguments import Held, recordable
+from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection
-from megalight.parallel.graphs.recorder import Recorder
 from megalight.parallel.graphs.static import tensors_of
 from megalight.parallel.graphs.unit import Unit, argument_for, follows
 
 log = logging.getLogger(__name__)
-
-Named = tuple[str, nn.Module]
 
 
 @dataclass
@@ -74,41 +71,20 @@ class ModuleGraphs:
     schedule therefore, with the pipeline's own arguments. Evaluation, calls of another form, and second calls of a
     module in one pass run eagerly.
 
-    Args:
-        recorder: records and replays.
-        engine: gathers parameters and reduces gradients; both go on outside the graphs.
-        lanes: the modules of each chunk of this rank, in the order in which they run.
-        device: where they run.
-        generators: that they draw from, besides the default ones.
-        chained: each module's output is the next one's input, and the last one's leaves the chunk.
-        warmup_steps: at least 2.
-        refuse: told why modules run eagerly; may raise.
-
     Raises:
         ConfigurationError: the forward of a module was set on the instance.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        engine: DataParallelEngine,
-        lanes: Sequence[Sequence[Named]],
-        device: torch.device,
-        generators: Callable[[], Sequence[torch.Generator]],
-        *,
-        chained: bool,
-        warmup_steps: int,
-        refuse: Callable[[str], None],
-    ) -> None:
-        self.recorder = recorder
-        self.engine = engine
-        self.device = device
-        self.generators = generators
-        self.chained = chained
-        self.warmup_steps = warmup_steps
-        self.refuse = refuse
+    def __init__(self, parts: Parts) -> None:
+        self.recorder = parts.recorder
+        self.engine = engine = parts.engine
+        self.device = parts.device
+        self.generators = parts.generators
+        self.chained = parts.chained
+        self.warmup_steps = parts.warmup_steps
+        self.refuse = parts.refuse
         self.replays = 0
-        self._lanes = [Lane(number, list(modules)) for number, modules in enumerate(lanes)]
+        self._lanes = [Lane(number, list(modules)) for number, modules in enumerate(parts.lanes)]
         self._steps = 0
         self._off = False
         self._other = False
@@ -133,7 +109,7 @@ class ModuleGraphs:
         """How many there are, forward and backward."""
         return 2 * sum(len(slot.units) for lane in self._lanes for slot in lane.slots)
 
-    def begin_step(self) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         """A step begins: nothing is in flight."""
         self._steps += 1
         for lane in self._lanes:

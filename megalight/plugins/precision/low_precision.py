@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LOW_PRECISION, Session
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from megalight.plugins.precision.megatron import MegatronPrecision
-from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
-
-KINDS: dict[str, type[LowPrecision]] = {"own": LowPrecision, "transformer_engine": TransformerEngineProducts}
 
 
 class MegatronLowPrecision(MegatronPrecision):
@@ -28,7 +24,8 @@ class MegatronLowPrecision(MegatronPrecision):
         options: the recipe, and which layers take part.
         precision: of everything else; one of the strings of
             :class:`~megalight.plugins.precision.megatron.MegatronPrecision`.
-        implementation: who casts and multiplies: ``own``, or ``transformer_engine``, by that package's recipes.
+        implementation: who casts and multiplies: ``own``, or one that a plugin registered: ``transformer_engine``, by
+            that package's recipes.
 
     Raises:
         ConfigurationError: no such implementation.
@@ -38,15 +35,16 @@ class MegatronLowPrecision(MegatronPrecision):
         self,
         options: LowPrecisionOptions | None = None,
         precision: str = "bf16-mixed",
-        implementation: Literal["own", "transformer_engine"] = "own",
+        implementation: str = "own",
     ) -> None:
         super().__init__(precision)
-        if implementation not in KINDS:
+        if implementation not in LOW_PRECISION:
+            known = list(LOW_PRECISION)
             raise ConfigurationError(
-                f"implementation={implementation!r}; choose one of {', '.join(KINDS)}." + nearest(implementation, KINDS)
+                f"implementation={implementation!r}; choose one of {', '.join(known)}." + nearest(implementation, known)
             )
         self.options = options or LowPrecisionOptions()
-        self.kind = KINDS[implementation]
+        self.kind = LOW_PRECISION[implementation]
         self.session: Session | None = None
 
     def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:

@@ -8,9 +8,19 @@ from __future__ import annotations
 from megalight.ops.activation import ACTIVATION, GATED
 from megalight.ops.adam import ADAM
 from megalight.ops.attention import ATTENTION
+from megalight.ops.linear.low_precision import LOW_PRECISION
 from megalight.ops.linear.wgrad import WGRAD
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from megalight.plugins.transformer_engine import activation, adam, attention, norm, weight_gradient
+from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
+from megalight.plugins.transformer_engine import (
+    activation,
+    adam,
+    attention,
+    graphs,
+    low_precision,
+    norm,
+    weight_gradient,
+)
 from megalight.registry import Backend
 
 NAME = "transformer_engine"
@@ -19,7 +29,7 @@ PRIORITY = 0
 
 
 def register() -> None:
-    """Add the backends."""
+    """Add the backends, of ops and of what lies above them."""
     ATTENTION.register(Backend(NAME, attention.attention, PRIORITY, attention.why_not))
     RMS_NORM.register(Backend(NAME, norm.rms_norm, PRIORITY, norm.rms_why_not))
     ADD_RMS_NORM.register(Backend(NAME, norm.add_rms_norm, PRIORITY, norm.rms_why_not))
@@ -29,3 +39,5 @@ def register() -> None:
     ACTIVATION.register(Backend(NAME, activation.activation, PRIORITY, activation.activation_why_not))
     WGRAD.register(Backend(NAME, weight_gradient.accumulate, PRIORITY, weight_gradient.why_not))
     ADAM.register(Backend(NAME, adam.adam_step, PRIORITY, adam.why_not))
+    LOW_PRECISION.register(NAME)(low_precision.TransformerEngineProducts)
+    GRAPH_BACKENDS.register(NAME)(GraphBackend(graphs.TransformerEngineGraphs, graphs.graphs_why_not))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import precision_of
-from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.arguments import recordable
+from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import tensors_of, with_tensors
-from megalight.parallel.pipeline.actions import Actions, Kind
+from megalight.parallel.pipeline.actions import Kind
 from megalight.parallel.pipeline.carry import signature
 from megalight.plugins.transformer_engine.package import PACKAGE, TORCH, why_not
 
@@ -25,8 +24,6 @@ CALL = f"{TORCH}:make_graphed_callables"
 MINIMUM = "2.12"
 WARM_UPS = 11
 """Runs of each module inside ``make_graphed_callables`` before it records."""
-
-Named = tuple[str, nn.Module]
 
 
 def graphs_why_not(device: str) -> str | None:
@@ -84,15 +81,6 @@ class TransformerEngineGraphs:
 
     All are recorded at once after ``warmup_steps`` steps, in the order of the schedule.
 
-    Args:
-        engine: gathers parameters and reduces gradients.
-        lanes: the modules of each chunk of this rank, in the order in which they run.
-        schedule: this rank's work in a step of so many micro-batches.
-        rehearsal: a context around the runs that are recorded.
-        generators: that modules draw from, besides the default ones.
-        warmup_steps: eager steps.
-        refuse: told why modules run eagerly; may raise.
-
     Attributes:
         replays: forwards that were replayed.
 
@@ -100,31 +88,21 @@ class TransformerEngineGraphs:
         MissingPackageError: at the recording: the package cannot be imported.
     """
 
-    def __init__(
-        self,
-        engine: DataParallelEngine,
-        lanes: Sequence[Sequence[Named]],
-        schedule: Callable[[int], Actions],
-        rehearsal: Callable[[], AbstractContextManager[None]],
-        generators: Callable[[], Sequence[torch.Generator]],
-        *,
-        warmup_steps: int,
-        refuse: Callable[[str], None],
-    ) -> None:
-        self.engine = engine
-        self.schedule = schedule
-        self.rehearsal = rehearsal
-        self.generators = generators
-        self.warmup_steps = warmup_steps
-        self.refuse = refuse
+    def __init__(self, parts: Parts) -> None:
+        self.engine = engine = parts.engine
+        self.schedule = parts.schedule
+        self.rehearsal = parts.rehearsal
+        self.generators = parts.generators
+        self.warmup_steps = parts.warmup_steps
+        self.refuse = parts.refuse
         self.replays = 0
-        self._lanes = [Lane(list(modules)) for modules in lanes]
+        self._lanes = [Lane(list(modules)) for modules in parts.lanes]
         self._steps = 0
         self._count = 0
         self._recorded = 0
         self._off = False
-        parts = [module for lane in self._lanes for _, module in lane.modules]
-        engine.main_gradients.only_add(p for part in parts for p in part.parameters())
+        modules = [module for lane in self._lanes for _, module in lane.modules]
+        engine.main_gradients.only_add(p for module in modules for p in module.parameters())
         for lane in self._lanes:
             for place, (_, module) in enumerate(lane.modules):
                 module.forward = partial(self._forward, lane, place)

@@ -87,6 +87,7 @@ class TransformerEngineProducts(LowPrecision):
     """
 
     wants_magnitudes = False  # its quantizers look for themselves
+    refreshes = False  # a cast makes new tensors
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         for name, asked in (

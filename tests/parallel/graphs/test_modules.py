@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.modules import ModuleGraphs
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -53,14 +55,21 @@ class Steps:
         self.tape.enter()
         self.reasons: list[str] = []
         self.graphs = ModuleGraphs(
-            self.tape,
+            self.parts([(f"layers.{i}", layer) for i, layer in enumerate(self.model.layers)], chained)
+        )
+
+    def parts(self, lane: list[Named], chained: bool = True) -> Parts:
+        return Parts(
+            [lane],
+            chained,
             self.engine,
-            [[(f"layers.{i}", layer) for i, layer in enumerate(self.model.layers)]],
             torch.device("cpu"),
+            self.tape,
+            lambda count: [],
+            nullcontext,
             lambda: [],
-            chained=chained,
-            warmup_steps=2,
-            refuse=self.reasons.append,
+            2,
+            self.reasons.append,
         )
 
     def run(self, batches: list[tuple[Tensor, Tensor, int]], in_flight: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -87,7 +96,7 @@ class Steps:
         expected = self.run(draw, in_flight)
         self.model.train()
         before = self.graphs.replays
-        self.graphs.begin_step()
+        self.graphs.begin_step(len(draw))
         found = self.run(draw, in_flight)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
         return self.graphs.replays - before
@@ -174,7 +183,7 @@ def test_a_backward_needs_its_forward() -> None:
     steps = Steps()
     for _ in range(3):
         steps()
-    steps.graphs.begin_step()
+    steps.graphs.begin_step(1)
     steps.engine.zero_grad()
     loss = steps.model(torch.ones(5, 3).double(), torch.ones(4).double(), 1)
     loss.backward(retain_graph=True)
@@ -191,13 +200,4 @@ def test_forwards_are_given_back() -> None:
     assert not steps.tape.tapes
     steps.model.layers[0].forward = lambda *args: None
     with pytest.raises(ConfigurationError, match="set on the instance"):
-        ModuleGraphs(
-            steps.tape,
-            steps.engine,
-            [[("layers.0", steps.model.layers[0])]],
-            torch.device("cpu"),
-            lambda: [],
-            chained=True,
-            warmup_steps=2,
-            refuse=steps.reasons.append,
-        )
+        ModuleGraphs(steps.parts([("layers.0", steps.model.layers[0])]))
