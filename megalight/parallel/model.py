@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.apply import check_overlap, parallelize
+from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.initialise import initialise, materialise
 from megalight.parallel.layers import layers_of
@@ -54,6 +55,8 @@ class ParallelModel:
         plan: the plan that was used.
         specs: local name of each parameter and persistent buffer -> what it holds of the one-device model.
         layout: the stages of the pipeline.
+        coupling: how data-parallel ranks agree on numbers of micro-batches, where they meet inside a forward pass;
+            None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
         origin: the seed or the source that the values are of, before rounding; None once they may be others.
 
@@ -73,6 +76,8 @@ class ParallelModel:
         self.device = torch.device("meta")
         self._had_values = True
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
+        # before the cut: all stages run equally many micro-batches, also those that hold no experts
+        self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh) else None
         self.chunks = [root]
         if mesh.pp > 1:
             log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.parallel import coupling
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
@@ -130,11 +131,12 @@ class Step:
         """Forward and backward of this rank's share of a global batch.
 
         Args:
+            micro_batches: at least one. Ranks may have different numbers of them.
             scale: multiplies the objective (1 / number of steps whose gradients are added up).
             sync: reduce the gradients: no further micro-batches follow before the optimizer's step.
         """
         passes = partial(self._passes, scale=scale, sync=sync)
-        return self.runner((scale, sync), micro_batches, passes)
+        return self.runner((scale, sync), self.joined(micro_batches), passes)
 
     def evaluate(self, stage: str, micro_batches: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
         """``name -> (sum, count)`` over all ranks and micro-batches, the same on every rank; forward only.
@@ -143,13 +145,22 @@ class Step:
             stage: names must be the same in all evaluations under one ``stage``.
         """
         rows = []
-        for micro_batch, carry in zip(micro_batches, self.outputs(micro_batches), strict=False):
+        joined = self.joined(micro_batches)
+        for micro_batch, carry in zip(joined, self._forward(joined), strict=False):
             loss = self._loss_step(carry, micro_batch)
-            rows.append({"loss": (loss.sum, self.task.loss_tokens(micro_batch)), **loss.metrics})
+            rows.append({"loss": (loss.sum, self._tokens([micro_batch])), **loss.metrics})
         return self.totals.of(stage, rows)
 
     def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
         """On the last stage what the last chunk returns for each micro-batch, elsewhere nothing; forward only."""
+        return self._forward(self.joined(micro_batches))[: len(micro_batches)]
+
+    def joined(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        """As many micro-batches as all data-parallel ranks run, where these meet inside a forward pass."""
+        peers = self.model.coupling
+        return micro_batches if peers is None else peers.fill_up(micro_batches)
+
+    def _forward(self, micro_batches: Sequence[Any]) -> list[Carry]:
         agenda = self.timetable("forward_only", len(micro_batches))
         return self.executor.forward(agenda, micro_batches, self._forward_step)
 
@@ -162,10 +173,10 @@ class Step:
             rows = [
                 {
                     "loss": (loss.sum, counts.tokens),
-                    **{name: (value, one) for name, value in loss.auxiliary.items()},
+                    **{name: (value, one * (not coupling.is_empty(batch))) for name, value in loss.auxiliary.items()},
                     **loss.metrics,
                 }
-                for loss in losses
+                for batch, loss in zip(micro_batches, losses, strict=False)  # the last stage alone has losses
             ]
             totals = self.totals.of("train", rows)
             totals["loss"] = totals["loss"][0], counts.tokens  # tokens are global already
@@ -177,12 +188,18 @@ class Step:
     def _count(self, micro_batches: Sequence[Any], scale: float) -> Counts:
         """One reduction; nothing waits for the device."""
         device = self.model.device
-        numbers = torch.full((2,), float(len(micro_batches)), dtype=torch.float64, device=device)
-        tokens = torch.stack([self.task.loss_tokens(micro_batch).detach() for micro_batch in micro_batches]).sum()
-        numbers[0].copy_(tokens, non_blocking=True)
+        real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
+        numbers = torch.full((2,), float(real), dtype=torch.float64, device=device)
+        numbers[0].copy_(self._tokens(micro_batches), non_blocking=True)
         numbers = self.totals.sum(numbers)
         scales = inverse(numbers) * scale
         return Counts(numbers[0], scales[0], scales[1])
+
+    def _tokens(self, micro_batches: Sequence[Any]) -> Tensor:
+        """How many count in the loss."""
+        counts = [self.task.loss_tokens(coupling.contents(micro_batch)).detach() for micro_batch in micro_batches]
+        empty = [coupling.is_empty(micro_batch) for micro_batch in micro_batches]
+        return torch.stack([n * 0 if none else n for n, none in zip(counts, empty, strict=True)]).sum()
 
     def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:
@@ -200,14 +217,14 @@ class Step:
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:
         chunk.training = self.model.root.training  # a stage is an object of its own
         with self.context():
-            return self.task.forward_step(chunk, batch, carry)
+            return self.task.forward_step(chunk, coupling.contents(batch), carry)
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
         with self.context():
-            loss = self.task.loss_step(carry, batch)
+            loss = self.task.loss_step(carry, coupling.contents(batch))
         if not isinstance(loss, Loss):
             raise ConfigurationError(
                 f"{type(self.task).__name__}.loss_step returned {type(loss).__name__}; return "
                 "megalight.types.Loss(sum=...), the sum of the losses of the micro-batch's tokens."
             )
-        return loss
+        return coupling.nothing(loss) if coupling.is_empty(batch) else loss

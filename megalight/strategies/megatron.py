@@ -57,7 +57,7 @@ class MegatronStrategy(FolderCheckpoints):
         context_parallel: ranks over which each sequence is divided.
         context: how attention then reaches the other ranks' tokens.
         expert_parallel: ranks over which experts are divided.
-        expert_tensor_parallel: ranks over which each expert's weights are split.
+        expert_tensor_parallel: ranks over which each expert's weights are split; only 1, as experts stay whole.
         recompute: activations that the backward pass computes again instead of keeping them.
         micro_batch_size: samples that go through the model at once; a DataLoader batch is this rank's share of one
             global batch, cut into micro-batches inside the step. None: the whole share at once.
@@ -115,8 +115,8 @@ class MegatronStrategy(FolderCheckpoints):
             context_parallel,
             pipeline_parallel,
             virtual_pipeline,
-            expert_parallel=(expert_parallel, 1),
-            expert_tensor_parallel=(expert_tensor_parallel, 1),
+            expert_parallel,
+            expert_tensor_parallel,
         )
         refusals.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
         if micro_batch_size is not None:
@@ -128,6 +128,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.tensor = tensor or TensorOptions()
         self.context_parallel = context_parallel
         self.context = context or ContextOptions()
+        self.expert_parallel = expert_parallel
         self.recompute = recompute or Recompute()
         self.pipeline_parallel = pipeline_parallel
         self.pipeline_layout = pipeline_layout

@@ -26,9 +26,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
     """Ranks on a mesh. Set-up, checkpoints and launchers know a strategy as this.
 
     Attributes:
-        tensor_parallel, sequence_parallel, tensor, context_parallel, context, pipeline_parallel, virtual_pipeline,
-        pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: as the user asked;
-            ``virtual_pipeline`` as a layout string says.
+        tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, pipeline_parallel,
+        virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: as the user
+            asked; ``virtual_pipeline`` as a layout string says.
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model; None before it is set up.
         engine: the data-parallel engine; None outside ``fit``.
@@ -45,6 +45,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     tensor: TensorOptions
     context_parallel: int
     context: ContextOptions
+    expert_parallel: int
     pipeline_parallel: int
     virtual_pipeline: int
     pipeline_layout: str | None
@@ -77,7 +78,12 @@ class MeshStrategy(Collectives, ParallelStrategy):
             LayoutError: the parallel degrees do not divide the number of ranks.
         """
         return ParallelMesh(
-            world_size, rank, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel
+            world_size,
+            rank,
+            tp=self.tensor_parallel,
+            cp=self.context_parallel,
+            pp=self.pipeline_parallel,
+            ep=self.expert_parallel,
         )
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import weights
@@ -32,7 +33,7 @@ class OwnTrainingStep:
     def __call__(
         self, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, data_ranks: int
     ) -> tuple[Any, Tensor]:
-        """Run all micro-batches.
+        """Run all micro-batches; empty ones count for nothing.
 
         Args:
             others: what else Lightning hands to ``training_step``.
@@ -40,20 +41,23 @@ class OwnTrainingStep:
             data_ranks: ranks over which gradients are summed.
 
         Returns:
-            the last micro-batch's output, and the mean loss of this rank's samples.
+            the last real micro-batch's output, and the mean loss of this rank's samples.
 
         Raises:
             ConfigurationError: the step returned no loss that can be differentiated.
         """
         output: Any = None
         losses = []
-        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights(micro_batches), strict=True)):
+        real = weights([micro_batch for micro_batch in micro_batches if not is_empty(micro_batch)])
+        for index, micro_batch in enumerate(micro_batches):
+            weight = 0.0 if is_empty(micro_batch) else real[index]  # empty ones come last
             with self.precision.step_context(), span("forward", chunk=0, micro_batch=index):
-                output = self.module.training_step(micro_batch, *others)
-            loss = output.get("loss") if isinstance(output, Mapping) else output
+                made = self.module.training_step(contents(micro_batch), *others)
+            output = output if is_empty(micro_batch) else made
+            loss = made.get("loss") if isinstance(made, Mapping) else made
             if not isinstance(loss, Tensor) or not loss.requires_grad:
                 raise ConfigurationError(
-                    f"{type(self.module).__name__}.training_step returned {type(output).__name__} without a "
+                    f"{type(self.module).__name__}.training_step returned {type(made).__name__} without a "
                     "differentiable loss; return the loss tensor or a dict with the key 'loss'."
                 )
             share = loss * (scale * weight / data_ranks)

@@ -25,20 +25,20 @@ def check_degrees(
     context_parallel: int,
     pipeline_parallel: int,
     virtual_pipeline: int,
-    **later: tuple[Any, Any],
+    expert_parallel: int,
+    expert_tensor_parallel: int,
 ) -> None:
-    """Refuse parallel degrees that cannot work in any world.
-
-    Args:
-        later: name -> (value, the only value that this version takes).
-    """
-    for name, (value, default) in later.items():
-        if value != default:
-            raise LayoutError(f"{name}={value!r} is not available in this version; leave it at {default!r}.")
+    """Refuse parallel degrees that cannot work in any world."""
+    if expert_tensor_parallel != 1:
+        raise LayoutError(
+            f"expert_tensor_parallel={expert_tensor_parallel!r} would split each expert's weights, which this version "
+            "does not do; leave it at 1, and divide whole experts over ranks with expert_parallel."
+        )
     check_at_least_one("tensor_parallel", tensor_parallel)
     check_at_least_one("context_parallel", context_parallel)
     check_at_least_one("pipeline_parallel", pipeline_parallel)
     check_at_least_one("virtual_pipeline", virtual_pipeline)
+    check_at_least_one("expert_parallel", expert_parallel)
     check_sequence_parallel(sequence_parallel, tensor_parallel)
 
 

@@ -110,6 +110,7 @@ class Stepper:
     ) -> tuple[Any, StepReport]:
         assert self.engine is not None
         totals = self.step.totals
+        micro_batches = self.step.joined(micro_batches)
         step = OwnTrainingStep(self.module, self.precision, self.before_backward)
         with self.precision.step(), self.engine.micro_batches(len(micro_batches), sync):
             output, loss = step(micro_batches, others, scale, totals.data_ranks)

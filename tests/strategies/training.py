@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -167,12 +167,13 @@ def fit(
     trainer_options: dict[str, Any] | None = None,
     packed: bool = False,
     extra_callbacks: Sequence[pl.Callback] = (),
+    module_type: type[WithData] = WithData,
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train in every rank of the pool; returns losses, norms, initial and final weights, and callback metrics."""
     strategy = MegatronStrategy(data_parallel=DataParallel(**(options or {})), **strategy_options)
     losses = Losses()
-    module = WithData(config, optimizer=ADAM, seed=SEED)
+    module = module_type(config, optimizer=ADAM, seed=SEED)
     module.steps, module.packed = steps, packed
     runner = trainer(
         strategy,
@@ -204,9 +205,10 @@ def by_hand(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     packed: bool = False,
+    build: Callable[[GPTConfig], GPT] = GPT,
 ) -> dict[str, Any]:
     """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
-    model = GPT(config).to(device, dtype)
+    model = build(config).to(device, dtype)
     initialise(model, SEED, "model.")
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
