@@ -1,4 +1,4 @@
-"""Operations: a reference each, and faster backends."""
+"""Operations, one folder each: a reference in plain torch, and faster backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPS = (
     "scaled_mm",
     "scaled_accumulate",
 )
-"""Names of the packages below, one per op."""
+"""Names of the packages in this folder, one per op."""
 
 
 def tables(device: str) -> dict[str, list[tuple[str, str | None]]]:

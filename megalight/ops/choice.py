@@ -1,4 +1,4 @@
-"""Choosing backends for ops as a whole, beside what a model's configuration names."""
+"""Choosing backends for whole ops, for this process."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from megalight.registry import Backend, BackendRegistry
 
 
 def registries() -> dict[str, tuple[BackendRegistry[Any, Any], Any]]:
-    """Op -> its registry, and a typical request."""
+    """Return op -> its registry and a typical request."""
     modules = [importlib.import_module(f"megalight.ops.{name}") for name in OPS]
     return {registry.op: (registry, module.EXAMPLE) for module in modules for registry in module.REGISTRIES}
 
 
 def backends_of(device: str) -> dict[str, list[tuple[Backend[Any, Any], str | None]]]:
-    """Every op's backends, highest priority first, each with why it cannot serve on ``device`` (a device type).
+    """Return op -> its backends, highest priority first, each with the reason why it cannot serve, or None.
 
-    Plugins' backends are asked too, and import their packages to answer.
+    Backends of plugins import their packages to answer.
+
+    Args:
+        device: the device type to ask for.
     """
     return {op: registry.table(spec._replace(device=device)) for op, (registry, spec) in registries().items()}
 
 
 def use_backends(**names: str) -> None:
-    """Let ``auto`` be a named backend, for ops that no configuration names one for; holds for this process.
+    """Make ``auto`` mean the given backend for each op, in this process.
 
-    ``use_backends(weight_gradient="transformer_engine")``; ``"auto"`` restores the usual order. A named backend serves
-    or raises.
+    Example: ``use_backends(weight_gradient="transformer_engine")``. ``"auto"`` restores the usual order. A given
+    backend that cannot serve raises. Ops whose backend is named in a model's configuration are not affected.
 
     Raises:
-        ConfigurationError: no such op.
+        ConfigurationError: there is no such op.
         BackendError: the op has no such backend.
     """
     known = registries()

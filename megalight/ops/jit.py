@@ -1,4 +1,4 @@
-"""Triton, behind one door: kernels import it from here, and are themselves imported at their first use."""
+"""The one place that imports Triton. Modules with kernels import it from here, and are imported at their first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ triton: Any = require("triton", "a Triton kernel")
 tl: Any = require("triton.language", "a Triton kernel")
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
-# Names for annotations inside kernels, where Triton looks every name up and accepts its own only.
+# Names for annotations in kernels: Triton looks up every name there and accepts only its own.
 if TYPE_CHECKING:
     Value: TypeAlias = Any
     constexpr: TypeAlias = Any
@@ -25,15 +25,15 @@ else:
 
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; 4 where Triton interprets its kernels on the CPU."""
+    """Return the number of multiprocessors of a device; 4 on the CPU, where Triton interprets kernels."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many blocks of ``size`` hold ``n``. (``triton.cdiv`` is for kernels: on the host it costs a microsecond.)"""
+    """Return the number of blocks of ``size`` that hold ``n``. (On the host, ``triton.cdiv`` costs a microsecond.)"""
     return -(-n // size)
 
 
 def next_power(n: int) -> int:
-    """The smallest power of two that is at least ``n``: block shapes must be powers of two."""
+    """Return the smallest power of two that is at least ``n``: Triton's block shapes must be powers of two."""
     return 1 << max(0, n - 1).bit_length()

@@ -58,5 +58,5 @@ def test_named_backend_that_cannot_serve_raises() -> None:
     p = [torch.zeros(4) for _ in range(4)]
     p[1] = p[1].bfloat16()
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    with pytest.raises(BackendError, match="torch: needs gradient and moments of the parameters' type"):
+    with pytest.raises(BackendError, match="torch: needs gradients and moments in the dtype of the parameters"):
         adam_step(*p, **options, backend="torch")

@@ -89,9 +89,9 @@ def test_half_types_are_computed_in_float32() -> None:
 
 def test_refusals() -> None:
     q, k, v = leaves(1, 6, 4)
-    with pytest.raises(LayoutError, match="as many keys as queries, not 4 and 6"):
+    with pytest.raises(LayoutError, match="6 queries and 4 keys; their numbers must be equal"):
         block_attention(q, k, v, causal=True)
-    with pytest.raises(LayoutError, match="3 query heads cannot share 2 key heads"):
+    with pytest.raises(LayoutError, match="3 query heads and 2 key heads"):
         block_attention(q[:, :, :3], k, v, causal=False)
     with pytest.raises(BackendError, match="varlen: serves bfloat16 and float16"):
         block_attention(q, k, v, causal=False, backend="varlen")

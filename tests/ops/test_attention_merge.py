@@ -43,7 +43,7 @@ def test_large_logs_do_not_overflow() -> None:
 
 def test_shapes_must_agree() -> None:
     out, lse = torch.randn(1, 3, 2, 4), torch.randn(1, 2, 3)
-    with pytest.raises(LayoutError, match="of the same queries"):
+    with pytest.raises(LayoutError, match="with equal B, S, H, D"):
         merge(out, lse, out[:, :2], lse[:, :, :2])
     with pytest.raises(LayoutError, match="cannot be merged"):
         merge(out, lse.mT, out, lse.mT)

@@ -34,7 +34,7 @@ def test_references_pass_gradcheck() -> None:
 def test_half_input_may_have_a_float32_weight() -> None:
     x, weight = torch.randn(4, 64).bfloat16(), torch.randn(64)
     assert norm.rms_norm(x, weight, 1e-5).dtype == torch.bfloat16
-    with pytest.raises(BackendError, match="needs a weight of the input's type"):
+    with pytest.raises(BackendError, match="needs a weight in the dtype of the input"):
         norm.rms_norm(x, weight, 1e-5, backend="torch")
 
 
@@ -52,4 +52,4 @@ def test_sum_refuses_mixed_types() -> None:
 
 def test_triton_says_what_it_lacks() -> None:
     rows = {b.name: why for b, why in norm.RMS_NORM.table(norm.Spec("cuda", torch.bfloat16, torch.bfloat16, 20000))}
-    assert rows["triton"] == "holds whole rows of up to 16384 features, not 20000"
+    assert rows["triton"] == "serves rows of at most 16384 features, not 20000"

@@ -90,5 +90,5 @@ def test_bad_arguments_are_refused() -> None:
         RotaryScaling(factor=0.5)
     with pytest.raises(ValueError, match="must lie between"):
         RotaryScaling(low_frequency_factor=4.0)
-    with pytest.raises(ValueError, match="known are linear and llama3"):
+    with pytest.raises(ValueError, match="choose linear or llama3"):
         RotaryScaling("yarn")  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_the_other_apex_is_a_reason(packages: Fakes) -> None:
 
 
 def test_what_it_does_not_serve(apex: Fakes) -> None:
-    assert "weight of the input's type" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
+    assert "weight in the dtype of the input" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
     assert "half operands" in weight_gradient.why_not(wgrad.EXAMPLE._replace(dtype=torch.float32))
     assert "in float32" in adam.why_not(adam_op.EXAMPLE._replace(grad_dtype=torch.bfloat16))
     assert "contiguous" in adam.why_not(adam_op.EXAMPLE._replace(contiguous=False))

@@ -152,7 +152,7 @@ def test_what_it_does_not_serve(te: Fakes) -> None:
     assert "causal attention only" in attention.why_not(spec._replace(causal=False, window=True))
     assert "bfloat16 and float16" in attention.why_not(spec._replace(dtype=torch.float32))
     assert "up to 256" in attention.why_not(spec._replace(head_dim=320))
-    assert "weight of the input's type" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
+    assert "weight in the dtype of the input" in norm.rms_why_not(norm_op.EXAMPLE._replace(weight_dtype=torch.float32))
     assert "not torch.float64" in norm.rms_why_not(norm_op.EXAMPLE._replace(dtype=torch.float64))
     assert activation.gated_why_not(activation_op.EXAMPLE._replace(kind="gelu")).startswith("has no gelu; it has silu")
     assert "main gradient in float32" in weight_gradient.why_not(wgrad.EXAMPLE._replace(main_dtype=torch.float16))

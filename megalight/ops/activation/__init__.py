@@ -1,4 +1,4 @@
-"""Activations, plain and gated."""
+"""Activation functions, plain and gated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: tuple[str, ...] = tuple(reference.KINDS)
 
 
 class Spec(NamedTuple):
-    """What an activation must serve: device type, type of the input, and its name."""
+    """A request to an activation: device type, dtype of the input, name of the activation."""
 
     device: str
     dtype: torch.dtype
@@ -54,23 +54,23 @@ def _choose(
 
 
 def gated(x: Tensor, kind: str = "silu", backend: str = "auto") -> Tensor:
-    """``act(x[..., :f]) * x[..., f:]`` for ``x [..., 2f]``: SwiGLU and relatives (Shazeer 2020). Returns ``[..., f]``.
+    """``act(x[..., :f]) * x[..., f:]`` for ``x [..., 2f]``: SwiGLU and variants (Shazeer 2020). Returns ``[..., f]``.
 
-    A :func:`~megalight.ops.common.measuring` backend finds the largest magnitudes of the result, and of the gradient
-    of ``x``, on the way.
+    A :func:`~megalight.ops.common.measuring` backend also finds the largest magnitudes of the result and of the
+    gradient of ``x``, for later casts to 8 bits.
 
     Raises:
-        ValueError: an unknown ``kind``.
+        ValueError: ``kind`` is unknown.
     """
     out: Tensor = _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
     return out
 
 
 def activation(x: Tensor, kind: str, backend: str = "auto") -> Tensor:
-    """``act(x)``, element by element; measures as :func:`gated` does.
+    """``act(x)``, element by element; a measuring backend finds magnitudes as in :func:`gated`.
 
     Raises:
-        ValueError: an unknown ``kind``.
+        ValueError: ``kind`` is unknown.
     """
     out: Tensor = _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
     return out

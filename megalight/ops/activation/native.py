@@ -1,4 +1,4 @@
-"""Activations by torch's own functions."""
+"""Activations with torch's own functions."""
 
 from __future__ import annotations
 

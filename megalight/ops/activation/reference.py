@@ -1,4 +1,4 @@
-"""Activations in plain torch: half types are computed in float32 and rounded once."""
+"""Activations in plain torch. Half types are computed in float32 and rounded once, at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations, plain and gated, in one pass each way."""
+"""Activations, plain and gated: one kernel for the forward and one for the backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _value(x: Value, KIND: constexpr) -> Value:
         y = x * tl.sigmoid(x)
     elif KIND == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # (1 + tanh z) / 2 is sigmoid 2z
+    elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2 z)
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == "quick_gelu":
         y = x * tl.sigmoid(1.702 * x)
@@ -78,7 +78,7 @@ def _forward(
         out = _value(gate, KIND) * up
     else:
         out = _value(tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32), KIND)
-    out = out.to(y.dtype.element_ty)
+    out = out.to(y.dtype.element_ty)  # round first: the largest magnitude is that of the stored values
     tl.store(y + row * size + column, out, mask=inside)
     if MEASURE:
         largest = tl.max(tl.where(inside, tl.abs(out.to(tl.float32)), 0.0), 0)
@@ -101,28 +101,28 @@ def _backward(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     grad = tl.load(grad_y + row * size + column, mask=inside, other=0.0).to(tl.float32)
-    kind_of = grad_x.dtype.element_ty
+    out_type = grad_x.dtype.element_ty
     if GATED:
         first = row * 2 * size + column
         gate = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + first + size, mask=inside, other=0.0).to(tl.float32)
-        out = (grad * up * _slope(gate, KIND)).to(kind_of)
+        out = (grad * up * _slope(gate, KIND)).to(out_type)
         tl.store(grad_x + first, out, mask=inside)
-        other = (grad * _value(gate, KIND)).to(kind_of)
+        other = (grad * _value(gate, KIND)).to(out_type)
         tl.store(grad_x + first + size, other, mask=inside)
-        size_of = tl.maximum(tl.abs(out.to(tl.float32)), tl.abs(other.to(tl.float32)))
+        magnitude = tl.maximum(tl.abs(out.to(tl.float32)), tl.abs(other.to(tl.float32)))
     else:
         value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        out = (grad * _slope(value, KIND)).to(kind_of)
+        out = (grad * _slope(value, KIND)).to(out_type)
         tl.store(grad_x + row * size + column, out, mask=inside)
-        size_of = tl.abs(out.to(tl.float32))
+        magnitude = tl.abs(out.to(tl.float32))
     if MEASURE:
-        largest = tl.max(tl.where(inside, size_of, 0.0), 0)
+        largest = tl.max(tl.where(inside, magnitude, 0.0), 0)
         tl.store(parts + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
 def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
-    """Grid, columns of a row and block size for an output ``[..., size]``."""
+    """Return the grid (rows, blocks of a row), the row size and the block size for an output ``[..., size]``."""
     size = y.shape[-1]
     block = min(BLOCK, next_power(size))
     return (y.numel() // max(1, size), cdiv(size, block)), size, block

@@ -1,4 +1,4 @@
-"""One Adam or AdamW step on flat tensors, in place."""
+"""One in-place Adam or AdamW step on flat tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """What a step must serve.
+    """A request to Adam.
 
     Attributes:
         device: device type.
-        dtype: type of the parameters (masters).
-        grad_dtype: type of the gradients.
-        state_dtypes: types of the two moments.
-        out_dtype: type of the low-precision copy, or None without one.
-        contiguous: all tensors are contiguous.
+        dtype: dtype of the (master) parameters.
+        grad_dtype: dtype of the gradients.
+        state_dtypes: dtypes of the two moments.
+        out_dtype: dtype of the low-precision copy, or None if there is no copy.
+        contiguous: whether all tensors are contiguous.
     """
 
     device: str
@@ -40,7 +40,7 @@ EXAMPLE = Spec("cpu", torch.float32, torch.float32, (torch.float32, torch.float3
 
 def _torch_why_not(spec: Spec) -> str | None:
     if {spec.grad_dtype, *spec.state_dtypes} != {spec.dtype}:
-        return f"needs gradient and moments of the parameters' type, {spec.dtype}"
+        return f"needs gradients and moments in the dtype of the parameters, {spec.dtype}"
     return None
 
 
@@ -81,26 +81,26 @@ def adam_step(
 ) -> None:
     """Update ``param`` and both moments in place.
 
-    With bias correction, as ``torch.optim.Adam`` and ``AdamW`` do it::
+    The formula has bias correction, as in ``torch.optim.Adam`` and ``AdamW``::
 
         m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
         p -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
 
     Args:
-        param: ``[n]``, the masters.
-        grad: ``[n]``, never written.
-        exp_avg: ``[n]``, the first moment.
-        exp_avg_sq: ``[n]``, the second moment.
-        lr: learning rate; a 0-dim device tensor where the step is captured in a CUDA graph.
+        param: ``[n]``: the (master) parameters.
+        grad: ``[n]``: the gradient; it is not written.
+        exp_avg: ``[n]``: the first moment.
+        exp_avg_sq: ``[n]``: the second moment.
+        lr: learning rate. Use a 0-dim device tensor if a CUDA graph captures the step.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decay coefficient.
-        step: number of this step, from 1; a 0-dim device tensor is allowed too.
-        decoupled: the decay scales the parameter (AdamW); otherwise it is added to the gradient.
+        step: number of this step, counted from 1. A 0-dim device tensor is allowed.
+        decoupled: whether the decay scales the parameter (AdamW). If not, it is added to the gradient (Adam).
         grad_scale: 0-dim device tensor that multiplies the gradient.
-        out: ``[n]``, receives the new parameters in its own type.
-        backend: a backend's name.
+        out: ``[n]``: receives a copy of the new parameters in its own dtype.
+        backend: name of a backend.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
     spec = Spec(

@@ -1,4 +1,4 @@
-"""One Adam step by torch's fused kernels."""
+"""One Adam step with torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """The fused update; scaling the gradient and writing ``out`` are passes of their own."""
+    """Call the fused update. To scale the gradient and to write ``out`` take separate passes over memory."""
     if grad_scale is not None:
         grad = grad * grad_scale.to(grad.dtype)
     if isinstance(step, Tensor):

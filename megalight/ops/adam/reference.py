@@ -22,7 +22,7 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Kingma and Ba 2015; with ``decoupled``, Loshchilov and Hutter 2019."""
+    """Adam (Kingma and Ba 2015) or, with ``decoupled``, AdamW (Loshchilov and Hutter 2019)."""
     grad = grad.to(param.dtype)
     if grad_scale is not None:
         grad = grad * grad_scale.to(param.dtype)
@@ -32,7 +32,7 @@ def adam_step(
         grad = grad + weight_decay * param
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    step = torch.as_tensor(step, dtype=torch.float64)
+    step = torch.as_tensor(step, dtype=torch.float64)  # 1 - beta**step loses digits in float32
     first = exp_avg.to(param.dtype) / (1 - beta1**step)
     second = exp_avg_sq.to(param.dtype) / (1 - beta2**step)
     param.sub_(lr * first / (second.sqrt() + eps))

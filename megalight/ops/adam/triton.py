@@ -1,4 +1,4 @@
-"""One Adam step in a single pass: moments, parameters and the low-precision copy."""
+"""One Adam step in a single pass over memory: moments, parameters and the low-precision copy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _step(
 ) -> None:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
-    if ON_DEVICE:
+    if ON_DEVICE:  # learning rate or step number is a tensor, so a captured step follows later changes
         lr = tl.load(scalars)
         step_size = tl.load(scalars + 1)
         root_correction = tl.load(scalars + 2)
@@ -77,11 +77,11 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """The whole step in one kernel, without waiting for the device."""
+    """Run the whole step in one kernel, without making the host wait for the device."""
     on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
     scalars = None
     rate, step_size, root_correction = 0.0, 0.0, 0.0
-    if on_device:
+    if on_device:  # bias corrections in float64, as on the host: 1 - beta**step loses digits in float32
         rates = torch.as_tensor(lr, dtype=torch.float64, device=param.device)
         count = torch.as_tensor(step, dtype=torch.float64, device=param.device)
         scalars = torch.stack((rates, rates / (1 - beta1**count), (1 - beta2**count).rsqrt())).float()

@@ -16,21 +16,20 @@ from megalight.types import PackedSequences
 
 
 class Spec(NamedTuple):
-    """What attention must serve.
+    """A request to attention.
 
     Attributes:
         device: device type.
-        dtype: type of queries, keys and values.
-        head_dim: features of a query and key head.
-        value_dim: features of a value head.
-        grouped: fewer key heads than query heads.
-        uniform: all sequences are equally long, and so are their keys.
-        square: queries and keys are the same tokens, so that lengths repeat from step to step; otherwise causal masks
-            align bottom-right.
-        causal: a query sees no later key.
-        window: a limit on how far back a query sees.
-        softcap: scores are capped.
-        dropout: attention weights are dropped.
+        dtype: dtype of queries, keys and values.
+        head_dim: size of a query and key head.
+        value_dim: size of a value head.
+        grouped: whether there are fewer key heads than query heads.
+        uniform: whether all sequences are equally long, and their keys too.
+        square: whether queries and keys are the same tokens. If not, causal masks align bottom-right.
+        causal: whether a query sees no later key.
+        window: whether a query sees only a limited number of earlier keys.
+        softcap: whether scores are capped.
+        dropout: whether attention weights are dropped.
     """
 
     device: str
@@ -56,7 +55,7 @@ def _sdpa_why_not(spec: Spec) -> str | None:
 
 
 def _kernel_why_not(spec: Spec, widest: int) -> str | None:
-    """What the dense and the packed CUDA kernels both refuse."""
+    """Return what both CUDA kernels, the dense and the packed one, cannot serve."""
     heads = heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, widest)
     return heads or _sdpa_why_not(spec) or cuda_why_not(spec.device)
 
@@ -65,7 +64,7 @@ def _cudnn_why_not(spec: Spec) -> str | None:
     if not spec.uniform:
         return "needs equally long sequences"
     if not spec.square:
-        return "has no bottom-right causal mask, and prepares itself anew for every length of the keys"
+        return "has no bottom-right causal mask, and compiles a new kernel for every number of keys"
     if spec.window:
         return "has no window"
     return _kernel_why_not(spec, 128) or (
@@ -105,31 +104,33 @@ def attention(
 
     Args:
         q: ``[Tq, H, D]``.
-        k: ``[Tk, Hkv, D]``; ``H`` is a multiple of ``Hkv`` (grouped queries).
+        k: ``[Tk, Hkv, D]``; ``H`` is a multiple of ``Hkv`` (grouped-query attention).
         v: ``[Tk, Hkv, Dv]``.
-        sequences: how queries divide into sequences; ``sequences.keys`` how keys do, where they differ. Queries are
+        sequences: how queries divide into sequences. If keys differ, ``sequences.keys`` describes them, and queries are
             the last tokens of their keys' sequence (bottom-right causal alignment).
-        causal: a query sees no later key.
+        causal: whether a query sees no later key.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
-        window: tokens to the left that a query may see besides itself; None is all.
+        window: number of earlier tokens that a query sees besides itself. None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        dropout: probability with which a weight is dropped; pass 0 outside training.
-        backend: a backend's name.
+        dropout: probability to drop a weight. Pass 0 outside of training.
+        backend: name of a backend.
 
     Returns:
         ``[Tq, H, Dv]``.
 
     Raises:
-        LayoutError: head counts that do not divide, or tokens that are one share of cut sequences.
+        LayoutError: the numbers of heads do not divide, or the tokens are a context-parallel share.
         BackendError: no backend can serve, or the named one cannot.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads:
-        raise LayoutError(f"{heads} query heads cannot share {kv_heads} key heads; the first must be a multiple.")
+        raise LayoutError(
+            f"there are {heads} query heads and {kv_heads} key heads; the first must be a multiple of the second."
+        )
     if sequences.context is not None:
         raise LayoutError(
-            "these tokens are a share of their sequences, and plain attention sees no other share. Make the model "
-            "parallel with parallelize() on a mesh with cp > 1, and a plan with ContextRegion() for its attention."
+            "these tokens are a context-parallel share, and plain attention does not see the other shares. Call "
+            "parallelize() on a mesh with cp > 1 and a plan that has ContextRegion() for the model's attention."
         )
     keys = sequences.keys
     spec = Spec(

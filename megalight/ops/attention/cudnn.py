@@ -1,7 +1,7 @@
-"""Dense causal attention by cuDNN, which on Hopper is nearly twice as fast as torch's flash kernel.
+"""Dense attention by cuDNN. On Hopper it is nearly twice as fast as torch's flash kernel.
 
-The operator behind ``scaled_dot_product_attention`` is called directly: choosing it through ``sdpa_kernel`` would set
-process-wide flags on every call.
+We call the operator behind ``scaled_dot_product_attention`` directly: to choose it with ``sdpa_kernel`` would set
+process-wide flags at every call.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """A uniform batch, viewed as ``[B, H, S, D]``."""
-    assert sequences.uniform is not None  # the backend serves uniform batches only
+    """Attention of a uniform batch, viewed as ``[B, H, S, D]``."""
+    assert sequences.uniform is not None  # `why_not` refuses others
     batch, length = sequences.uniform
-    if length == 1:  # cuDNN refuses single queries
+    if length == 1:  # cuDNN cannot serve single queries
         return sdpa.attention(q, k, v, sequences, causal, scale, window, softcap, dropout)
     query, key, value = (t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

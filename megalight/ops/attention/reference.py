@@ -1,4 +1,4 @@
-"""Attention with explicit masks: plain torch, exact, any type; half types are computed in float32."""
+"""Attention in plain torch with explicit masks, for any dtype. Half types are computed in float32."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megalight.types import PackedSequences
 
 
 def mask(length: int, keys: int, causal: bool, window: int | None, device: torch.device | str = "cpu") -> Tensor | None:
-    """``[length, keys]``, True where a query may look: queries are the last ``length`` positions of the keys' sequence.
+    """``[length, keys]``: True where a query sees a key. Queries are the last ``length`` positions of the keys.
 
-    None where every query may see every key.
+    Returns None if every query sees every key.
     """
     if not causal and window is None:
         return None
@@ -39,7 +39,7 @@ def attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """One sequence after the other, with the whole matrix of scores."""
+    """Attention of one sequence after the other, with the whole score matrix."""
     keys = sequences.keys or sequences
     outputs = []
     parts = zip(

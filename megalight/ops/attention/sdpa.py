@@ -1,4 +1,4 @@
-"""Attention by torch's scaled dot product: equally long sequences as one dense batch, others one by one."""
+"""Attention by ``scaled_dot_product_attention``: equally long sequences as one dense batch, others one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """A uniform batch is viewed as ``[B, H, S, D]``, which copies nothing."""
+    """Attention. A uniform batch is viewed as ``[B, H, S, D]`` without a copy."""
     keys = sequences.keys or sequences
     if sequences.uniform is not None and keys.uniform is not None:
         return _dense(q, k, v, sequences.uniform[0], causal, scale, window, dropout)
@@ -35,15 +35,15 @@ def attention(
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, batch: int, causal: bool, scale: float | None, window: int | None, dropout: float
 ) -> Tensor:
-    """``[B * S, H, D]`` of ``batch`` equal sequences."""
+    """Attention of ``[B * S, H, D]``: ``batch`` equally long sequences."""
     tokens, heads, _ = q.shape
     query, key, value = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     length, num_keys = query.shape[2], key.shape[2]
-    if causal and length == 1:  # the only query is the last position: it sees all that the window lets it
+    if causal and length == 1:  # the only query is the last position: no key is later
         causal = False
-    if window is not None and num_keys <= window + 1 and causal:
+    if window is not None and num_keys <= window + 1 and causal:  # the window covers all keys
         window = None
-    aligned = causal and window is None and length == num_keys
+    aligned = causal and window is None and length == num_keys  # torch's own causal mask fits: faster than a tensor
     allowed = None if aligned else mask(length, num_keys, causal, window, q.device)
     out = F.scaled_dot_product_attention(
         query,

@@ -1,7 +1,7 @@
-"""Ragged, windowed and bottom-right causal attention by torch's flash kernel for packed sequences.
+"""Attention over packed sequences by torch's flash kernel, with windows and bottom-right causal masks.
 
-The operator behind ``torch.nn.attention.varlen`` is called directly: its public wrapper changed its arguments between
-torch 2.10 and 2.13, and lacks dropout.
+We call the operator behind ``torch.nn.attention.varlen`` directly: the public function changed its arguments between
+torch 2.10 and 2.13 and has no dropout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """All sequences in one kernel; causal masks align bottom-right."""
+    """Attention of all sequences in one kernel; causal masks align bottom-right."""
     keys = sequences.keys or sequences
     plain = causal and window is None
     out: Tensor = torch.ops.aten._flash_attention_forward(

@@ -1,8 +1,8 @@
-"""Attention to some of the keys, with the log-sum-exp that lets blocks be merged; and its gradient.
+"""Attention over a block of the keys, with the log-sum-exp that is needed to merge blocks, and its gradient.
 
-A block is what one device computes of attention whose keys are spread over several (arXiv 2310.01889). Outputs of
-blocks are merged by :func:`megalight.ops.attention_merge.merge_`. Given the *merged* output and log-sum-exp, the
-gradients of the blocks add up to the gradient of the whole.
+In ring attention (https://arxiv.org/abs/2310.01889) keys are spread over devices, and each device computes blocks.
+:func:`megalight.ops.attention_merge.merge` merges the outputs. With the *merged* output and log-sum-exp, the gradients
+of the blocks sum to the gradient of the whole.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megalight.types import PackedSequences
 
 
 class Spec(NamedTuple):
-    """What a block must serve.
+    """A request to block attention.
 
     Attributes:
         device: device type.
-        dtype: type of queries, keys and values.
-        head_dim: features of a query and key head.
-        value_dim: features of a value head.
-        dense: rows of a batch are sequences, all equally long; otherwise they are packed.
-        single: the sequences have but one query or key each.
+        dtype: dtype of queries, keys and values.
+        head_dim: size of a query and key head.
+        value_dim: size of a value head.
+        dense: whether the rows of the batch are sequences of equal length. If not, sequences are packed.
+        single: whether each sequence has only one query or one key.
     """
 
     device: str
@@ -50,7 +50,7 @@ EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, False)
 
 
 def _kernel_why_not(spec: Spec, widest: int) -> str | None:
-    """What both CUDA kernels refuse."""
+    """Return what both CUDA kernels cannot serve."""
     heads = heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, widest)
     return heads or cuda_why_not(spec.device)
 
@@ -59,7 +59,7 @@ def _cudnn_why_not(spec: Spec) -> str | None:
     if not spec.dense:
         return "needs equally long sequences"
     if spec.single:
-        return "needs two queries and keys of each sequence"
+        return "needs at least two queries and two keys per sequence"
     return _kernel_why_not(spec, 128) or (
         None if torch._C._get_cudnn_sdp_enabled() else "torch.backends.cuda.enable_cudnn_sdp(False) switched it off"
     )
@@ -85,10 +85,13 @@ def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, bac
 def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool) -> Spec:
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
-        raise LayoutError(f"{heads} query heads cannot share {kv_heads} key heads; the first must be a multiple.")
+        raise LayoutError(
+            f"there are {heads} query heads and {kv_heads} key heads; the first must be a multiple of the second."
+        )
     if causal and (q.shape[1] != k.shape[1] or (sequences is not None and sequences.keys is not None)):
         raise LayoutError(
-            f"a causal block has as many keys as queries, not {k.shape[1]} and {q.shape[1]}; cut what no query sees."
+            f"a causal block has {q.shape[1]} queries and {k.shape[1]} keys; their numbers must be equal. Remove the "
+            "keys that no query sees."
         )
     dense = sequences is None
     single = dense and min(q.shape[1], k.shape[1]) < 2
@@ -105,23 +108,25 @@ def block_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(q k^T * scale) v`` over the given keys only, and the log-sum-exp of the scores. Not differentiable.
+    """Compute ``softmax(q k^T * scale) v`` over these keys, and the log-sum-exp of the scores. Not differentiable.
+
+    All inputs may be views with strides.
 
     Args:
-        q: ``[B, S, H, D]``; where ``sequences`` is given, ``[1, T, H, D]``.
-        k: ``[B, Sk, Hkv, D]``; ``H`` is a multiple of ``Hkv``. Like all inputs it may be a view with strides.
+        q: ``[B, S, H, D]``, or ``[1, T, H, D]`` with ``sequences``.
+        k: ``[B, Sk, Hkv, D]``; ``H`` is a multiple of ``Hkv``.
         v: ``[B, Sk, Hkv, Dv]``.
-        sequences: how packed queries, and by ``sequences.keys`` keys, divide into sequences. None: each row of the
-            batch is one.
-        causal: query ``i`` sees keys up to ``i``; there must be as many of both.
+        sequences: how packed queries, and with ``sequences.keys`` packed keys, divide into sequences. None: each row of
+            the batch is a sequence.
+        causal: whether query ``i`` sees only keys up to ``i``. The numbers of queries and keys must then be equal.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
-        backend: a backend's name.
+        backend: name of a backend.
 
     Returns:
-        output ``[B, S, H, Dv]``, and log-sum-exp ``[B, H, S]`` in float32 (float64 for float64).
+        the output ``[B, S, H, Dv]``, and the log-sum-exp ``[B, H, S]`` in float32 (float64 for float64).
 
     Raises:
-        LayoutError: head counts that do not divide, or a causal block that is not square.
+        LayoutError: the numbers of heads do not divide, or a causal block is not square.
         BackendError: no backend can serve, or the named one cannot.
     """
     fn = _choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal), backend)
@@ -142,19 +147,21 @@ def block_attention_backward(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of queries, keys and values.
+    """Compute what a block adds to the gradients of queries, keys and values.
+
+    Arguments that are not listed are as in :func:`block_attention`.
 
     Args:
-        grad_out: ``[B, S, H, Dv]``, gradient of the merged output.
-        q: as in :func:`block_attention`, like ``k``, ``v``, ``sequences``, ``causal``, ``scale`` and ``backend``.
+        grad_out: ``[B, S, H, Dv]``: gradient of the merged output.
+        q: queries.
         k: keys.
         v: values.
-        out: ``[B, S, H, Dv]``, the output merged over all blocks.
-        lse: ``[B, H, S]``, the log-sum-exp merged over all blocks.
-        sequences: how packed tokens divide.
-        causal: query ``i`` sees keys up to ``i``.
+        out: ``[B, S, H, Dv]``: the output, merged over all blocks.
+        lse: ``[B, H, S]``: the log-sum-exp, merged over all blocks.
+        sequences: how packed tokens divide into sequences.
+        causal: whether query ``i`` sees only keys up to ``i``.
         scale: factor on scores.
-        backend: a backend's name.
+        backend: name of a backend.
 
     Returns:
         gradients in the shapes of ``q``, ``k`` and ``v``.

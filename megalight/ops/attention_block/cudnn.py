@@ -1,9 +1,9 @@
-"""Dense blocks by cuDNN, which on Hopper is nearly twice as fast as torch's flash kernel.
+"""Dense blocks by cuDNN. On Hopper it is nearly twice as fast as torch's flash kernel.
 
-The operators behind ``scaled_dot_product_attention`` are called directly: they return and take the log-sum-exp. cuDNN
-follows any strides, so that views into larger tensors cost no copy. torch keeps its prepared kernels by the strides of
-queries, keys and values alone: output, its gradient and the log-sum-exp must always have the same layout, and are
-therefore brought into the contiguous one (as they come, unless a caller cuts a batch along its sequences).
+We call the operators behind ``scaled_dot_product_attention`` directly, because they return and take the log-sum-exp.
+cuDNN accepts any strides, so views into larger tensors need no copy. torch caches cuDNN's kernels by the strides of
+queries, keys and values only. So the output, its gradient and the log-sum-exp must always have one layout: we make them
+contiguous. They already are, unless a caller cuts a batch along its sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``[B, S, H, D]`` seen as ``[B, H, S, D]``."""
+    """Output and log-sum-exp of a block; tensors ``[B, S, H, D]`` are viewed as ``[B, H, S, D]``."""
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.squeeze(-1)
@@ -36,7 +36,7 @@ def backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block, whose share of ``out`` and ``lse`` need not be known."""
+    """Gradients of a block, from the merged ``out`` and ``lse``."""
     query, key, value, output, grad = (t.transpose(1, 2) for t in (q, k, v, out.contiguous(), grad_out.contiguous()))
     no_dropout = lse.new_empty(0)
     grads = aten._scaled_dot_product_cudnn_attention_backward(

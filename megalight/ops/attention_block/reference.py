@@ -1,4 +1,4 @@
-"""Blocks with the whole matrix of scores: plain torch, exact, any type; half types are computed in float32."""
+"""Blocks in plain torch with the whole score matrix, for any dtype. Half types are computed in float32."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megalight.types import PackedSequences
 
 
 def _sequences(tensor: Tensor, lengths: tuple[int, ...] | None) -> Iterator[Tensor]:
-    """``[S, heads, D]`` of one sequence after the other, as ``[heads, S, D]`` in the type that sums are formed in."""
+    """Yield each sequence as ``[heads, S, D]``, in the dtype that sums are computed in."""
     rows = tensor.unbind() if lengths is None else torch.split(tensor[0], list(lengths))
     return (row.transpose(0, 1).to(wide(tensor.dtype)) for row in rows)
 
 
 def _lengths(sequences: PackedSequences | None) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Lengths of packed queries and of keys."""
+    """Return the lengths of packed queries and keys; None for dense batches."""
     return (None, None) if sequences is None else (sequences.lengths, (sequences.keys or sequences).lengths)
 
 
@@ -29,14 +29,14 @@ def _factor(scale: float | None, head_dim: int) -> float:
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, factor: float) -> Tensor:
-    """``[H, S, Sk]``, minus infinity where a query may not look."""
+    """``[H, S, Sk]``: the scores; minus infinity where a query does not see a key."""
     scores = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * factor
     allowed = mask(query.shape[1], key.shape[1], causal, None, query.device)
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
 def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
-    """``[heads, S, D]`` of each sequence as ``[B, S, heads, D]``, in the type of ``like``."""
+    """Join sequences ``[heads, S, D]`` to ``[B, S, heads, D]``, in the dtype of ``like``."""
     return (
         torch.cat([part.transpose(0, 1) for part in parts]).view(like.shape[0], -1, *parts[0].shape[::2]).to(like.dtype)
     )
@@ -45,7 +45,7 @@ def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """One sequence after the other."""
+    """Output and log-sum-exp, one sequence after the other."""
     lengths, key_lengths = _lengths(sequences)
     factor, outputs, sums = _factor(scale, q.shape[-1]), [], []
     for query, key, value in zip(
@@ -69,7 +69,10 @@ def backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``P = exp(S - lse)``, ``dV = P^T dO``, ``dS = P * (dO V^T - rowsum(dO * O))``, ``dQ = dS K``, ``dK = dS^T Q``."""
+    """Gradients of a block, one sequence after the other.
+
+    ``P = exp(S - lse)``, ``dV = P^T dO``, ``dS = P * (dO V^T - rowsum(dO * O))``, ``dQ = dS K``, ``dK = dS^T Q``.
+    """
     lengths, key_lengths = _lengths(sequences)
     sums = lse.unbind() if lengths is None else torch.split(lse[0], list(lengths), -1)
     factor = _factor(scale, q.shape[-1])

@@ -1,4 +1,4 @@
-"""Blocks by torch's flash kernel, packed ones too."""
+"""Blocks by torch's flash kernel, dense or packed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ aten = torch.ops.aten
 
 
 def _packing(q: Tensor, k: Tensor, sequences: PackedSequences | None) -> tuple[Any, ...]:
-    """Offsets of queries and keys, and the longest of both."""
+    """Return the offsets of queries and keys, and the longest length of both."""
     if sequences is None:
         return None, None, q.shape[1], k.shape[1]
     keys = sequences.keys or sequences
-    # With a single query per sequence the kernel would fold heads together and order the log-sum-exp otherwise.
+    # If the longest query length were 1, the kernel would fold heads together and reorder the log-sum-exp.
     return sequences.cu_seqlens, keys.cu_seqlens, max(2, sequences.max_length), keys.max_length
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """All sequences in one kernel."""
+    """Output and log-sum-exp of all sequences in one kernel."""
     packing = _packing(q, k, sequences)
     if sequences is None:
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *packing, 0.0, causal, False, scale=scale)

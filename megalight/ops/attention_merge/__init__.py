@@ -1,4 +1,4 @@
-"""Two blocks of attention into one: outputs over different keys become the output over all of them."""
+"""Merging two blocks of attention: outputs over different keys become the output over all keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """What a merge must serve: device type, and types of the two outputs and of the merged one."""
+    """A request to a merge: device type, dtypes of the two outputs and of the merged output."""
 
     device: str
     dtype: torch.dtype
@@ -49,30 +49,30 @@ def merge(
     into: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``lse = log(e^lse_a + e^lse_b)`` and ``out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b``.
+    """Compute ``lse = log(e^lse_a + e^lse_b)`` and ``out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b``.
 
-    Sums are formed in float32 (float64 for float64). A log-sum-exp of minus infinity is that of a query that has seen
-    no key: its output has no weight, and is 0 where both are such.
+    Sums are computed in float32 (float64 for float64). A log-sum-exp of minus infinity means that the query has seen no
+    key. Its output then has weight 0, and the result is 0 if this holds for both.
 
     Args:
-        out_a: ``[B, S, H, D]``; may be a view with the features side by side.
-        lse_a: ``[B, H, S]``; may be a view with the queries side by side.
+        out_a: ``[B, S, H, D]``; may be a view if the last dim is contiguous.
+        lse_a: ``[B, H, S]``; may be a view if the last dim is contiguous.
         out_b: ``[B, S, H, D]``.
         lse_b: ``[B, H, S]``.
-        into: where output and log-sum-exp go; may be ``(out_a, lse_a)``. By default new tensors, the output in the
-            type that sums are formed in.
-        backend: a backend's name.
+        into: tensors for the output and the log-sum-exp; may be ``(out_a, lse_a)``. Default: new tensors, with the
+            output in the dtype of the sums.
+        backend: name of a backend.
 
     Returns:
         ``into``, or the new tensors.
 
     Raises:
-        LayoutError: shapes differ.
+        LayoutError: the shapes do not fit.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.mT.shape != out_a.shape[:3]:
         raise LayoutError(
             f"outputs {tuple(out_a.shape)}, {tuple(out_b.shape)} and log-sum-exps {tuple(lse_a.shape)}, "
-            f"{tuple(lse_b.shape)} cannot be merged; they must be [B, S, H, D] and [B, H, S] of the same queries."
+            f"{tuple(lse_b.shape)} cannot be merged; they must be [B, S, H, D] and [B, H, S] with equal B, S, H, D."
         )
     if into is None:
         into = (

@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Writes ``out`` and ``lse``, which may be one of the two."""
+    """Write ``out`` and ``lse``, which may be the tensors of block a or b."""
     merged = torch.logaddexp(lse_a, lse_b)
-    weights = ((part - merged).exp().nan_to_num(0).mT[..., None] for part in (lse_a, lse_b))  # nan: neither saw a key
+    # A query that saw no key in either block gives -inf - (-inf) = NaN; its weights are 0.
+    weights = ((part - merged).exp().nan_to_num(0).mT[..., None] for part in (lse_a, lse_b))
     terms = [weight * part.to(weight.dtype) for weight, part in zip(weights, (out_a, out_b), strict=True)]
     out.copy_(terms[0] + terms[1])
     lse.copy_(merged)

@@ -1,4 +1,4 @@
-"""The merge in one pass over memory: a program handles some queries of one head."""
+"""The merge in one pass over memory. A program handles some queries of one head."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _merge(
     nothing = float("-inf")
     a = tl.load(lse_a + row * lse_a_row + head * lse_a_head + query, mask=here, other=nothing)
     b = tl.load(lse_b + row * lse_b_row + head * lse_b_head + query, mask=here, other=nothing)
-    high = tl.maximum(a, b)
-    high = tl.where(high == nothing, 0.0, high)
+    high = tl.maximum(a, b)  # subtracted for stability
+    high = tl.where(high == nothing, 0.0, high)  # no key seen in either block: avoid -inf - (-inf)
     weight_a = tl.exp(a - high)
     weight_b = tl.exp(b - high)
     total = weight_a + weight_b
@@ -66,13 +66,13 @@ def _merge(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Writes ``out`` and ``lse``, which may be one of the two."""
+    """Write ``out`` and ``lse``, which may be the tensors of block a or b."""
     rows, queries, heads, dim = out.shape
     dim_block = next_power(dim)
     query_block = max(1, BLOCK // dim_block)
     if not out.numel():
         return
-    # Neighbouring programs take neighbouring heads: what runs at a time is one stretch of memory.
+    # Heads are the first grid axis: programs that run at the same time then read contiguous memory.
     _merge[(heads, cdiv(queries, query_block), rows)](
         out_a,
         lse_a,

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's output, without ever holding that output in float32."""
+"""Linear layer and cross entropy in one op, without all logits in float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """What a loss must serve: device type, and type of the hidden states."""
+    """A request to the loss: device type, dtype of the hidden states."""
 
     device: str
     dtype: torch.dtype
@@ -57,28 +57,28 @@ def linear_cross_entropy(
     combine: Combine | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``-log softmax(hidden W^T + b)[label]`` of every token.
+    """Return ``-log softmax(hidden W^T + b)[label]`` of every token.
 
-    Logits are formed in the type of ``hidden`` (sums in float32). They take up to 1/32 of the device's memory: those
-    that fit are kept for the backward, others are formed again, a chunk of tokens at a time. Gradients of a weight or
-    bias with a main gradient are added there, as in :func:`megalight.ops.linear.linear`, once per chunk.
+    Logits have the dtype of ``hidden`` (with sums in float32) and take up to 1/32 of the device's memory. Logits that
+    fit are kept for the backward; others are computed again, a chunk of tokens at a time. If the weight or the bias has
+    a main gradient, its gradient is added there once per chunk, as in :func:`megalight.ops.linear.linear`.
 
     Args:
         hidden: ``[T, h]``.
-        weight: ``[V, h]``: rows ``first_row`` to ``first_row + V`` of a table.
-        labels: ``[T]`` int64 rows of the table; negative ones are ignored: loss 0, no gradient.
+        weight: ``[V, h]``: rows ``first_row`` to ``first_row + V`` of the vocabulary.
+        labels: ``[T]`` int64 rows of the vocabulary. Negative labels are ignored: loss 0, no gradient.
         bias: ``[V]``.
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
-        chunk: tokens per chunk; chosen by memory when None.
-        first_row: table row of the weight's first row.
-        num_rows: rows of the table that are real; later ones are padding and have no probability. All when None.
-        combine: ``(logsumexp [T], target_logit [T]) -> (logsumexp, target_logit)`` joins the results of several parts
-            of the table (a target that another part holds counts 0 here). The gradient of ``hidden`` is then this
-            part's share of a sum.
-        backend: a backend's name.
+        chunk: tokens per chunk. None: as many as the memory allows.
+        first_row: row of the vocabulary that is the first row of ``weight``.
+        num_rows: number of real rows of the vocabulary; later rows are padding with probability 0. None: all rows.
+        combine: ``(logsumexp [T], target_logit [T]) -> (logsumexp, target_logit)`` combines the results of several
+            parts of the vocabulary. The target logit is 0 if another part has the label. The gradient of ``hidden`` is
+            then only this part's term of a sum.
+        backend: name of a backend.
 
     Returns:
-        losses ``[T]``, float32 (float64 for float64).
+        losses ``[T]`` in float32 (float64 for float64).
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):

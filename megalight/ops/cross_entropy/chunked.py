@@ -1,4 +1,4 @@
-"""Linear + cross entropy over chunks of tokens: logits exist in the operands' type only, and only as many as fit."""
+"""Linear layer and cross entropy over chunks of tokens, so that only as many logits exist as fit into memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from megalight.ops.parameter import main_grad_of, put, state_of
 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SHARE = 1 / 32
-"""Of the device's memory, what logits may take. So many are kept for the backward; the others are made a second time,
-a fourth matrix product beside the three that they take anyhow, and each chunk of them is a pass over the main gradient.
+"""Share of the device's memory that logits may take.
+
+Logits that do not fit are computed a second time in the backward: a fourth matrix product beside the usual three, and
+one more pass over the main gradient for each chunk.
 """
+
 CHUNKS = 4
-"""Into how many chunks that share is divided where it does not hold all logits: one is in work, the others are kept."""
+"""Number of chunks in this share if it does not hold all logits: one is being computed, the others are kept."""
+
 TILE = 128
-"""Rows that matrix products handle at once: chunks are multiples of it."""
+"""Rows that a matrix product computes at once. Chunks are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fixed facts of one call: kernels, tokens per chunk, first chunks whose logits are kept, real rows of the
-    weight, soft cap.
+    """The constants of one call.
+
+    Attributes:
+        rows: the row-wise kernels.
+        chunk: tokens per chunk.
+        kept: number of chunks, the first ones, whose logits are kept for the backward.
+        real: number of rows of the weight that are no padding.
+        softcap: soft cap of the logits.
     """
 
     rows: Rows
@@ -64,24 +74,24 @@ def linear_cross_entropy(
     num_rows: int,
     combine: Combine | None,
 ) -> Tensor:
-    """As the public call, with the row-wise kernels of a backend."""
+    """Implement the public function with the row-wise kernels of a backend."""
     size = weight.shape[0]
     chunk, kept = cut(hidden.shape[0], size * hidden.element_size(), chunk, _memory(hidden.device) * SHARE)
     real = max(0, min(size, num_rows - first_row))
     plan = Plan(rows, chunk, kept if torch.is_grad_enabled() else 0, real, softcap)
-    # Labels count from this weight's first row; those that are ignored stay negative, as do those of rows before it.
+    # Labels relative to the first row of this weight. Ignored labels, and labels of earlier rows, are negative.
     local = labels if first_row == 0 else (labels - first_row).where(labels >= 0, labels)
     losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, local, labels < 0, plan, combine)  # type: ignore[no-untyped-call]
     return losses
 
 
 def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[int, int]:
-    """Tokens per chunk, and how many chunks' logits can be kept beside one that is in work.
+    """Return the tokens per chunk, and the number of chunks whose logits can be kept beside the one being computed.
 
     Args:
-        tokens: of the call.
-        row_bytes: logits of a token.
-        chunk: tokens per chunk, where they are given.
+        tokens: number of tokens.
+        row_bytes: size of the logits of one token, in bytes.
+        chunk: tokens per chunk, if given.
         memory: bytes that logits may take.
     """
     fits = tokens * row_bytes <= memory
@@ -97,16 +107,17 @@ def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[
 
 @lru_cache
 def _memory(device: torch.device) -> int:
-    """Bytes of a device, or of this machine."""
+    """Return the memory of a device, or of this machine for the CPU, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[T, V]``. On a GPU rows start at multiples of 128 bytes: unaligned vocabularies slow matrix products down.
+    """Return logits ``[T, V]``.
 
-    On a CPU with AMX products in bf16 read what lies between such rows, and a NaN there spoils them (torch 2.13).
+    On a GPU, rows start at multiples of 128 bytes, because matrix products are slow with unaligned vocabularies. Not so
+    on a CPU: bf16 products with AMX read the padding between rows, and a NaN there damages the result (torch 2.13).
     """
     size = weight.shape[0]
     aligned = -(-size // 64) * 64 if hidden.is_cuda else size
@@ -141,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 kept.append(logits)
         if combine is not None:
             logsumexp, target = combine(logsumexp, target)
-        # The parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
+        # Keep parameters by reference: tensors that saved-tensor hooks return would not have their attributes.
         ctx.weight, ctx.bias, ctx.plan, ctx.kept = weight, bias, plan, kept
         ctx.save_for_backward(hidden, labels, ignored, logsumexp.contiguous())
         return (logsumexp - target).masked_fill_(ignored, 0.0)
@@ -151,9 +162,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels, ignored, logsumexp = ctx.saved_tensors
         weight, bias, plan = ctx.weight, ctx.bias, ctx.plan
-        kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward makes them anew
+        kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward computes them again
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad = grad.masked_fill(ignored, 0.0).contiguous()  # the gradient of a sum is one number, expanded
+        grad = grad.masked_fill(ignored, 0.0).contiguous()  # the gradient of a sum is an expanded scalar
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight, main = _gradient_buffer(weight, need_weight)
         grad_bias, main_bias = _gradient_buffer(bias, need_bias)
@@ -171,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):
             if target is not None and own is None:
                 state = state_of(parameter)
-                if state.touch():  # there were no tokens
+                if state.touch():  # no chunk wrote it: there were no tokens
                     target.zero_()
                 state.mark_grad_ready()
         return (
@@ -186,7 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_buffer(parameter: Tensor | None, needed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """``(own, target)``: a new buffer to return (None if the parameter has its own), and the buffer to add to."""
+    """Return ``(own, target)``: a new buffer to return (None if there is a main gradient), and the buffer to add to."""
     if parameter is None or not needed:
         return None, None
     main = main_grad_of(parameter)

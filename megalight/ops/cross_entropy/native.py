@@ -8,7 +8,7 @@ from torch import Tensor
 from megalight.ops.common import wide
 
 BLOCK = 1 << 24
-"""Logits that are worked on at once."""
+"""Number of logits that are processed at once."""
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -17,15 +17,15 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Rows a few at a time: what is computed of them is wider, and several times in memory."""
+    """Return slices of a few rows: intermediate results have a wider dtype and several copies in memory."""
     step = max(1, BLOCK // max(1, logits.shape[1]))
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
 def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """``logsumexp`` over the first ``real`` columns of ``logits [T, V]``, and the label's logit.
+    """Return ``logsumexp`` over the first ``real`` columns of ``logits [T, V]``, and the logit of the label.
 
-    ``labels`` outside ``[0, real)`` have logit 0.
+    The logit of labels outside ``[0, real)`` is 0.
     """
     logsumexp = torch.full(labels.shape, -torch.inf, dtype=wide(logits.dtype), device=logits.device)
     target = torch.zeros_like(logsumexp)
@@ -40,7 +40,7 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
 def gradient_(
     logits: Tensor, labels: Tensor, logsumexp: Tensor, grad: Tensor, real: int, softcap: float | None
 ) -> None:
-    """Turn ``logits [T, V]`` in place into the gradient of ``sum(grad * (logsumexp - target))``."""
+    """Overwrite ``logits [T, V]`` with the gradient of ``sum(grad * (logsumexp - target))``."""
     logits[:, real:] = 0
     for part in _blocks(logits) if real else ():
         values = _capped(logits[part, :real], softcap)

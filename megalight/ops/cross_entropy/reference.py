@@ -1,4 +1,4 @@
-"""Linear + cross entropy with the whole matrix of logits, half types in float32: for tests only, it takes memory."""
+"""Linear layer and cross entropy with all logits in float32 or wider. It takes much memory; tests use it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def linear_cross_entropy(
     num_rows: int,
     combine: Combine | None,
 ) -> Tensor:
-    """``logsumexp(logits) - logits[label]`` per token; 0 where the label is negative.
+    """Return ``logsumexp(logits) - logits[label]`` per token; 0 if the label is negative.
 
-    With ``combine``, values are joined but gradients are not: it is a way to compare values.
+    With ``combine``, only values are right, not gradients.
     """
     dtype = wide(hidden.dtype)
     logits = hidden.to(dtype) @ weight.to(dtype).T

@@ -1,4 +1,4 @@
-"""The row-wise parts of cross entropy: one read of the logits each, and one write for the gradient."""
+"""The row-wise parts of cross entropy: each reads the logits once, and the gradient writes them once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRADIENT_BLOCK = 4096
 
 @jit
 def _cap(x: Value, softcap: Value) -> Value:
-    return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+    return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # tanh(z) = 2 sigmoid(2 z) - 1
 
 
 @jit
@@ -39,6 +39,7 @@ def _statistics(
         if CAPPED:
             x = _cap(x, softcap)
         x = tl.where(column < real, x, float("-inf"))
+        # Online softmax: rescale the sum whenever the maximum grows.
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
         largest = larger
@@ -80,12 +81,12 @@ def _gradient(
 
 
 def _width(logits: Tensor, columns: int) -> int:
-    """``columns`` and what of the padding between rows lets whole vectors be read: it is never looked at."""
+    """Return ``columns`` rounded up to 16, at most a row, for vector loads. What is read beyond is masked later."""
     return min(logits.stride(0), -(-columns // 16) * 16)
 
 
 def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """``logsumexp`` over the first ``real`` columns of ``logits [T, V]``, and the label's logit, 0 if not there."""
+    """Return ``logsumexp`` over the first ``real`` columns of ``logits [T, V]``, and the logit of the label, or 0."""
     tokens = logits.shape[0]
     logsumexp = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     target = torch.empty_like(logsumexp)
@@ -109,9 +110,9 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
 def gradient_(
     logits: Tensor, labels: Tensor, logsumexp: Tensor, grad: Tensor, real: int, softcap: float | None
 ) -> None:
-    """Turn ``logits [T, V]`` in place into the gradient of ``sum(grad * (logsumexp - target))``.
+    """Overwrite ``logits [T, V]`` with the gradient of ``sum(grad * (logsumexp - target))``.
 
-    Rows lie ``logits.stride(0)`` apart; padding between them may be overwritten.
+    Padding between rows (``logits.stride(0) > V``) may be overwritten.
     """
     tokens, size = logits.shape
     block = min(GRADIENT_BLOCK, next_power(size))

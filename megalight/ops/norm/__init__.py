@@ -14,13 +14,13 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """What a norm must serve.
+    """A request to a norm.
 
     Attributes:
         device: device type.
-        dtype: type of the input.
-        weight_dtype: type of the weight (and bias).
-        size: features that are normalised together.
+        dtype: dtype of the input.
+        weight_dtype: dtype of the weight (and the bias).
+        size: number of features that are normalised together.
     """
 
     device: str
@@ -39,12 +39,12 @@ EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 4096)
 
 
 def _torch_why_not(spec: Spec) -> str | None:
-    return None if spec.dtype == spec.weight_dtype else f"needs a weight of the input's type, {spec.dtype}"
+    return None if spec.dtype == spec.weight_dtype else f"needs a weight in the dtype of the input, {spec.dtype}"
 
 
 def _triton_why_not(spec: Spec) -> str | None:
     if spec.size > MAX_TRITON_SIZE:
-        return f"holds whole rows of up to {MAX_TRITON_SIZE} features, not {spec.size}"
+        return f"serves rows of at most {MAX_TRITON_SIZE} features, not {spec.size}"
     return triton_why_not(spec.device, spec.dtype, spec.weight_dtype)
 
 
@@ -73,10 +73,10 @@ def _spec(x: Tensor, weight: Tensor) -> Spec:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``; half types in float32 inside.
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim of ``x [..., h]``. Half types are computed in float32.
 
-    A :func:`~megalight.ops.common.measuring` backend finds the largest magnitudes of the result, and of the gradient
-    of ``x``, on the way.
+    A :func:`~megalight.ops.common.measuring` backend also finds the largest magnitudes of the result and of the
+    gradient of ``x``, for later casts to 8 bits.
     """
     out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
     return out
@@ -91,13 +91,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backe
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(s), s)`` with ``s = x + residual`` rounded to their type: what sits between two sublayers.
+    """``(rms_norm(s), s)`` with ``s = x + residual`` in the dtype of both: the step between two sublayers.
 
-    Without ``residual`` ``s`` is ``x``: who takes it from here has its gradient added in the norm's backward. Of the
-    two, a measuring backend finds the norm's largest magnitude.
+    Without ``residual``, ``s`` is ``x``. If you use this ``s``, the norm's backward adds its gradient in one kernel. A
+    measuring backend finds the magnitudes of the norm, not of the sum.
 
     Raises:
-        ValueError: ``x`` and ``residual`` differ in shape or type.
+        ValueError: ``x`` and ``residual`` differ in shape or dtype.
     """
     _check_alike(x, residual)
     out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, _spec(x, weight), backend)(x, residual, weight, eps)
@@ -107,10 +107,10 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``(layer_norm(s), s)``, as :func:`add_rms_norm`.
+    """``(layer_norm(s), s)``, as in :func:`add_rms_norm`.
 
     Raises:
-        ValueError: ``x`` and ``residual`` differ in shape or type.
+        ValueError: ``x`` and ``residual`` differ in shape or dtype.
     """
     _check_alike(x, residual)
     out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
@@ -121,5 +121,5 @@ def _check_alike(x: Tensor, residual: Tensor | None) -> None:
     if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
         raise ValueError(
             f"x is {list(x.shape)} {x.dtype} and residual {list(residual.shape)} {residual.dtype}; "
-            "both must have one shape and type: cast one of them first."
+            "shape and dtype must be equal. Cast one of them first."
         )

@@ -1,4 +1,4 @@
-"""Norms by torch's own fused functions."""
+"""Norms with torch's own fused functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megalight.ops.norm.reference import of_sum
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dim; ``weight`` has the type of ``x``."""
+    """RMS norm over the last dim; ``weight`` has the dtype of ``x``."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last dim; ``weight`` has the type of ``x``."""
+    """Layer norm over the last dim; ``weight`` has the dtype of ``x``."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 

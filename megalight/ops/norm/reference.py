@@ -1,4 +1,4 @@
-"""Norms in plain torch: half types are computed in float32 and rounded once."""
+"""Norms in plain torch. Half types are computed in float32 and rounded once, at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``(x, residual, ...) -> (norm(s, ...), s)``, ``s = x + residual`` or ``x``; the sum is a pass, rounded first."""
+    """Return ``(x, residual, ...) -> (norm(s, ...), s)`` with ``s = x + residual``, or ``x`` without residual.
+
+    The sum is rounded to the dtype of ``x`` before the norm, as the fused kernels do.
+    """
 
     def add_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual

@@ -1,4 +1,7 @@
-"""Norms in one pass each way: forward (with the residual addition), and backward with per-program weight gradients."""
+"""Norms: one kernel for the forward (with the residual addition), one for the backward.
+
+Each program of the backward sums weight gradients of its own rows; a second step sums over programs.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multi
 from megalight.ops.quantize.known import tell_amax
 
 TILE = 2048
-"""Elements that a program handles at once where rows are shorter than this."""
+"""Elements that a program handles at once, if rows are shorter than this."""
 WARPS_PER_SM = 16
-"""Warps of the backward per multiprocessor: as many programs as run at once, as each adds up weight gradients."""
+"""Warps of the backward per multiprocessor. No more programs than run at once: each writes its own weight gradients."""
 STAGES = 2
-"""Rows that the backward has in flight or in work."""
+"""Pipeline stages of the backward: rows that are being loaded or computed."""
 
 
 @jit
@@ -95,7 +98,7 @@ def _backward(
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    if MEASURE:  # one of eight neighbours: all of them would take too many registers
+    if MEASURE:  # one value per eight neighbours: a value for each would take too many registers
         largest = tl.zeros((ROWS, BLOCK // 8), tl.float32)
     for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
@@ -132,28 +135,28 @@ def _backward(
 
 @lru_cache
 def _tile(size: int) -> dict[str, int]:
-    """Rows per program, block width and warps for rows of ``size``."""
+    """Return the rows per program, the block width and the number of warps for rows of ``size``."""
     block = max(8, next_power(size))
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
 
 
 def _rows(x: Tensor, size: int) -> Tensor:
-    """``x`` as a contiguous matrix ``[n, size]``."""
+    """Return ``x`` as a contiguous matrix ``[n, size]``."""
     return (x if x.dim() == 2 else x.reshape(-1, size)).contiguous()
 
 
 def _like(rows: Tensor, x: Tensor) -> Tensor:
-    """``rows`` in the shape of ``x``."""
+    """Return ``rows`` in the shape of ``x``."""
     return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool, measure: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """``y, total, mean, rstd, parts`` of contiguous ``x [n, size]``; ``total`` is ``x`` without a residual.
+    """Return ``y, total, mean, rstd, parts`` for a contiguous ``x [n, size]``; without a residual ``total`` is ``x``.
 
-    ``parts``, where ``measure``: the largest magnitude in ``y`` that each program met.
+    With ``measure``, ``parts`` holds the largest magnitude of ``y`` that each program saw.
     """
     rows, size = x.shape
     y = torch.empty_like(x)
@@ -197,7 +200,7 @@ def _run_backward(
     has_bias: bool,
     measure: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """``grad_x [n, size], grad_weight, grad_bias, parts``, the others in float32; ``parts`` are of ``grad_x``."""
+    """Return ``grad_x [n, size]`` and, in float32, ``grad_weight``, ``grad_bias`` and ``parts`` of ``grad_x``."""
     rows, size = x.shape
     tile = _tile(size)
     at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
@@ -299,13 +302,13 @@ class _AddNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, measure: bool = False) -> Tensor:
-    """RMS norm over the last dim; ``measure``: of it, and of the gradient of ``x``, the largest magnitude is known."""
+    """RMS norm over the last dim. With ``measure``, also find the largest magnitude of the result and of ``x.grad``."""
     out: Tensor = apply(_Norm, x, weight, None, eps, False, measure)
     return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False) -> Tensor:
-    """Layer norm over the last dim; ``measure`` as for :func:`rms_norm`."""
+    """Layer norm over the last dim; ``measure`` as in :func:`rms_norm`."""
     out: Tensor = apply(_Norm, x, weight, bias, eps, True, measure)
     return out
 
@@ -313,7 +316,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, measu
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Norm of the sum, and the sum, in one pass; ``measure``: as for :func:`rms_norm`, not of the sum."""
+    """Norm of the sum, and the sum, in one kernel. With ``measure``, as in :func:`rms_norm`, but not of the sum."""
     out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, None, eps, False, measure)
     return out
 
@@ -321,6 +324,6 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, measure: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Norm of the sum, and the sum, in one pass; ``measure``: as for :func:`rms_norm`, not of the sum."""
+    """Norm of the sum, and the sum, in one kernel. With ``measure``, as in :func:`rms_norm`, but not of the sum."""
     out: tuple[Tensor, Tensor] = apply(_AddNorm, x, residual, weight, bias, eps, True, measure)
     return out

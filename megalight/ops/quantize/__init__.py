@@ -1,4 +1,4 @@
-"""Casts to 8 and 4 bits with scales: of a matrix, and of its transpose, in one call."""
+"""Quantization to 8 and 4 bits with scales: of a matrix and of its transpose, in one call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
 
 
 class Spec(NamedTuple):
-    """What a cast must serve: device type, input type, and the schemes of the matrix and of its transpose."""
+    """A request to a cast: device type, dtype of the input, schemes of the matrix and of its transpose."""
 
     device: str
     dtype: torch.dtype
@@ -51,26 +51,30 @@ def cast(
     tell: bool = False,
     backend: str = "auto",
 ) -> Cast:
-    """Cast ``x [T, f]`` for a product that contracts features, and for one that contracts tokens.
+    """Quantize ``x [T, f]`` for a product that contracts features, and its transpose for one that contracts tokens.
 
     Args:
-        rows: how ``x`` is cast; None: it is not needed.
-        columns: how its transpose ``[f, T]`` is; ``T`` is padded with zeros to a multiple of ``columns.multiple``.
-        amax: the magnitudes to allow for in ``x``, ``amax_t`` in its transpose: 0-dim for one scale per matrix,
-            ``[R, 1]`` for one per row; None: the largest there are.
-        generator: for stochastic rounding.
-        tell: the largest magnitude of ``x`` will be asked for (:mod:`megalight.ops.quantize.known`): a backend that is
-            given ``amax`` finds it on the way.
+        x: the matrix.
+        rows: scheme of ``x``. None: it is not needed.
+        columns: scheme of the transpose ``[f, T]``. None: it is not needed. ``T`` is padded with zeros to a multiple of
+            ``columns.multiple``.
+        amax: largest magnitude that the scales of ``x`` must cover: 0-dim for one scale per matrix, ``[R, 1]`` for one
+            per row. None: the largest magnitude of the values.
+        amax_t: the same for the transpose.
+        generator: random generator for stochastic rounding.
+        tell: whether the largest magnitude of ``x`` will be needed later (:mod:`megalight.ops.quantize.known`). A
+            backend that gets ``amax`` then finds it in the same pass.
+        backend: name of a backend.
 
     Returns:
-        both; None for what is not needed.
+        the quantized matrix and the quantized transpose; None for what is not needed.
     """
     spec = Spec(x.device.type, x.dtype, rows, columns)
     return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell)
 
 
 def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
-    """The codes ``[R, K]`` of a matrix with one scale as those of its transpose, by rows."""
+    """Transpose a quantized matrix ``[R, K]`` that has one scale. The result is row-major."""
     spec = Spec(codes.data.device.type, codes.data.dtype, codes.scheme, codes.scheme)
     return Quantized(_choose_transpose(spec, backend)(codes.data), codes.scale, codes.scheme)
 
@@ -102,13 +106,13 @@ def _reference(
 
 
 TILES = ((0, 0), (1, 0), (1, 128), (128, 128))
-"""Tiles that the Triton kernels know."""
+"""Tiles that the Triton kernels serve."""
 
 
 def _triton_why_not(spec: Spec) -> str | None:
     for scheme in (spec.rows, spec.columns):
         if scheme is not None and (scheme.scale not in ("fp32", "power") or scheme.tile not in TILES):
-            return f"serves fp32 scales of tiles {', '.join(map(str, TILES))} (0: all), not {scheme}"
+            return f"serves fp32 scales of tiles {', '.join(map(str, TILES))} (0 means all), not {scheme}"
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     return triton_why_not(spec.device, spec.dtype)

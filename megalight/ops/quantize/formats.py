@@ -9,7 +9,7 @@ e2m1 1-2-1    6       ``float4_e2m1fn_x2``      OCP microscaling 1.0; no NaN; tw
 e8m0 8        2^127   ``float8_e8m0fnu``        OCP microscaling 1.0; scales alone; 255 is NaN
 ==== ======== ======= ========================= ===================================================
 
-Values beyond the largest saturate: torch's own casts do so in some releases and give NaN in others.
+Values beyond the largest saturate here. torch's own casts saturate in some releases and give NaN in others.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def to_fp8(x: Tensor, name: Format) -> Tensor:
-    """Round float32 to the nearest value, ties to even, saturating; NaN stays NaN."""
+    """Round float32 to the nearest value, with ties to even and saturation. NaN stays NaN."""
     largest = LARGEST[name]
     return x.clamp(-largest, largest).to(DTYPES[name])
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """``uint8`` codes 0 to 15 of the nearest values, ties to even, saturating. NaN, which e2m1 lacks, becomes 0."""
+    """Return ``uint8`` codes 0 to 15 of the nearest values, with ties to even and saturation. NaN becomes 0."""
     size = x.abs()
-    # between two values; the one in the middle goes to the even code
+    # The limits are the midpoints between neighbouring values. `>` or `>=` sends a tie to the even code.
     steps = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0)
     code = torch.stack([step.to(torch.uint8) for step in steps]).sum(0, dtype=torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
@@ -44,16 +44,16 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _e2m1_values(device: torch.device) -> Tensor:
-    """Magnitudes by code. Copied to the device once: a recorded step may not copy from the host."""
+    """Return the magnitudes by code. They are copied to the device once: a CUDA graph cannot copy from the host."""
     return torch.tensor(E2M1, dtype=torch.float32, device=device)
 
 
 def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
-    """Codes of one of the two neighbours, the upper one with a probability that makes the mean ``x``.
+    """Round to one of the two neighbouring values at random, so that the expected value is ``x``. Returns codes.
 
     Args:
         x: any shape.
-        uniform: draws from [0, 1) of the same shape.
+        uniform: random numbers in [0, 1) of the same shape.
     """
     values = _e2m1_values(x.device)
     size = x.abs().clamp(max=E2M1[-1])
@@ -64,12 +64,12 @@ def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
-    """``[..., n]`` codes (``n`` even) to ``float4_e2m1fn_x2 [..., n / 2]``; the first of a pair in the low bits."""
+    """Pack codes ``[..., n]`` (even ``n``) to ``float4_e2m1fn_x2 [..., n / 2]``, the first of a pair in low bits."""
     return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous().view(torch.float4_e2m1fn_x2)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """The float32 values ``[..., n]`` of ``float4_e2m1fn_x2 [..., n / 2]``."""
+    """Return the float32 values ``[..., n]`` of ``float4_e2m1fn_x2 [..., n / 2]``."""
     pairs = packed.view(torch.uint8)
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
     values = _e2m1_values(packed.device)[(codes & 7).long()]
@@ -77,13 +77,13 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def power_below(x: Tensor) -> Tensor:
-    """The largest power of two that is not above positive normal float32 ``x``; infinity and NaN stay as they are."""
+    """Round positive normal float32 down to a power of two. Infinity and NaN stay."""
     bits = x.view(torch.int32)
     return torch.where(x.isfinite(), (bits & 0x7F800000).view(torch.float32), x)
 
 
 def to_e8m0(x: Tensor) -> Tensor:
-    """Positive float32 rounded *up* to a power of two, as ``float8_e8m0fnu``; 0 becomes the smallest, 2^-127."""
+    """Round positive float32 *up* to a power of two, as ``float8_e8m0fnu``. 0 becomes the smallest one, 2^-127."""
     mantissa, exponent = torch.frexp(x.double())
     code = exponent + 127 - (mantissa == 0.5).to(exponent.dtype)
     code = torch.where(x == 0, 0, code).clamp(0, 254)
@@ -91,7 +91,7 @@ def to_e8m0(x: Tensor) -> Tensor:
 
 
 def e8m0_value(scale: Tensor) -> Tensor:
-    """The float64 value of ``float8_e8m0fnu``."""
+    """Return the float64 value of ``float8_e8m0fnu``."""
     code = scale.view(torch.uint8)
     value = torch.exp2(code.double() - 127)
     return torch.where(code == 255, torch.nan, value)

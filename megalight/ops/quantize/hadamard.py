@@ -1,7 +1,7 @@
-"""A fixed random rotation of sixteen neighbours: a Hadamard matrix with random signs.
+"""A fixed random rotation of sixteen neighbouring elements: a Hadamard matrix with random signs.
 
-It is orthogonal: ``(a H)(b H)^T = a b^T``. Outliers are spread over sixteen elements, so that fewer of the others
-round to 0. See https://arxiv.org/abs/2509.25149, 4.2.
+It is orthogonal, so ``(a H)(b H)^T = a b^T``. It spreads an outlier over sixteen elements, so that fewer of the others
+round to 0. See https://arxiv.org/abs/2509.25149, section 4.2.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 SIZE = 16
 SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1, -1, 1)
-"""Drawn once. One choice for all layers and steps does as well as many."""
+"""Drawn once: according to the paper, one choice for all layers and steps is as good as many."""
 
 
 @lru_cache(maxsize=8)
 def rotation(device: torch.device) -> Tensor:
-    """``[16, 16]``, orthogonal, float32."""
+    """Return the rotation ``[16, 16]``: orthogonal, float32."""
     matrix = torch.ones(1, 1)
     while len(matrix) < SIZE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -27,5 +27,5 @@ def rotation(device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """``[R, K] -> [R, K]`` in float32, each sixteen neighbours along ``K`` mixed. ``K`` divides by 16."""
+    """Rotate each group of sixteen neighbours along ``K``: ``[R, K]`` to float32 ``[R, K]``, ``K`` a multiple of 16."""
     return torch.matmul(x.float().reshape(len(x), -1, SIZE), rotation(x.device)).reshape(x.shape)

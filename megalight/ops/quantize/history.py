@@ -1,4 +1,4 @@
-"""The largest magnitudes of past steps, from which delayed scales are made."""
+"""The largest magnitudes of past steps, for delayed scaling."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""Rows of a history: the gradient is that of the output."""
+"""The roles of a linear layer's matrices. The gradient is that of the output."""
+
 STEPS = 16
-"""How many it looks back, unless it is told."""
+"""Default number of steps to look back."""
 
 
 class AmaxHistory:
-    """Of one linear layer. Nothing is read back to the host.
+    """The magnitudes of one linear layer. Nothing is copied to the host.
 
-    It is not saved: a run that begins or resumes scales by the values that are there until it has seen a step.
+    The history is not saved in checkpoints. After a start or a resume, the first step scales by its own values.
 
     Args:
-        length: steps to look back.
+        length: number of steps to look back.
 
     Attributes:
-        rolled: a step has ended that it took part in.
+        rolled: whether the history holds at least one step.
     """
 
     def __init__(self, length: int) -> None:
@@ -32,12 +33,12 @@ class AmaxHistory:
         self.rolled = False
 
     def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
-        """The magnitude to allow for: the largest of past steps, or ``amax`` while there are none.
+        """Return the magnitude that a scale must cover: the largest of past steps, or ``amax`` if there are none.
 
         Args:
             role: :data:`INPUT`, :data:`WEIGHT` or :data:`GRADIENT`.
-            amax: of what is about to be cast, 0-dim.
-            record: remember it.
+            amax: 0-dim: the largest magnitude of the tensor that will be quantized.
+            record: whether to add ``amax`` to this step.
         """
         if self.past is None or self.current is None:
             self.past = torch.zeros(self.length, 3, device=amax.device)
@@ -48,21 +49,26 @@ class AmaxHistory:
         return torch.where(known > 0, known, amax)
 
     def known(self, role: int, otherwise: float) -> Tensor:
-        """The largest of past steps, of which there are some (:attr:`rolled`); ``otherwise`` where all were zero."""
+        """Return the largest magnitude of past steps, or ``otherwise`` if all were zero. Requires :attr:`rolled`."""
         assert self.past is not None
         known = self.past[:, role].amax()
         return torch.where(known > 0, known, otherwise)
 
     def record(self, role: int, amax: Tensor) -> None:
-        """Remember ``amax`` of this step."""
+        """Add ``amax`` to this step."""
         assert self.current is not None
         self.current[role] = torch.maximum(self.current[role], amax)
 
     @staticmethod
     def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
-        """End a step: every history's oldest step makes room for this one, reduced over ranks all at once.
+        """End a step: in every history, this step replaces the oldest one.
 
-        A magnitude that is not finite would spoil scales for as long as it is remembered: the step before stands in.
+        A magnitude that is not finite would damage the scales of all later steps, so the value of the step before is
+        used instead.
+
+        Args:
+            histories: all histories of the model.
+            reduce: reduces a tensor over ranks in place (maximum), once for all histories. None: one rank.
         """
         used = [(h, h.past, h.current) for h in histories if h.past is not None and h.current is not None]
         if not used:

@@ -1,4 +1,4 @@
-"""Largest magnitudes that whoever made a tensor has found on the way, so that no cast need look for them."""
+"""Largest magnitudes of tensors that the kernels which made them have found, so that casts need not search for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from megalight.ops.quantize.reference import amax_of
 
 
 def tell_amax(x: Tensor, parts: Tensor) -> Tensor:
-    """``x``, of which the largest magnitude is the largest of ``parts`` (float32). Not a number may be left out.
+    """Note that the largest magnitude of ``x`` is the largest of ``parts`` (float32), and return ``x``.
 
-    Under ``torch.inference_mode`` nothing is told: who writes to a tensor is not noted there.
+    ``parts`` may ignore NaN. Under ``torch.inference_mode`` nothing is noted, because tensors have no version there and
+    later writes would not be seen.
     """
     if not x.is_inference():
         annotate(x).magnitudes = Magnitudes(x._version, parts)
@@ -19,16 +20,16 @@ def tell_amax(x: Tensor, parts: Tensor) -> Tensor:
 
 
 def known_amax(x: Tensor) -> Tensor:
-    """The largest magnitude of ``x``, 0-dim float32: as it was told, or found in a pass of its own.
+    """Return the largest magnitude of ``x``, 0-dim float32: the noted one if it is valid, otherwise computed now.
 
-    What was told counts for this very object, and until somebody writes to it: autograd may add gradients up in place.
+    A note is valid for this tensor object until the tensor is written: autograd may add gradients in place.
     """
     parts = told_amax(x)
     return amax_of(x) if parts is None or not len(parts) else parts.amax()
 
 
 def told_amax(x: Tensor) -> Tensor | None:
-    """What :func:`tell_amax` was told of ``x``, if it still holds."""
+    """Return the ``parts`` noted for ``x``, or None if there are none or ``x`` was written since."""
     note = note_of(x)
     if note is None or note.magnitudes is None or note.magnitudes.version != x._version:
         return None
@@ -36,7 +37,7 @@ def told_amax(x: Tensor) -> Tensor | None:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``x [..., f] -> [T, f]``, of which is known what was known of ``x``."""
+    """Flatten ``x [..., f]`` to ``[T, f]`` and keep its noted magnitudes."""
     flat = x.reshape(-1, x.shape[-1])
     if (parts := told_amax(x)) is not None:
         tell_amax(flat, parts)

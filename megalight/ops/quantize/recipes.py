@@ -1,14 +1,14 @@
-"""Recipes: how the three matrices of a linear layer are cast for its three products.
+"""Recipes: how the three matrices of a linear layer are quantized for its three products.
 
 ============== ============================= ============================= ==========================================
 recipe         input and its gradient        weight                        scales
 ============== ============================= ============================= ==========================================
-``tensorwise`` one scale                     one scale                     of the values that are there
-``delayed``    one scale                     one scale                     of the largest values of past steps
-``rowwise``    one per token or feature      one per output or input       of the values that are there
+``tensorwise`` one scale                     one scale                     from the current values
+``delayed``    one scale                     one scale                     from the largest values of past steps
+``rowwise``    one per token or feature      one per output or input       from the current values
 ``blockwise``  one per 1 x 128               one per 128 x 128             fp32, or powers of two
 ``mxfp8``      one per 1 x 32                one per 1 x 32                e8m0
-``nvfp4``      one per 1 x 16                one per 16 x 16               e4m3, and one fp32 of the matrix
+``nvfp4``      one per 1 x 16                one per 16 x 16               e4m3, and one fp32 per matrix
 ============== ============================= ============================= ==========================================
 """
 
@@ -23,14 +23,17 @@ from megalight.ops.quantize.types import Scheme
 
 @dataclass(frozen=True)
 class Recipe:
-    """Schemes of input, weight and gradient of the output, and of their transposes.
+    """Schemes of the input, the weight and the output gradient, and of their transposes.
 
     Attributes:
-        name: what users type.
-        x: contracted over input features (forward), ``x_t`` over tokens (weight gradient).
-        weight: contracted over input features (forward), ``weight_t`` over output features (input gradient).
-        gradient: contracted over output features (input gradient), ``gradient_t`` over tokens (weight gradient).
-        delayed: scales come from past steps.
+        name: the name that users type.
+        x: input, contracted over input features (forward).
+        x_t: input, contracted over tokens (weight gradient).
+        weight: weight, contracted over input features (forward).
+        weight_t: weight, contracted over output features (input gradient).
+        gradient: output gradient, contracted over output features (input gradient).
+        gradient_t: output gradient, contracted over tokens (weight gradient).
+        delayed: whether scales come from past steps.
     """
 
     name: str
@@ -44,37 +47,39 @@ class Recipe:
 
     @property
     def one_scale(self) -> bool:
-        """Whether each matrix has a single scale, from a single amax."""
+        """Whether each matrix has a single scale."""
         return self.x.tile == (0, 0)
 
 
 HYBRID = ("tensorwise", "delayed")
-"""Recipes whose gradients are e5m2 unless asked otherwise: one scale must span them."""
+"""Recipes whose gradients are e5m2 by default: one scale must cover all gradients, which needs more exponent bits."""
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def recipe(name: str, formats: Literal["hybrid", "e4m3"] | None = None, power_of_two: bool = False) -> Recipe:
-    """The recipe of that name.
+    """Return a recipe by name.
 
     Args:
-        formats: ``hybrid``: gradients in e5m2, all else in e4m3; ``e4m3``: everything; None: as is usual.
-        power_of_two: scales are rounded to powers of two, which makes scaling itself exact.
+        name: one of :data:`RECIPES`.
+        formats: ``hybrid``: gradients in e5m2, everything else in e4m3; ``e4m3``: everything; None: the recipe's
+            default.
+        power_of_two: whether to round scales to powers of two, which makes the scaling itself exact.
 
     Raises:
-        ConfigurationError: no such recipe, or not in that form.
+        ConfigurationError: there is no such recipe, or it does not have this option.
     """
     if name not in RECIPES:
         raise ConfigurationError(
             f"precision recipe {name!r} is not known; choose from {', '.join(RECIPES)}." + nearest(name, RECIPES)
         )
     if formats not in (None, "hybrid", "e4m3"):
-        raise ConfigurationError(f"formats={formats!r}; choose 'hybrid' or 'e4m3'.")
+        raise ConfigurationError(f"formats is {formats!r}; choose 'hybrid' or 'e4m3'.")
     if formats == "hybrid" and name not in HYBRID:
-        raise ConfigurationError(f"recipe {name!r} keeps gradients in e4m3; leave formats='hybrid' out.")
+        raise ConfigurationError(f"recipe {name!r} keeps gradients in e4m3; remove formats='hybrid'.")
     if formats is not None and name == "nvfp4":
-        raise ConfigurationError("recipe 'nvfp4' has a format of its own; leave formats out.")
+        raise ConfigurationError("recipe 'nvfp4' has its own format; remove formats.")
     if power_of_two and name in ("mxfp8", "nvfp4"):
-        raise ConfigurationError(f"recipe {name!r} has scales of its own kind; leave power_of_two out.")
+        raise ConfigurationError(f"recipe {name!r} has its own kind of scales; remove power_of_two.")
     if name == "nvfp4":
         return _nvfp4()
     kind: Literal["fp32", "power"] = "power" if power_of_two else "fp32"
@@ -89,7 +94,7 @@ def recipe(name: str, formats: Literal["hybrid", "e4m3"] | None = None, power_of
 
 
 def _nvfp4() -> Recipe:
-    """Weights have square tiles, so that both products see the same weight; gradients are right in the mean."""
+    """NVFP4. Weights have square tiles, so both products use the same values. Gradients round stochastically."""
     value = Scheme("e2m1", (1, 16), "e4m3")
     weight = Scheme("e2m1", (16, 16), "e4m3")
     gradient = replace(value, stochastic=True)

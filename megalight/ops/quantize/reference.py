@@ -1,4 +1,4 @@
-"""Casts in plain torch, exact to the formats' definitions, on any device."""
+"""Quantization in plain torch, exactly as the formats define it, on any device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megalight.ops.quantize.hadamard import rotate
 from megalight.ops.quantize.types import Quantized, Scheme, spread
 
 TINY = 1e-30
-"""Amax is not taken to be less: scales stay finite. All-zero tiles get a scale, too, and stay zero."""
+"""Lower limit of a largest magnitude, so that scales stay finite. Tiles of zeros stay zero."""
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude, 0-dim float32, in one pass; NaN where there is one."""
+    """Return the largest magnitude, 0-dim float32, in one pass. It is NaN if any value is NaN."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -33,7 +33,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """The largest magnitude of each tile of ``[R, K]``, float32; incomplete tiles end at the edge."""
+    """Return the largest magnitude of each tile of ``[R, K]``, float32. Tiles at the edges may be incomplete."""
     rows, columns = x.shape
     height, width = tile[0] or max(rows, 1), tile[1] or max(columns, 1)
     x = F.pad(x.abs(), (0, -columns % width, 0, -rows % height))
@@ -41,30 +41,32 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def divide(number: float, x: Tensor) -> Tensor:
-    """``number / x``, rounded once: ``/`` would multiply by a rounded reciprocal."""
+    """Return ``number / x``, rounded once. (For a Python number, torch multiplies by a rounded reciprocal instead.)"""
     return torch.full_like(x, number) / x
 
 
 def multiplier(amax: Tensor, largest: float, power: bool) -> Tensor:
-    """What float32 values of magnitude up to ``amax`` are multiplied by to fill a format."""
+    """Return the factor that maps float32 values of magnitude up to ``amax`` to the range of a format."""
     factor = divide(largest, amax.clamp(min=TINY))
     return power_below(factor) if power else factor
 
 
 def scales_of(amax: Tensor, scheme: Scheme) -> Tensor:
-    """The scales with which codes stand for values, of each ``amax``: what :func:`quantize` writes beside them."""
+    """Return the scales (value = code * scale) for each ``amax``, as :func:`quantize` computes them."""
     return 1.0 / multiplier(amax, LARGEST[scheme.format], scheme.scale == "power")
 
 
 def quantize(
     x: Tensor, scheme: Scheme, amax: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Quantized:
-    """Cast ``[R, K]``.
+    """Quantize ``[R, K]``.
 
     Args:
-        amax: the magnitudes to allow for instead of the largest there are, 0-dim for one scale per matrix, ``[R, 1]``
-            for one per row; values beyond saturate. Smaller tiles look for their own.
-        generator: for stochastic rounding.
+        x: the matrix.
+        scheme: how to quantize it.
+        amax: largest magnitude that the scales must cover, instead of that of the values: 0-dim for one scale per
+            matrix, ``[R, 1]`` for one per row. Larger values saturate. Schemes with smaller tiles ignore it.
+        generator: random generator for stochastic rounding.
     """
     x = rotate(x) if scheme.hadamard else x.float()
     if scheme.scale == "e8m0":
@@ -79,7 +81,7 @@ def quantize(
 
 
 def _microscale(x: Tensor, scheme: Scheme) -> Quantized:
-    """Scales are the least power of two with which nothing saturates."""
+    """Microscaling: each scale is the smallest power of two with which nothing saturates."""
     scale = to_e8m0(tile_amax(x, scheme.tile) / LARGEST[scheme.format])
     scaled = (x.double() / spread(e8m0_value(scale), scheme.tile, *x.shape)).float()
     data = pack_e2m1(e2m1_codes(scaled)) if scheme.format == "e2m1" else to_fp8(scaled, scheme.format)
@@ -87,12 +89,12 @@ def _microscale(x: Tensor, scheme: Scheme) -> Quantized:
 
 
 def _nvfp4(x: Tensor, scheme: Scheme, generator: torch.Generator | None) -> Quantized:
-    """https://arxiv.org/abs/2509.25149, appendix C."""
+    """NVFP4: https://arxiv.org/abs/2509.25149, appendix C."""
     encode = divide(LARGEST["e4m3"] * LARGEST["e2m1"], amax_of(x).clamp(min=TINY))
     decode = 1.0 / encode
     scale = to_fp8(tile_amax(x, scheme.tile) / LARGEST["e2m1"] * encode, "e4m3")
     step = scale.float() * decode
-    factor = torch.where(step == 0, 0.0, 1.0 / step)  # a tile so small that its scale is 0 is 0
+    factor = torch.where(step == 0, 0.0, 1.0 / step)  # a tile whose scale rounds to 0 becomes 0
     scaled = x * spread(factor, scheme.tile, *x.shape)
     if scheme.stochastic:
         uniform = torch.rand(x.shape, generator=generator, device=x.device)

@@ -1,4 +1,4 @@
-"""Casts to 8 bits in one pass: read once, write the codes of the matrix, of its transpose, and their scales."""
+"""Quantization to 8 bits in one kernel: reads once, writes codes and scales of the matrix and of its transpose."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from megalight.ops.quantize.types import Quantized, Scheme
 
 BLOCK = 128
 MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "square"}
-"""What shares a scale, by the tile of a scheme: the matrix, a row of it, 128 elements of a row, 128 x 128 of them.
-
-Kernels know it by these names, and ``"none"`` where nothing is written that way.
+"""Tile of a scheme -> name for the kernels, by what shares a scale: the whole matrix, a row, 128 elements of a row, or
+128 x 128 elements. The name ``"none"`` means that this orientation is not needed.
 """
 
 
@@ -35,10 +34,10 @@ def _codes(
     SMALLEST: constexpr,
     POWER: constexpr,
 ) -> Value:
-    """Scaled and clamped ``x``, a tile whose contracted dim is ``AXIS``; writes the scales.
+    """Scale and clamp the tile ``x``, whose contracted dim is ``AXIS``, and write its scales.
 
-    ``line`` numbers the tile's rows (columns for axis 0) in the matrix, of ``lines``; the tile is the ``strip``-th of
-    ``strips`` along them, and the ``block``-th across.
+    ``line`` holds the indices of the tile's rows (columns for axis 0), of ``lines`` in the matrix. The tile is number
+    ``strip`` of ``strips`` along the contracted dim, and number ``block`` across it.
     """
     if MODE == "whole":
         largest = tl.load(amax)
@@ -63,7 +62,7 @@ def _codes(
     if MODE == "line" or MODE == "strip":
         factor = tl.expand_dims(factor, AXIS)
     y = x * factor
-    y = tl.where(y > LARGEST, LARGEST, y)  # comparisons let NaN through
+    y = tl.where(y > LARGEST, LARGEST, y)  # unlike minimum and maximum, comparisons keep NaN
     return tl.where(y < -LARGEST, -LARGEST, y)
 
 
@@ -128,7 +127,7 @@ def cast(
     generator: torch.Generator | None = None,
     tell: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """As :func:`megalight.ops.quantize.cast`."""
+    """Implement :func:`megalight.ops.quantize.cast`."""
     source = x
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, features = x.shape
@@ -177,7 +176,7 @@ def _transpose(x: Value, y: Value, rows: Value, columns: Value, BLOCK: constexpr
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """``[R, K]`` of one byte each ``-> [K, R]``, both by rows."""
+    """Transpose ``[R, K]`` of one byte each to ``[K, R]``, both row-major."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     if out.numel():
@@ -206,7 +205,7 @@ def _empty(x: Tensor, scheme: Scheme | None, rows: int, columns: int) -> Quantiz
 
 
 def _amax(x: Tensor, scheme: Scheme | None, given: Tensor | None, dim: int) -> Tensor | None:
-    """What the kernel cannot find in one tile."""
+    """Return magnitudes that one tile cannot know: of the whole matrix or of whole rows."""
     mode = _mode(scheme)
     if given is not None or mode not in ("whole", "line") or not x.numel():
         return given
@@ -216,7 +215,7 @@ def _amax(x: Tensor, scheme: Scheme | None, given: Tensor | None, dim: int) -> T
 
 
 def _arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and amax; where there are none, any tensor stands in."""
+    """Return codes, scales and amax for the kernel; ``x`` stands in for what is not needed."""
     if cast is None:
         return x, x, x
     return cast.data, cast.scale, x if amax is None else amax.contiguous()

@@ -1,4 +1,4 @@
-"""What a cast tensor is: codes, scales, and how many elements share a scale."""
+"""Quantized matrices: codes and scales, and the scheme that says which elements share a scale."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megalight.ops.quantize.formats import Format, e8m0_value, unpack_e2m1
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a matrix ``[R, K]`` that a product will contract over ``K`` is cast.
+    """How to quantize a matrix ``[R, K]`` that a product contracts over ``K``.
 
     Attributes:
-        format: of the elements.
-        tile: rows and columns that share one scale; 0 stands for all of them.
-        scale: of the scales: ``fp32``; ``power`` (of two, in fp32); ``e8m0`` (microscaling); ``e4m3`` (NVFP4: times one
-            fp32 scale of the whole matrix).
-        stochastic: rounding that is right in the mean (e2m1 alone).
-        hadamard: sixteen neighbours along ``K`` are mixed by a random rotation first, which spreads outliers. The other
-            factor must be mixed in the same way: products are then what they would have been.
+        format: format of the elements.
+        tile: rows and columns that share one scale; 0 means all.
+        scale: kind of the scales: ``fp32``; ``power`` (of two, in fp32); ``e8m0`` (microscaling); ``e4m3`` (NVFP4,
+            together with one fp32 scale of the whole matrix).
+        stochastic: whether to round stochastically, which is unbiased (e2m1 only).
+        hadamard: whether to rotate sixteen neighbours along ``K`` first, which spreads outliers. Both factors of a
+            product must be rotated; the rotations then cancel.
     """
 
     format: Format
@@ -35,19 +35,19 @@ class Scheme:
 
     @property
     def multiple(self) -> int:
-        """What ``K`` must divide by: products in 8 bits take sixteen elements at a time, microscaling 32."""
+        """``K`` must be a multiple of this: 8-bit products take 16 elements at a time, microscaling 32."""
         return 32 if self.scale == "e8m0" else 16
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A cast matrix ``[R, K]``: ``value = code * scale (* global_scale)``.
+    """A quantized matrix ``[R, K]``: ``value = code * scale (* global_scale)``.
 
     Attributes:
-        data: ``[R, K]``; ``[R, K / 2]`` where a byte holds two.
+        data: codes ``[R, K]``; ``[R, K / 2]`` for 4 bits, with two codes per byte.
         scale: ``[ceil(R / tile rows), ceil(K / tile columns)]``.
-        scheme: how it was cast.
-        global_scale: 0-dim float32 (NVFP4).
+        scheme: how the matrix was quantized.
+        global_scale: 0-dim float32 (NVFP4 only).
     """
 
     data: Tensor
@@ -63,28 +63,28 @@ class Quantized:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Codes, scales and, where there is one, the global scale: what :meth:`of_tensors` takes."""
+        """Codes, scales and, if there is one, the global scale, for :meth:`of_tensors`."""
         return (self.data, self.scale) if self.global_scale is None else (self.data, self.scale, self.global_scale)
 
     @property
     def restore(self) -> Callable[..., Quantized]:
-        """Makes the matrix of its :attr:`tensors` again."""
+        """A function that rebuilds the matrix from its :attr:`tensors`."""
         return partial(Quantized.of_tensors, self.scheme)
 
     @staticmethod
     def of_tensors(scheme: Scheme, *tensors: Tensor) -> Quantized:
-        """The matrix that had these :attr:`tensors`."""
+        """Rebuild a matrix from its :attr:`tensors`."""
         data, scale, *rest = tensors
         return Quantized(data, scale, scheme, *rest)
 
     def copy_(self, other: Quantized) -> Quantized:
-        """Take over the codes and scales of another matrix that was cast likewise; returns this one."""
+        """Copy codes and scales from another matrix with the same scheme. Returns this matrix."""
         for own, new in zip(self.tensors, other.tensors, strict=True):
             own.copy_(new)
         return self
 
     def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """``[R, K]``: exact in float64."""
+        """Return the values ``[R, K]``, which are exact in float64."""
         codes = unpack_e2m1(self.data) if self.scheme.format == "e2m1" else self.data
         scale = e8m0_value(self.scale) if self.scheme.scale == "e8m0" else self.scale.to(torch.float64)
         if self.global_scale is not None:
@@ -94,7 +94,7 @@ class Quantized:
 
 
 def spread(scale: Tensor, tile: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """One scale per tile to one per element, ``[rows, columns]`` (or broadcast to it)."""
+    """Expand one scale per tile to one per element, ``[rows, columns]`` (or broadcastable to it)."""
     for dim, (size, length) in enumerate(zip(tile, (rows, columns), strict=True)):
         if size > 1:
             scale = scale.repeat_interleave(size, dim).narrow(dim, 0, length)

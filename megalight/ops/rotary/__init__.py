@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, and its application to heads or to a packed projection."""
+"""Rotary position embedding: the table of angles, and the rotation of heads or of a packed projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
 
 
 class Spec(NamedTuple):
-    """What a rotation must serve: device type, type of the heads, and type of the table."""
+    """A request to a rotation: device type, dtype of the heads, dtype of the table."""
 
     device: str
     dtype: torch.dtype
@@ -53,8 +53,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
         x: ``[T, H, D]``.
         cos: ``[T, r/2]``, from :func:`rotary_table`.
         sin: ``[T, r/2]``.
-        interleaved: pairs are neighbours ``(2i, 2i+1)`` (GPT-J) rather than ``(i, i + r/2)`` (Llama, NeoX).
-        backend: a backend's name.
+        interleaved: whether pairs are neighbours ``(2i, 2i+1)`` (GPT-J) instead of ``(i, i + r/2)`` (Llama, NeoX).
+        backend: name of a backend.
     """
     out: Tensor = _choose(APPLY_ROTARY, Spec(x.device.type, x.dtype, cos.dtype), backend)(x, cos, sin, interleaved)
     return out
@@ -80,8 +80,8 @@ def rotate_qkv(
         cos: ``[T, r/2]``.
         sin: ``[T, r/2]``.
         interleaved: as in :func:`apply_rotary`.
-        backend: a backend's name; a :func:`~megalight.ops.common.measuring` one finds the largest magnitude of the
-            gradient of ``qkv`` on the way.
+        backend: name of a backend. A :func:`~megalight.ops.common.measuring` one also finds the largest magnitude of
+            the gradient of ``qkv``.
 
     Returns:
         ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.

@@ -9,7 +9,7 @@ from megalight.ops.common import wide
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` features of ``x [T, H, D]``; half types in float32 inside."""
+    """Rotate the first ``2 * cos.shape[-1]`` features of ``x [T, H, D]``. Half types are computed in float32."""
     half = cos.shape[-1]
     dtype = wide(x.dtype)
     rotated, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]

@@ -1,4 +1,4 @@
-"""Rotary embedding in one pass; its backward turns the other way. One program handles all heads of one token."""
+"""Rotary embedding in one kernel; the backward rotates by the negative angle. A program serves all heads of a token."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _turn(
     INTERLEAVED: constexpr,
     TURN: constexpr,
 ) -> Value:
-    """The heads of one token from ``source`` to ``target``; without ``TURN`` they are copied.
+    """Rotate the heads of one token from ``source`` to ``target``. Without ``TURN``, copy them.
 
-    Returns the largest magnitude that is written, in float32.
+    Returns the largest magnitude that was written, in float32.
     """
     head = tl.arange(0, HEAD_BLOCK)[:, None]
     pair = tl.arange(0, HALF_BLOCK)[None, :]
@@ -134,7 +134,7 @@ def _qkv(
     BACKWARD: constexpr,
     MEASURE: constexpr,
 ) -> None:
-    """Forward: packed to q, k, v. Backward: gradients of q, k, v to the packed gradient."""
+    """Forward: from the packed projection to q, k, v. Backward: from gradients of q, k, v to the packed gradient."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
@@ -173,7 +173,7 @@ def _shape(head_dim: int, half: int) -> dict[str, int]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``x`` with neighbouring features side by side."""
+    """Return ``x`` with a contiguous last dim."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -212,7 +212,7 @@ def _run_qkv(
     backward: bool,
     parts: Tensor | None = None,
 ) -> None:
-    """``parts [T]``: receives the largest magnitude of each token's packed gradient."""
+    """Run the kernel. ``parts [T]`` receives the largest magnitude of each token's packed gradient."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     if tokens:
@@ -306,9 +306,9 @@ def rotate_qkv(
     interleaved: bool = False,
     measure: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a packed projection into contiguous q, k, v, and rotate the first two, in one pass.
+    """Split a packed projection into contiguous q, k, v, and rotate q and k, in one kernel.
 
-    ``measure``: of the gradient of ``qkv`` the largest magnitude is then known.
+    With ``measure``, the backward also finds the largest magnitude of the gradient of ``qkv``.
     """
     out: tuple[Tensor, Tensor, Tensor] = apply(
         _RotateQKV, qkv, num_heads, num_kv_heads, head_dim, cos.contiguous(), sin.contiguous(), interleaved, measure

@@ -1,4 +1,4 @@
-"""``out += a b^T`` of two cast matrices: how weight gradients in 8 bits reach their main gradient."""
+"""``out += a b^T`` for two quantized matrices: adds 8-bit weight gradients to their main gradient."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def scaled_accumulate(out: Tensor, a: Quantized, b: Quantized, *, write: bool = 
     """Add ``a [M, K] x b [N, K]`` to ``out [M, N]``.
 
     Args:
-        write: the product is written instead, and what ``out`` holds is not read.
+        out: the matrix to add to.
+        a: the left factor.
+        b: the right factor, transposed.
+        write: whether to overwrite ``out`` with the product instead; its old content is not read.
+        backend: name of a backend.
 
     Raises:
-        BackendError: the named backend cannot do it for these schemes on this device.
+        BackendError: the named backend cannot serve these schemes on this device.
     """
     _choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
 
@@ -44,17 +48,17 @@ def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
 
 
 def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
-    """A product and an addition; one matrix of ``out``'s size is written and read between them."""
+    """Multiply, then add: needs a temporary matrix of the size of ``out``."""
     if not (write and multiply_into(out, a, b)):
         put(out, choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False), write)
 
 
 def _product_add_why_not(spec: Spec) -> str | None:
-    return "there is no product to add" if SCALED_MM.select(spec).name == "reference" else None
+    return "no fast product serves these schemes here" if SCALED_MM.select(spec).name == "reference" else None
 
 
 def one_scale_why_not(spec: Spec) -> str | None:
-    """Why a kernel for one scale per matrix cannot serve; about the device nothing is said."""
+    """Return why a kernel for one scale per matrix cannot serve these schemes. The device is not considered."""
     if any(s.tile != (0, 0) or s.scale not in ("fp32", "power") or s.format == "e2m1" for s in (spec.a, spec.b)):
         return "serves 8 bits with one scale per matrix"
     if spec.a.format == spec.b.format == "e5m2":

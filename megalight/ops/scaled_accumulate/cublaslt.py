@@ -1,8 +1,8 @@
-"""Products in 8 bits that add to float32 in cuBLAS' own epilogue.
+"""8-bit products that cuBLASLt adds to a float32 matrix in its epilogue.
 
-torch has these products without the addend, so cuBLASLt, which torch has loaded, is called by its C interface.
-Constants are those of ``cublasLt.h`` and ``library_types.h``, CUDA 12 and 13. A product is tried on small matrices
-before any other is asked for.
+torch offers these products only without the addition. So we call cuBLASLt, which torch has loaded, through its C
+interface. Constants are from ``cublasLt.h`` and ``library_types.h`` of CUDA 12 and 13. :func:`why_not` tries a small
+product first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ TRANSPOSE_A, SCALE_OF_A, SCALE_OF_B = 3, 17, 18
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 WORKSPACE = 32 << 20
 ALIGNMENT = 256
-"""Bytes; what cuBLAS takes pointers to be aligned to, where nothing else is said."""
+"""Alignment of pointers that cuBLAS assumes by default, in bytes."""
+
 LEAST_ALIGNMENT = 16
+"""Alignment that 8-bit products need, in bytes."""
 
 
 class _Found(ctypes.Structure):
@@ -65,7 +67,7 @@ def _library() -> Any:
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(_library(), f"cublasLt{name}")(*arguments)
     if status:
-        raise BackendError(f"cublasLt{name} answers {status}. Next: name another backend of scaled_accumulate.")
+        raise BackendError(f"cublasLt{name} returned {status}; choose another backend of scaled_accumulate.")
 
 
 def _made(name: str, *arguments: Any) -> c_void_p:
@@ -82,7 +84,7 @@ def _handle(device: int) -> c_void_p:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How products of one shape are formed: kept for good, as there are few shapes."""
+    """Descriptors and algorithm for products of one shape. They are never freed, because there are few shapes."""
 
     product: c_void_p
     left: c_void_p
@@ -95,7 +97,7 @@ class _Plan:
 def _plan(
     device: int, rows: int, columns: int, tokens: int, left: torch.dtype, right: torch.dtype, stride: int, align: int
 ) -> _Plan:
-    """``out [rows, columns]`` by rows is ``[columns, rows]`` by columns, which is how cuBLAS counts."""
+    """Make a plan. cuBLAS is column-major: our row-major ``out [rows, columns]`` is its ``[columns, rows]``."""
     product = _made("MatmulDescCreate", COMPUTE_FP32, CODES[torch.float32])
     _set("MatmulDescSetAttribute", product, TRANSPOSE_A, c_int32(1))
     a = _made("MatrixLayoutCreate", CODES[left], tokens, columns, tokens)
@@ -111,7 +113,10 @@ def _plan(
         _handle(device), product, a, b, out, out, preference, 1, byref(found), byref(count),
     )  # fmt: skip
     if not count.value or found.state:
-        raise BackendError(f"cuBLASLt has no product [{rows}, {tokens}] x [{tokens}, {columns}] that adds to float32.")
+        raise BackendError(
+            f"cuBLASLt has no product [{rows}, {tokens}] x [{tokens}, {columns}] that adds to float32; choose another "
+            "backend of scaled_accumulate."
+        )
     return _Plan(product, a, b, out, found.algorithm)
 
 
@@ -120,17 +125,18 @@ def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:
 
 
 def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
-    """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
+    """Implement :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
     (rows, tokens), columns = a.data.shape, len(b.data)
     if not (rows and columns and tokens):
         if write:
             out.zero_()
         return
     if out.stride(1) != 1 or not (a.data.is_contiguous() and b.data.is_contiguous()):
-        raise BackendError("cublaslt adds products of contiguous codes to matrices with adjacent columns.")
+        raise BackendError("cublaslt needs contiguous factors and contiguous rows of `out`; choose another backend.")
     pointers = [t.data_ptr() for t in (a.data, b.data, out)]
     align = ALIGNMENT if not any(pointer % ALIGNMENT for pointer in pointers) else LEAST_ALIGNMENT
     device = out.device.index
+    # Column-major, the product is out^T = b a^T: the factors change places.
     plan = _plan(device, rows, columns, tokens, b.data.dtype, a.data.dtype, out.stride(0), align)
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_A, c_void_p(b.scale.data_ptr()))
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_B, c_void_p(a.scale.data_ptr()))
@@ -146,7 +152,7 @@ def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
 
 @lru_cache
 def why_not(left: Format, right: Format) -> str | None:
-    """Why codes of these formats cannot be multiplied: asked of a small product."""
+    """Try a small product of these formats; return why it fails, or None."""
     if (reason := cuda_why_not("cuda")) is not None:
         return reason
     if torch.version.cuda is None:

@@ -1,4 +1,4 @@
-"""Products in 8 bits that add to a main gradient in one kernel, summed in float32 after every block of tokens."""
+"""8-bit products that add to a main gradient in one kernel, with float32 sums after every block of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize import Quantized
 
 TILE = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_TOKENS": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}
-"""Shape of an output tile, tokens per step, and rows of tiles that share operands in the L2 cache."""
+"""Shape of an output tile, tokens per step, and number of tile rows that share operands in the L2 cache."""
 
 
 @jit
@@ -45,7 +45,7 @@ def _accumulate(
         inside = start + token < tokens
         x = tl.load(left, mask=inside[None, :], other=0.0)
         y = tl.load(right, mask=inside[:, None], other=0.0)
-        # Matrix units keep fewer bits of sums of 8-bit products than float32 has.
+        # Tensor cores accumulate 8-bit products with fewer bits than float32: move sums to float32 after every block.
         total = tl.dot(x, y, total, max_num_imprecise_acc=BLOCK_TOKENS)
         left += BLOCK_TOKENS
         right += BLOCK_TOKENS
@@ -58,7 +58,7 @@ def _accumulate(
 
 
 def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
-    """As :func:`megalight.ops.scaled_accumulate.scaled_accumulate`, for contiguous codes."""
+    """Implement :func:`megalight.ops.scaled_accumulate.scaled_accumulate` for contiguous factors."""
     (rows, tokens), columns = a.data.shape, len(b.data)
     tiles = cdiv(rows, TILE["BLOCK_ROWS"]) * cdiv(columns, TILE["BLOCK_COLUMNS"])
     if tiles:

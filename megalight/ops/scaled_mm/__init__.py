@@ -1,7 +1,7 @@
-"""``a b^T`` of two cast matrices.
+"""``a b^T`` for two quantized matrices.
 
-``reference`` multiplies the values that the codes stand for in float64: it serves everything everywhere, and is what
-emulation means.
+The backend ``reference`` multiplies the dequantized values in float64. It serves all schemes on all devices; emulation
+uses it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """What a product must serve.
+    """A request to a product.
 
     Attributes:
         device: device type.
-        a, b: schemes of the two.
-        dtype: of the result.
+        a, b: schemes of the factors.
+        dtype: dtype of the result.
     """
 
     device: str
@@ -45,17 +45,20 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fa
     """``a [M, K] x b [N, K] -> [M, N]``.
 
     Args:
-        dtype: of the result.
-        fast: sums may be formed with fewer bits than float32 has (good enough for forward passes).
+        a: the left factor.
+        b: the right factor, transposed.
+        dtype: dtype of the result.
+        fast: whether sums may have fewer bits than float32, which is good enough for forward passes.
+        backend: name of a backend.
 
     Raises:
-        BackendError: the named backend has no product for these schemes on this device.
+        BackendError: the named backend cannot serve these schemes on this device.
     """
     return choose(Spec(a.data.device.type, a.scheme, b.scheme, dtype), backend)(a, b, dtype, fast)
 
 
 def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
-    """Write ``a b^T`` into ``out``, where torch can do so without a temporary; whether it did."""
+    """Write ``a b^T`` into ``out`` if torch can do so without a temporary tensor. Returns whether it did."""
     spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
     if choose(spec) is not _tensorwise or not out.is_contiguous():
         return False
@@ -72,7 +75,7 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
 
 @remembered
 def choose(spec: Spec, backend: str = "auto") -> ScaledMM:
-    """The way to multiply for ``spec``."""
+    """Return the function that multiplies for ``spec``."""
     return SCALED_MM.select(spec, backend).fn
 
 
@@ -97,7 +100,7 @@ def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tens
         b.data.t(),
         scale_a=a.scale.contiguous(),
         scale_b=b.scale.reshape(1, -1).contiguous(),
-        out_dtype=torch.bfloat16,  # the only one it has
+        out_dtype=torch.bfloat16,  # row-wise scales serve no other dtype
         use_fast_accum=fast,
     )
     return y.to(dtype)
@@ -115,7 +118,7 @@ def _blockwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, multi
 
 
 def _block_scales(q: Quantized, multiple: int) -> Tensor:
-    """In the order in memory that torch asks for: 1 x 128 by columns, 128 x 128 by rows padded to ``multiple``."""
+    """Return scales as torch needs them: 1 x 128 column-major, 128 x 128 row-major with rows padded to ``multiple``."""
     if q.scheme.tile == (1, 128):
         return q.scale.t().contiguous().t()
     columns = q.scale.shape[1]
@@ -131,7 +134,7 @@ def _native_why_not(
     schemes = (spec.a, spec.b)
     bits = 4 if scales == ("e4m3",) else 8
     if any(s.scale not in scales or s.tile not in tiles or (s.format == "e2m1") != (bits == 4) for s in schemes):
-        return f"serves {bits}-bit tiles {', '.join(map(str, tiles))} (0: all) with {scales[0]} scales"
+        return f"serves {bits}-bit tiles {', '.join(map(str, tiles))} (0 means all) with {scales[0]} scales"
     if spec.a.format == spec.b.format == "e5m2":
         return "multiplies e5m2 by e4m3 only"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -146,7 +149,7 @@ def _native_why_not(
 
 @lru_cache(maxsize=64)
 def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str | None:
-    """Whether this torch has the product on this GPU, and gives what the codes say: not all releases do."""
+    """Try the product on this GPU; return why it fails, or None. Some torch releases refuse it or compute it wrong."""
     generator = torch.Generator().manual_seed(0)
     left, right = (
         quantize((torch.randn(size, 384, generator=generator) * torch.logspace(-2, 2, size)[:, None]).cuda(), scheme)

@@ -1,8 +1,8 @@
-"""Products of matrices with a scale per 16 or 32 elements, as tensor cores from compute capability 10 form them.
+"""Products of matrices with a scale per 16 or 32 elements, on tensor cores of compute capability 10 and above.
 
-Scales lie in memory as the hardware reads them: tiles of 128 rows by 4 columns of scales, end to end by rows of tiles;
-inside a tile the scale of row ``r`` and column ``c`` stands at ``16 (r mod 32) + 4 (r div 32) + c`` (cuBLAS manual,
-"1D block scaling factors layout").
+The hardware needs scales in tiles of 128 rows by 4 columns, one tile after the other, row-major. Inside a tile, the
+scale of row ``r`` and column ``c`` has the offset ``16 (r mod 32) + 4 (r div 32) + c`` (cuBLAS manual, "1D block
+scaling factors layout").
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megalight.ops.quantize import Quantized
 
 ROWS, COLUMNS = 128, 4
 BYTES = 16
-"""What the contracted dim of codes must be a multiple of."""
+"""The contracted dim of the codes must be a multiple of this."""
 
 
 def tiled(scale: Tensor) -> Tensor:
-    """Scales ``[R, C]`` of one byte each, flat, in the order of the hardware; what is missing in a tile is 0."""
+    """Return scales ``[R, C]`` of one byte each as a flat tensor in the order of the hardware, padded with 0."""
     rows, columns = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -columns % COLUMNS, 0, -rows % ROWS))
     tiles = padded.view(-1, COLUMNS, 32, padded.shape[1] // COLUMNS, COLUMNS)  # tile row, r div 32, r mod 32, tile, c
@@ -27,7 +27,7 @@ def tiled(scale: Tensor) -> Tensor:
 
 
 def _operand(q: Quantized) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix, its contracted dim padded with zeros where it must be."""
+    """Return codes and scales of a matrix; its contracted dim is padded with zeros if needed."""
     height = q.scheme.tile[0]
     scale = q.scale
     if height > 1:
@@ -39,7 +39,7 @@ def _operand(q: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
-    """``a [M, K] x b [N, K] -> [M, N]``; rounded to bf16 on the way."""
+    """``a [M, K] x b [N, K] -> [M, N]``; the hardware rounds the product to bf16."""
     (left, scale_a), (right, scale_b) = _operand(a), _operand(b)
     y = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
     if a.global_scale is None or b.global_scale is None:

@@ -19,7 +19,7 @@ def _why_not(spec: Spec, function: str) -> str | None:
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.dtype != spec.weight_dtype:
-        return f"needs a weight of the input's type, {spec.dtype}"
+        return f"needs a weight in the dtype of the input, {spec.dtype}"
     return package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", EXTENSION)
 
 

@@ -22,7 +22,7 @@ def _why_not(spec: Spec, kind: str) -> str | None:
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.dtype != spec.weight_dtype:
-        return f"needs a weight of the input's type, {spec.dtype}"
+        return f"needs a weight in the dtype of the input, {spec.dtype}"
     kernels = [f"{KERNELS}:{kind}_{way}" for way in ("fwd", "bwd")]
     return package_why_not(spec.device, f"the norm ({kind})", MINIMUM, *kernels)
 

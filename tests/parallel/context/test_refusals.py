@@ -158,7 +158,7 @@ def test_shares_for_other_ranks_and_for_plain_attention() -> None:
     inner = made(meta()).layers["0"].attention.inner
     with pytest.raises(LayoutError, match="cut into 2 shares, but cp=4"):
         inner(q, q, q, share)
-    with pytest.raises(LayoutError, match="plain attention sees no other share"):
+    with pytest.raises(LayoutError, match="plain attention does not see the other shares"):
         attention(q, q, q, share)
 
 
