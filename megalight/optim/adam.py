@@ -16,26 +16,26 @@ from megalight.ops.adam import adam_step
 class Adam(Optimizer):
     """Adam (Kingma and Ba 2015), by default with decoupled weight decay (AdamW, Loshchilov and Hutter 2019).
 
-    Equal to ``torch.optim.AdamW`` (``torch.optim.Adam`` without decoupling), and reads their state dicts. Made for few
-    large tensors, such as the masters of the data-parallel engine.
+    It equals ``torch.optim.AdamW`` (without decoupling: ``torch.optim.Adam``) and reads their state dicts. It is made
+    for a few large tensors, such as the master weights of the data-parallel engine.
 
     Args:
         params: tensors or parameter groups.
         lr: learning rate.
-        betas: decay of the first and of the second moment, per step.
+        betas: decay of the first and the second moment per step.
         eps: added to the root of the second moment.
         weight_decay: decay coefficient.
-        decoupled_weight_decay: the decay scales the parameter (AdamW); otherwise it is added to the gradient.
-        capturable: keep step counts on the device, so that a step can be captured in a CUDA graph.
-        backend: of the adam op.
+        decoupled_weight_decay: whether the decay scales the parameter (AdamW). If not, it is added to the gradient.
+        capturable: whether to keep step counts on the device, so that a CUDA graph can capture a step.
+        backend: backend of the op ``adam``.
 
     Attributes:
-        elementwise: each element is updated from its own gradient alone, so that flat shards can be stepped on.
-        grad_scale: 0-dim tensor on the device that multiplies the gradients of the next step only; None: nothing does.
-        copies: tensor -> flat low-precision tensor that receives its new values in the same pass.
+        elementwise: each element is updated from its own gradient only, so the optimizer can step on flat shards.
+        grad_scale: 0-dim device tensor that multiplies the gradients of the next step. None: no scaling.
+        copies: tensor -> flat low-precision tensor that receives its new values in the same kernel.
 
     Raises:
-        ConfigurationError: a hyper-parameter outside its range.
+        ConfigurationError: a hyperparameter is out of range.
     """
 
     elementwise = True
@@ -58,7 +58,7 @@ class Adam(Optimizer):
             ("weight_decay", weight_decay, weight_decay >= 0),
         ):
             if not good:
-                raise ConfigurationError(f"Adam: {name}={value}; it must not be negative, and betas must be below 1.")
+                raise ConfigurationError(f"{name} of Adam is {value}; it must be at least 0, and betas below 1.")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -74,7 +74,7 @@ class Adam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; ``closure``, where given, is called first, and its result returned."""
+        """Update all parameters. If ``closure`` is given, it is called first and its result is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""The typed configuration of optimizer and schedule, for recipes and command lines."""
+"""The typed configuration of the optimizer and its schedule, for recipes and the command line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class AdamConfig:
         lr: peak learning rate.
         betas: decay of the moments.
         eps: added to the root of the second moment.
-        weight_decay: of weights; norms, biases and other one-dimensional parameters do not decay.
-        decoupled_weight_decay: AdamW; otherwise the decay is added to the gradient.
-        schedule: None: the learning rate is constant.
+        weight_decay: decay coefficient. Norms, biases and other one-dimensional parameters do not decay.
+        decoupled_weight_decay: AdamW. If false, the decay is added to the gradient.
+        schedule: schedule of the learning rate. None: it is constant.
         rules: exceptions by name pattern.
-        decay_all: let norms and biases decay as well.
-        backend: which implementation steps; ``auto`` takes the best that can serve (``megalight doctor`` lists them).
+        decay_all: whether norms and biases decay too.
+        backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (see ``megalight doctor``).
     """
 
     lr: float = 3e-4
@@ -40,22 +40,23 @@ class AdamConfig:
     backend: str = "auto"
 
     def check(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Refuse rules for parameters that a whole model does not have.
+        """Check that every rule matches a parameter of the whole model.
 
         Raises:
-            ConfigurationError: a pattern that matches no trainable parameter.
+            ConfigurationError: a pattern matches no trainable parameter.
         """
         check_rules([name for name, parameter in named_parameters if parameter.requires_grad], self.rules)
 
     def build(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], max_steps: int = -1, part: bool = False
     ) -> tuple[Adam, LambdaLR | None]:
-        """The optimizer and its scheduler, to be stepped once per optimizer step.
+        """Create the optimizer and its scheduler, which must be stepped once per optimizer step.
 
         Args:
-            named_parameters: as ``module.named_parameters()`` gives them.
+            named_parameters: the result of ``module.named_parameters()``.
             max_steps: optimizer steps of the run; -1: unlimited.
-            part: these are parameters of a part of a model; :meth:`check` looks at the whole.
+            part: whether these are the parameters of only a part of a model. Rules may then match nothing; call
+                :meth:`check` with the whole model.
         """
         groups = parameter_groups(
             named_parameters,

@@ -1,4 +1,4 @@
-"""Parameter groups by rule: no weight decay on norms and biases, learning rates and decay by name pattern."""
+"""Parameter groups: no weight decay for norms and biases, learning rates and decay by name pattern."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megalight.errors import ConfigurationError, nearest
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What is different for the parameters whose names match.
+    """An exception for parameters whose names match a pattern.
 
     Attributes:
-        pattern: glob over the parameter's full name, such as ``"*.embed.*"``.
-        lr_scale: multiplies the learning rate.
-        weight_decay: decay coefficient for all of them, one-dimensional ones too; None: the usual.
+        pattern: glob for the full name of a parameter, such as ``"*.embed.*"``.
+        lr_scale: factor on the learning rate.
+        weight_decay: decay coefficient of all these parameters, one-dimensional ones too. None: as usual.
     """
 
     pattern: str
@@ -28,7 +28,7 @@ class GroupRule:
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay usually applies: not to biases, norms and other one-dimensional parameters."""
+    """Return whether a parameter usually decays: biases, norms and other one-dimensional parameters do not."""
     return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
@@ -41,22 +41,23 @@ def parameter_groups(
     decay_all: bool = False,
     part: bool = False,
 ) -> list[dict[str, Any]]:
-    """Groups for any torch optimizer, each with ``params``, ``lr``, ``weight_decay`` and a ``name`` for logs.
+    """Build groups for any torch optimizer, each with ``params``, ``lr``, ``weight_decay`` and a ``name`` for logs.
 
     Args:
-        named_parameters: as ``module.named_parameters()`` gives them; frozen ones are left out, tied ones come once.
+        named_parameters: the result of ``module.named_parameters()``. Frozen parameters are left out, tied ones occur
+            once.
         lr: learning rate before ``lr_scale``.
         weight_decay: decay coefficient of parameters that decay.
-        rules: the first whose pattern matches a name decides.
-        decay_all: let norms and biases decay as well.
-        part: these are parameters of a part of a model (a pipeline's stage), which may lack what the rules are for;
-            :func:`check_rules` looks at the whole.
+        rules: the first rule whose pattern matches a name counts.
+        decay_all: whether norms and biases decay too.
+        part: whether these are the parameters of only a part of a model, such as a pipeline stage. Rules may then match
+            nothing; call :func:`check_rules` with the whole model.
 
     Returns:
-        groups that depend on the rules alone, some maybe without parameters: all stages of a pipeline have the same.
+        the groups. They depend only on the rules, so all pipeline stages have the same groups; some may be empty.
 
     Raises:
-        ConfigurationError: no trainable parameter, or a pattern that matches none.
+        ConfigurationError: there is no trainable parameter, or a pattern matches none.
     """
     usual = [True] if decay_all else [True, False]
     kinds = [(i, decay) for i, r in enumerate(rules) for decay in (usual if r.weight_decay is None else [True])]
@@ -92,13 +93,14 @@ def parameter_groups(
 
 
 def check_rules(names: Sequence[str], rules: Sequence[GroupRule]) -> None:
-    """Whether every rule is for something.
+    """Check that every rule matches a parameter.
 
     Args:
-        names: of the trainable parameters of a whole model.
+        names: names of the trainable parameters of the whole model.
+        rules: the rules.
 
     Raises:
-        ConfigurationError: no trainable parameter, or a pattern that matches none.
+        ConfigurationError: there is no trainable parameter, or a pattern matches none.
     """
     if not names:
         raise ConfigurationError("no parameter requires gradients; unfreeze some, or train without an optimizer.")

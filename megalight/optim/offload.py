@@ -1,4 +1,4 @@
-"""Moving optimizer state and masters to host memory and back, to make room on the device for a while."""
+"""Moving optimizer state and master weights to host memory and back, to free device memory for a while."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from megalight.ops.parameter import known_state
 
 _homes: WeakKeyDictionary[Optimizer, dict[Tensor, torch.device]] = WeakKeyDictionary()
-"""The parameters of offloaded optimizers, and the devices that they belong on."""
+"""Offloaded optimizers -> their parameters and the devices to return them to."""
 
 
 def offload_to_cpu(optimizer: Optimizer) -> None:
-    """Move state, and the masters that are copies of low-precision parameters, to host memory.
+    """Move optimizer state and fp32 copies of low-precision parameters to host memory.
 
-    Tensors keep their identity: only their storage changes. Gradients of what moves are dropped. Parameters that the
-    model itself computes with stay where they are, and so do 0-dim state tensors. Doing it twice is harmless.
+    The tensor objects stay the same; only their storage changes. Gradients of moved parameters are dropped. Parameters
+    that the model computes with are not moved, nor are 0-dim state tensors. A second call changes nothing.
     """
     homes = _homes.setdefault(optimizer, {})
     for parameter in _parameters(optimizer):
@@ -28,11 +28,11 @@ def offload_to_cpu(optimizer: Optimizer) -> None:
             parameter.data = parameter.data.to("cpu")
         _move_state(optimizer, parameter, torch.device("cpu"))
     if any(device.type == "cuda" for device in homes.values()):
-        torch.cuda.empty_cache()  # other processes may want the room
+        torch.cuda.empty_cache()  # so that other processes can use the memory
 
 
 def restore_from_cpu(optimizer: Optimizer) -> None:
-    """Bring everything back to the device that it came from. Harmless when nothing was moved."""
+    """Move everything back to its device. Without an earlier :func:`offload_to_cpu` this does nothing."""
     for parameter, device in _homes.pop(optimizer, {}).items():
         parameter.data = parameter.data.to(device)
         _move_state(optimizer, parameter, device)

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: what multiplies the learning rate at each optimizer step.
+"""Learning-rate schedules: factors on the learning rate for each optimizer step.
 
-Steps count from 0. Warm-up is linear: step ``s`` of ``warmup`` has the factor ``(s + 1) / warmup``, so that no step is
-wasted at zero. After the last step the factor stays at its final value.
+Steps count from 0. Warm-up is linear: step ``s`` of ``warmup`` has the factor ``(s + 1) / warmup``, so no step has
+learning rate 0. After the last step the factor keeps its final value.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from megalight.errors import ConfigurationError
 
 
 class Schedule(ABC):
-    """A learning-rate schedule. Your own needs :meth:`factor` alone."""
+    """A learning-rate schedule. Your own schedule only needs :meth:`factor`."""
 
     @abstractmethod
     def factor(self, step: int) -> float:
-        """What multiplies the learning rate in optimizer step ``step``."""
+        """Return the factor on the learning rate in optimizer step ``step``."""
 
     def for_run(self, max_steps: int) -> Schedule:
-        """The schedule of a run of ``max_steps`` optimizer steps (-1: unlimited)."""
+        """Return the schedule for a run of ``max_steps`` optimizer steps (-1: unlimited)."""
         return self
 
     def build(self, optimizer: Optimizer) -> LambdaLR:
-        """A torch scheduler to be stepped once after every optimizer step."""
-        # a plain function: LambdaLR would put the fields of an object into checkpoints and take them back from there
+        """Create a torch scheduler, which must be stepped once after every optimizer step."""
+        # A plain function: LambdaLR saves the fields of a callable object in checkpoints and restores them from there.
         return LambdaLR(optimizer, lambda step: self.factor(step))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmedUp(Schedule):
-    """Base of the schedules that begin with a linear warm-up.
+    """Base class of schedules that begin with a linear warm-up.
 
     Attributes:
         warmup: steps of linear warm-up.
-        steps: optimizer steps of the whole run, warm-up included; None: the trainer's ``max_steps``.
+        steps: optimizer steps of the whole run, with warm-up. None: the trainer's ``max_steps``.
     """
 
     warmup: int = 0
@@ -49,39 +49,40 @@ class WarmedUp(Schedule):
     def __post_init__(self) -> None:
         if self.warmup < 0 or (self.steps is not None and self.steps <= self.warmup):
             raise ConfigurationError(
-                f"schedule of {self.steps} steps with {self.warmup} steps of warm-up; "
-                "warm-up must be at least 0 and end before the last step."
+                f"the schedule has {self.steps} steps and warmup is {self.warmup}; warmup must be at least 0 and below "
+                "the number of steps."
             )
 
     def factor(self, step: int) -> float:
-        """What multiplies the learning rate in optimizer step ``step``."""
+        """Return the factor on the learning rate in optimizer step ``step``."""
         return (step + 1) / self.warmup if step < self.warmup else self.after_warmup(step - self.warmup)
 
     @abstractmethod
     def after_warmup(self, step: int) -> float:
-        """The factor, with steps counted from the end of the warm-up."""
+        """Return the factor; steps count from the end of the warm-up."""
 
     @property
     def remaining(self) -> int:
-        """Steps after the warm-up.
+        """Number of steps after the warm-up.
 
         Raises:
-            ConfigurationError: the length of the run is not known.
+            ConfigurationError: the length of the run is unknown.
         """
         if self.steps is None:
             raise ConfigurationError(
-                f"{type(self).__name__} must know the length of the run: set the trainer's max_steps, or its own steps."
+                f"{type(self).__name__} needs the length of the run; set max_steps of the trainer, or steps of the "
+                "schedule."
             )
         return self.steps - self.warmup
 
     def for_run(self, max_steps: int) -> Schedule:
-        """The schedule of a run of ``max_steps`` (-1: unlimited), unless it states its own length."""
+        """Return the schedule for a run of ``max_steps`` (-1: unlimited), unless it has its own ``steps``."""
         return replace(self, steps=max_steps) if self.steps is None and max_steps > 0 else self
 
 
 def _check_min_ratio(value: float) -> None:
     if not 0 <= value <= 1:
-        raise ConfigurationError(f"min_ratio={value}; it is a share of the full learning rate, between 0 and 1.")
+        raise ConfigurationError(f"min_ratio is {value}; it must be between 0 and 1 (a share of the learning rate).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class Constant(WarmedUp):
     """Warm-up, then the full learning rate."""
 
     def after_warmup(self, step: int) -> float:
-        """Always 1."""
+        """Return 1."""
         return 1.0
 
 
@@ -104,7 +105,7 @@ class Cosine(WarmedUp):
         _check_min_ratio(self.min_ratio)
 
     def after_warmup(self, step: int) -> float:
-        """``min + (1 - min) (1 + cos(pi t)) / 2`` at ``t`` of the way."""
+        """Return ``min + (1 - min) (1 + cos(pi t)) / 2``, with ``t`` from 0 to 1 over the remaining steps."""
         way = min(1.0, step / self.remaining)
         return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * way))
 
@@ -120,7 +121,7 @@ class Linear(WarmedUp):
         _check_min_ratio(self.min_ratio)
 
     def after_warmup(self, step: int) -> float:
-        """``1 - (1 - min) t`` at ``t`` of the way."""
+        """Return ``1 - (1 - min) t``, with ``t`` from 0 to 1 over the remaining steps."""
         return 1 - (1 - self.min_ratio) * min(1.0, step / self.remaining)
 
 
@@ -129,8 +130,8 @@ class WSD(WarmedUp):
     """Warm-up, stable, decay (Hu et al. 2024): the full learning rate until a short decay at the end.
 
     Attributes:
-        decay: share of all steps that the decay takes.
-        shape: of the decay, ``t`` of the way through it: ``linear`` ``1 - t``, ``cosine`` half a cosine, ``sqrt``
+        decay: length of the decay as a share of all steps.
+        shape: shape of the decay, with ``t`` from 0 to 1: ``linear`` is ``1 - t``, ``cosine`` half a cosine, ``sqrt``
             ``1 - sqrt(t)`` (Haegele et al. 2024).
         min_ratio: factor at the end.
     """
@@ -143,12 +144,12 @@ class WSD(WarmedUp):
         super().__post_init__()
         _check_min_ratio(self.min_ratio)
         if not 0 < self.decay <= 1:
-            raise ConfigurationError(f"decay={self.decay}; it is a share of all steps, above 0 and at most 1.")
+            raise ConfigurationError(f"decay is {self.decay}; it must be above 0 and at most 1 (a share of all steps).")
         if self.shape not in ("linear", "cosine", "sqrt"):
-            raise ConfigurationError(f"shape={self.shape!r}; use linear, cosine or sqrt.")
+            raise ConfigurationError(f"shape is {self.shape!r}; use linear, cosine or sqrt.")
 
     def after_warmup(self, step: int) -> float:
-        """1, then down to ``min_ratio`` by ``shape``."""
+        """Return 1, then fall to ``min_ratio`` with ``shape``."""
         length = min(self.remaining, max(1, round(self.decay * (self.steps or 0))))
         way = min(1.0, max(0.0, (step - (self.remaining - length)) / length))
         shapes = {"linear": 1 - way, "cosine": 0.5 * (1 + math.cos(math.pi * way)), "sqrt": 1 - math.sqrt(way)}
@@ -157,7 +158,7 @@ class WSD(WarmedUp):
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt(WarmedUp):
-    """Falls with one over the root of the step (Vaswani et al. 2017); 1 at the end of the warm-up."""
+    """Falls with one over the square root of the step (Vaswani et al. 2017). It is 1 at the end of the warm-up."""
 
     min_ratio: float = 0.0
 
@@ -166,6 +167,6 @@ class InverseSqrt(WarmedUp):
         _check_min_ratio(self.min_ratio)
 
     def after_warmup(self, step: int) -> float:
-        """``max(min, sqrt(w / (w + step)))`` with ``w`` steps of warm-up, at least one."""
+        """Return ``max(min, sqrt(w / (w + step)))`` with ``w`` steps of warm-up, at least one."""
         scale = max(self.warmup, 1)
         return max(self.min_ratio, math.sqrt(scale / (scale + step)))

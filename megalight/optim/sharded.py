@@ -1,4 +1,4 @@
-"""Making an ordinary optimizer step on the data-parallel engine's flat shards."""
+"""Makes an ordinary optimizer step on the flat shards of the data-parallel engine."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""torch optimizers that update each element from its own gradient and state alone."""
+"""torch optimizers that update each element only from its own gradient and state."""
+
 SCALARS = ("step", "eta", "mu", "mu_product")
 """State of torch's optimizers that is one number per parameter."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may step on flat shards. A user's class says so with ``elementwise = True``."""
+    """Return whether an optimizer can step on flat shards. Your own class declares it with ``elementwise = True``."""
     return type(optimizer) in ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
 
 
 def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> OptimizerT:
-    """Point an optimizer's parameter groups at the engine's masters. The object and its group dicts stay the same.
+    """Replace the parameters of an optimizer by the master shards of the engine, and return the optimizer.
 
-    So learning-rate schedulers and callbacks that hold them go on working, each group keeps its options, and state that
-    exists already moves along.
+    The optimizer object and the dicts of its groups stay the same, so learning-rate schedulers and callbacks that hold
+    them keep working. Groups keep their options. Existing state is moved to the shards.
 
     Raises:
-        ConfigurationError: the optimizer is not element-wise, or its groups are not the groups of the engine. Also
-            raised by a later step, where somebody added parameters.
+        ConfigurationError: the optimizer is not element-wise, or its groups differ from those of the engine. A later
+            step raises it if parameters were added to the optimizer.
     """
     if not is_elementwise(optimizer):
         name = type(optimizer).__name__
         raise ConfigurationError(
-            f"{name} is not known to update each element from its own gradient alone, so it cannot step on flat "
-            "shards. If it does, set elementwise = True on the class; if it does not, use an optimizer such as "
-            "megalight.optim.Adam, or train under another strategy."
+            f"{name} is not known to update each element only from its own gradient, so it cannot step on flat shards. "
+            "If it does, set elementwise = True on the class. If not, use an optimizer such as megalight.optim.Adam, "
+            "or another strategy."
         )
     _check_groups(optimizer, engine)
     states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
@@ -73,13 +74,13 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
 def _check_masters(optimizer: Optimizer, masters: set[int]) -> None:
     if any(id(p) not in masters for group in optimizer.param_groups for p in group["params"]):
         raise ConfigurationError(
-            "a parameter was added to the optimizer after training began (by a callback that unfreezes layers?); "
-            "nothing sums its gradients over ranks. Let it require gradients from the start, with a learning rate of 0."
+            "a parameter was added to the optimizer after training began (by a callback that unfreezes layers?), and "
+            "its gradients are not summed over ranks; let it require gradients from the start, with learning rate 0."
         )
 
 
 def _fuse(optimizer: Adam, engine: DataParallelEngine) -> None:
-    """Clipping and the rounding of masters to low-precision parameters happen in Adam's own pass over memory."""
+    """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies of the masters."""
 
     def scale(factor: Tensor) -> None:
         optimizer.grad_scale = factor if optimizer.grad_scale is None else optimizer.grad_scale * factor
@@ -100,19 +101,19 @@ def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:
             )
         if number != info.group:
             raise ConfigurationError(
-                f"{info.name} is in group {number} of the optimizer, but in group {info.group} of the engine. Build "
+                f"{info.name} is in group {number} of the optimizer, but in group {info.group} of the engine; build "
                 "both from the same groups."
             )
     foreign = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"] if id(p) in home)
     if foreign:
         raise ConfigurationError(
-            f"the optimizer holds {foreign} trainable tensors that are not parameters of the model. Create it from the "
-            "parameters that the model has when the optimizer is made."
+            f"the optimizer holds {foreign} trainable tensors that are not parameters of the model; create it from the "
+            "model's parameters in configure_optimizers."
         )
 
 
 def _flat_state(optimizer: Optimizer, engine: DataParallelEngine, index: int) -> dict[str, object]:
-    """State that parameters of one bucket have already, laid out like the shard. Padding gets zeros."""
+    """Return the existing state of one bucket's parameters in the layout of the shard. Padding is zero."""
     bucket, flat = engine.buckets[index], dict[str, object]()
     shard: FlatShard = bucket.shard
     for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):

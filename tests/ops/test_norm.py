@@ -46,7 +46,7 @@ def test_sum_equals_two_steps_bit_for_bit() -> None:
 
 
 def test_sum_refuses_mixed_types() -> None:
-    with pytest.raises(ValueError, match="one shape and type"):
+    with pytest.raises(ValueError, match="shape and dtype must be equal"):
         norm.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4).bfloat16(), torch.ones(4), 1e-5)
 
 

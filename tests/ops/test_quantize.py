@@ -261,8 +261,8 @@ def test_kernels_say_what_they_cannot_do() -> None:
         (("tensorwize",), "Did you mean 'tensorwise'"),
         (("rowwise", "hybrid"), "e4m3"),
         (("tensorwise", "e5m2"), "'hybrid' or 'e4m3'"),
-        (("nvfp4", "e4m3"), "format of its own"),
-        (("mxfp8", None, True), "scales of its own"),
+        (("nvfp4", "e4m3"), "its own format"),
+        (("mxfp8", None, True), "its own kind of scales"),
     ],
 )
 def test_recipes_that_do_not_exist(arguments: Any, match: str) -> None:

@@ -88,7 +88,7 @@ def test_bad_arguments_are_refused() -> None:
         rotary_table(torch.arange(3), 7, 1e4)
     with pytest.raises(ValueError, match="at least 1"):
         RotaryScaling(factor=0.5)
-    with pytest.raises(ValueError, match="must lie between"):
+    with pytest.raises(ValueError, match="must be above 0 and below"):
         RotaryScaling(low_frequency_factor=4.0)
     with pytest.raises(ValueError, match="choose linear or llama3"):
         RotaryScaling("yarn")  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_others_say_why_not() -> None:
     for spec, name, why in (
         (Spec("cpu", one, one, torch.float32), "cublaslt", "cuda"),
         (Spec("cpu", one, one, torch.float32), "triton", "triton|cuda"),
-        (Spec("cpu", one, one, torch.float32), "product_add", "no product"),
+        (Spec("cpu", one, one, torch.float32), "product_add", "no fast product"),
         (Spec("cuda", tiles, one, torch.float32), "cublaslt", "one scale"),
         (Spec("cuda", one, one, torch.float64), "cublaslt", "float32"),
         (Spec("cuda", Scheme("e5m2"), Scheme("e5m2"), torch.float32), "triton", "e5m2 by e4m3"),

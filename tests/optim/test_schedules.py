@@ -53,7 +53,7 @@ def test_the_scheduler_scales_every_group() -> None:
 def test_length_comes_from_the_run_where_none_is_stated() -> None:
     assert Cosine(warmup=2).for_run(10) == Cosine(warmup=2, steps=10)
     assert Cosine(steps=5).for_run(10).steps == 5
-    with pytest.raises(ConfigurationError, match="Cosine must know the length of the run: set the trainer's max_steps"):
+    with pytest.raises(ConfigurationError, match="Cosine needs the length of the run; set max_steps of the trainer"):
         Cosine().for_run(-1).factor(0)
     assert Constant().for_run(-1).factor(3) == 1.0
 
@@ -61,11 +61,11 @@ def test_length_comes_from_the_run_where_none_is_stated() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (Cosine, {"warmup": 10, "steps": 10}, "10 steps with 10 steps of warm-up"),
+        (Cosine, {"warmup": 10, "steps": 10}, "10 steps and warmup is 10"),
         (Constant, {"warmup": -1}, "at least 0"),
-        (Linear, {"min_ratio": 1.5}, "min_ratio=1.5"),
-        (WSD, {"decay": 0.0}, "decay=0.0"),
-        (WSD, {"shape": "cubic"}, "shape='cubic'; use linear, cosine or sqrt"),
+        (Linear, {"min_ratio": 1.5}, "min_ratio is 1.5"),
+        (WSD, {"decay": 0.0}, "decay is 0.0"),
+        (WSD, {"shape": "cubic"}, "shape is 'cubic'; use linear, cosine or sqrt"),
     ],
 )
 def test_impossible_schedules_are_refused(kind: type[Schedule], options: dict[str, Any], message: str) -> None:
