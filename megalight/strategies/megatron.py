@@ -151,6 +151,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._stepper: Stepper | None = None
         self._setup_of: pl.LightningModule | None = None
         self._accumulating = False
+        self._ended = False
         self._resumed: Resumed | None = None
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
@@ -218,7 +219,7 @@ class MegatronStrategy(FolderCheckpoints):
         with refusals.one_optimizer(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
-        self.engine = setup.build_engine(self, self.optimizers[0])
+        self.engine, self._ended = setup.build_engine(self, self.optimizers[0]), False
         if isinstance(self.lightning_module, MegalightModule):
             self.engine.attach_gather_hooks(self.parallel_model.root)
         self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
@@ -324,10 +325,12 @@ class MegatronStrategy(FolderCheckpoints):
     def on_train_end(self) -> None:
         """Weights are whole, and in their own type, before anybody reads them."""
         if self.engine is not None:
-            self.engine.close()
+            self.engine.widen()  # not closed yet: a learning-rate finder trains again with this engine
+            self._ended = True
 
     def on_exception(self, exception: BaseException) -> None:
         """From here on nothing may wait for other ranks."""
+        self._ended = False
         if self.world_size > 1:
             FAILED.set()
 
@@ -341,6 +344,8 @@ class MegatronStrategy(FolderCheckpoints):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         assert self.accelerator is not None
+        if self.engine is not None and self._ended:
+            self.engine.close()
         if not FAILED.is_set():  # it waits for the device, and that perhaps for a message of another rank
             self.accelerator.teardown()
 

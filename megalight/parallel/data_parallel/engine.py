@@ -232,13 +232,17 @@ class DataParallelEngine:
         """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""
         self._parameters.recast()
 
+    def widen(self) -> None:
+        """Training has ended: parameters are whole, and have their own type again. It may begin anew."""
+        self.sync_parameters()
+        self._parameters.widen()
+
     def close(self) -> None:
-        """Training has ended: parameters get their own type again, and autograd keeps their gradients as elsewhere.
+        """The run has ended: :meth:`widen`, and autograd keeps gradients as elsewhere.
 
         The memory of main gradients is free afterwards. Masters stay, for whoever saves them.
         """
-        self.sync_parameters()
-        self._parameters.widen()
+        self.widen()
         for bucket in self.buckets:
             bucket.drop_gradients()
 
