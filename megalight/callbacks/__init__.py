@@ -1,5 +1,6 @@
 """Lightning callbacks, each with one job. A callback that needs something a strategy lacks raises a clear error."""
 
+from megalight.callbacks.adapters import Adapters
 from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.garbage import GarbageCollection
@@ -17,6 +18,7 @@ from megalight.callbacks.timers import Timers
 __all__ = [
     "EMA",
     "NVTX",
+    "Adapters",
     "CUDAGraph",
     "GarbageCollection",
     "MemorySnapshot",

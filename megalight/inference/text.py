@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,27 +11,22 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint, publish
-from megalight.checkpoint.ranks import alone
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
 from megalight.models.family import family
 from megalight.models.gpt import GPT
-from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import materialise
-from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import Plan
-from megalight.parallel.source import parameter_targets
-
-PREFIX = "model."
-"""Canonical names of a model's weights in a checkpoint start with this."""
+from megalight.models.saved import description, saved_model
 
 TOKENIZER = "tokenizer.json"
 """The file in a checkpoint that holds the tokenizer."""
 
 
 def load_model(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> GPT:
     """The model of a checkpoint, whole, in evaluation mode, whatever layout saved it.
 
@@ -39,37 +34,21 @@ def load_model(
         path: the checkpoint's folder.
         device: where the weights go.
         dtype: of the weights; None keeps what was saved.
+        base: the weights that training began with, for a checkpoint that holds adapters alone.
 
     Raises:
         CheckpointError: missing, torn, or it does not say which model it holds.
     """
-    return _load(checkpoint.open(path), torch.device(device), dtype)
+    return _load(checkpoint.open(path), torch.device(device), dtype, base)
 
 
-def _load(opened: Checkpoint, device: torch.device, dtype: torch.dtype | None) -> GPT:
-    described = opened.common.get("model")
-    if not isinstance(described, Mapping) or not {"family", "config"} <= described.keys():
-        raise CheckpointError(
-            f"checkpoint {opened.path} does not say which model it holds (no 'model' with 'family' and 'config' in its "
-            "common part); use one that a GPTModule saved."
-        )
-    known = family(described["family"])
+def _load(
+    opened: Checkpoint, device: torch.device, dtype: torch.dtype | None, base: str | os.PathLike[str] | None
+) -> GPT:
+    known = family(description(opened)["family"])
     if not known.generates:
         raise CheckpointError(f"checkpoint {opened.path} holds a {known.name} model, which writes no text.")
-    with torch.device("meta"):
-        model = cast(GPT, known.build(described["config"]))
-    specs = parallelize(model, Plan(), ParallelMesh(), prefix=PREFIX)
-    materialise(model.to(dtype or _saved_dtype(opened)), device)
-    with alone() as group:
-        opened.fill(parameter_targets(model.named_parameters(), specs), prefix=PREFIX, process_group=group)
-    return model.eval()
-
-
-def _saved_dtype(opened: Checkpoint) -> torch.dtype:
-    """The type of the widest weight."""
-    names = {info.dtype for name, info in opened.tensors.items() if name.startswith(PREFIX)}
-    found: torch.dtype = max((getattr(torch, name) for name in names), key=lambda dtype: dtype.itemsize)
-    return found
+    return cast(GPT, saved_model(opened, device, dtype, base).root.eval())
 
 
 @dataclass(frozen=True)
@@ -92,6 +71,7 @@ class TextGenerator:
         tokenizer: str | os.PathLike[str] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> TextGenerator:
         """Load both from a checkpoint's folder.
 
@@ -100,6 +80,7 @@ class TextGenerator:
             tokenizer: a ``tokenizer.json`` or its folder, to use instead of the checkpoint's own.
             device: where the weights go.
             dtype: of the weights; None keeps what was saved.
+            base: see :func:`load_model`.
 
         Raises:
             CheckpointError: missing, torn, or no model or tokenizer in it.
@@ -107,7 +88,7 @@ class TextGenerator:
         """
         opened = checkpoint.open(path)
         found = Tokenizer.load(tokenizer or _tokenizer_folder(opened))
-        model = _load(opened, torch.device(device), dtype)
+        model = _load(opened, torch.device(device), dtype, base)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "

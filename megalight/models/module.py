@@ -20,6 +20,7 @@ from megalight.nn.init import initialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Source, model_targets
+from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.types import Loss, Totals, inverse, mean
 
 Carry: TypeAlias = dict[str, Tensor]
@@ -38,6 +39,8 @@ class MegalightModule(pl.LightningModule):
         model: the model, or this process's part of it; None until ``configure_model``.
         token_multiple: packed token counts are padded to a multiple of this (sequence parallelism needs it). Set by
             the strategy; 1 on one device.
+        transforms: changes of the model's structure, in this order. Callbacks may add theirs before the model is built.
+        saves_base: checkpoints hold all weights, not only those that transforms made.
         varying_carry: what ``forward_step`` hands on may change its names or shapes between micro-batches of equal
             shapes. Pipeline stages then tell each other beforehand, every time.
     """
@@ -48,6 +51,8 @@ class MegalightModule(pl.LightningModule):
         super().__init__()
         self.seed = seed
         self.model: nn.Module | None = None
+        self.transforms: list[ModelTransform] = []
+        self.saves_base = True
         self.token_multiple = 1
         self._means = nn.ModuleDict()  # Lightning logs only metrics that are submodules
 
@@ -124,11 +129,13 @@ class MegalightModule(pl.LightningModule):
         if self.model is not None:
             return
         self.model = self.build_model()
+        added = {CANONICAL_PREFIX + name for name in apply_transforms(self.model, self.transforms)}
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             initialise(self.model, self.seed, CANONICAL_PREFIX)
             source = self.initial_weights()
             if source is not None:
-                source.fill(model_targets(self.model, CANONICAL_PREFIX), prefix=CANONICAL_PREFIX)
+                targets = model_targets(self.model, CANONICAL_PREFIX)
+                source.fill((t for t in targets if t.name not in added), prefix=CANONICAL_PREFIX)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch: for strategies that know nothing of micro-batches."""

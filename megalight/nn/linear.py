@@ -25,6 +25,7 @@ class Linear(nn.Module):
         weight: ``[out, in]``; a fused weight holds its sections one below the other.
         sections: the named sections, or None.
         section_sizes: output features per section (one entry without sections): what to ``split`` the output by.
+        adapter: an :class:`~megalight.nn.adapter.Adapter`, or None.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features)) if bias else None)
         self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in] -> [..., out]``."""
-        return linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
+        return y if self.adapter is None else self.adapter(x, y)
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The sections, each under its own name in the layer's place; see :mod:`megalight.nn.canonical`."""

@@ -8,7 +8,7 @@ float32, so that masters may keep more than a half-precision parameter can.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,7 @@ def initialise(
     seed: int,
     *,
     on_values: Callable[[str, Tensor], None] | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
     """Give every parameter and buffer of a materialised model its initial value.
 
@@ -74,6 +75,7 @@ def initialise(
         seed: the run's.
         on_values: called with each parameter's name and its values here in float32, before they are rounded to the
             parameter's type: masters are filled from these.
+        only: canonical names; other tensors keep their values.
 
     Raises:
         ConfigurationError: a module has no values and no way to draw them.
@@ -82,13 +84,15 @@ def initialise(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     give = on_values or (lambda name, values: None)
     for name, parameter in model.named_parameters():
-        if name in stated:
+        if name in stated and (only is None or any(piece.name in only for piece in specs[name].pieces)):
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             for piece in specs[name].pieces:
                 box = draw(stated[name], piece.name, piece.shape, piece.offset, piece.size, seed, parameter.device)
                 piece.view(values).copy_(box)
             parameter.copy_(values)
             give(name, values)
+    if only is not None:
+        return
     drawn = set(stated)
     for path, module in model.named_modules():
         mine = {local: names[id(p)] for local, p in module._parameters.items() if p is not None}

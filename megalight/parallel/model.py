@@ -2,6 +2,7 @@
 
 A model is built for one device and changed in a fixed order, of which docs/parallelism-order.md says why:
 
+0. structural transforms (:class:`~megalight.parallel.transform.ModelTransform`),
 1. split by the plan (:class:`ParallelModel`): each rank's modules hold its part,
 2. cut into the stages of a pipeline (the same),
 3. storage: dtype and device (:meth:`ParallelModel.place`),
@@ -38,6 +39,7 @@ from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, parameter_targets, shard_targets
+from megalight.parallel.transform import apply_transforms
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class ParallelModel:
         coupling: how data-parallel ranks agree on numbers of micro-batches, where they meet inside a forward pass;
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
+        added: canonical names of the tensors that transforms made in the one-device model.
         origin: the seed or the source that the values are of, before rounding; None once they may be others.
 
     Raises:
@@ -75,6 +78,7 @@ class ParallelModel:
         self.origin: int | Source | None = None
         self.device = torch.device("meta")
         self._had_values = True
+        self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
         # before the cut: all stages run equally many micro-batches, also those that hold no experts
         self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh) else None
@@ -84,6 +88,8 @@ class ParallelModel:
             if self.options.pipeline.schedule == "zero_bubble" and mesh.global_rank == 0:
                 _warn_of_undeferred(root)
             self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
+        for transform in self.options.transforms:
+            self.specs |= transform.change_split(self)
 
     @classmethod
     def build(
@@ -115,6 +121,7 @@ class ParallelModel:
         model.draw(seed)
         if source is not None:
             model.read(source)
+        model.transform_values()
         model.recompute(model.options.recompute)
         model.check_overlap()
         return model
@@ -155,18 +162,29 @@ class ParallelModel:
     def draw(self, seed: int) -> None:
         """Fill a model that was on meta before :meth:`place` with the initial values of the one-device model.
 
-        The values do not depend on the layout. A model that came with values keeps them.
+        The values do not depend on the layout. A model that came with values keeps them; what transforms made is drawn.
         """
         if not self._had_values:
             initialise(self.root, self.specs, seed)
             self.origin = seed
+        elif self.added:
+            initialise(self.root, self.specs, seed, only=self.added)
 
-    def read(self, source: Source, *, strict: bool = True, process_group: dist.ProcessGroup | None = None) -> Filled:
+    def read(
+        self,
+        source: Source,
+        *,
+        strict: bool = True,
+        only_added: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Filled:
         """Fill the parameters and persistent buffers from a source; all ranks of the mesh call this together.
 
         Args:
             source: read again for the masters, where there will be wider ones.
             strict: every tensor of the model is in the source, and the source has no others of this model's prefix.
+                Tensors that transforms made are left as they are where the source has none of them.
+            only_added: read the tensors that transforms made, and no others.
             process_group: of the ranks that call; None means the default group, or this process alone.
 
         Raises:
@@ -175,6 +193,10 @@ class ParallelModel:
         self.clear_padding()
         self.origin = source
         targets = parameter_targets(self.tensors().items(), self.specs)
+        if only_added:
+            targets = (target for target in targets if target.name in self.added)
+        elif self.added.isdisjoint(source.tensors):
+            targets = (target for target in targets if target.name not in self.added)
         return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
 
     def clear_padding(self) -> None:
@@ -182,6 +204,11 @@ class ParallelModel:
         for name, tensor in self.tensors().items():
             if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel():
                 tensor.detach().zero_()
+
+    def transform_values(self) -> None:
+        """Let transforms act on the values, once these are there."""
+        for transform in self.options.transforms:
+            transform.with_values(self)
 
     def recompute(self, options: Recompute) -> None:
         """Recompute these activations from now on, and no others.
@@ -262,6 +289,7 @@ def check_split(
         LayoutError: it does not divide, or cannot run so on ``device``.
         ConfigurationError: no plan says what to split; recompute of what is not there.
     """
+    apply_transforms(root, options.transforms)
     _split(root, mesh, options, "")
     check_overlap(root.to(dtype=dtype), device)
 
@@ -361,6 +389,8 @@ def _split(
             f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
             "Pass plan=..., or define plan(model) on your MegalightModule."
         )
+    for transform in options.transforms:
+        plan = transform.plan(root, plan)
     layout = options.layout(root, mesh)
     check_recompute(root, options.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
     specs = parallelize(

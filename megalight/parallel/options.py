@@ -15,6 +15,7 @@ from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import Plan
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.transform import ModelTransform
 
 
 def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> None:
@@ -43,6 +44,7 @@ class ParallelOptions:
         virtual_pipeline: chunks of layers per pipeline rank.
         pipeline_layout: which layers go where, as a string; None: as ``pipeline`` says.
         recompute: activations that the backward pass computes again.
+        transforms: changes of the model's structure, in this order.
     """
 
     plan: Plan | None = None
@@ -53,6 +55,7 @@ class ParallelOptions:
     virtual_pipeline: int = 1
     pipeline_layout: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
+    transforms: tuple[ModelTransform, ...] = ()
 
     def token_multiple(self, mesh: ParallelMesh) -> int:
         """Packed token counts must be multiples of this: sequence parallelism gives each rank an equal share."""
@@ -79,4 +82,5 @@ class ParallelOptions:
         if mesh.pp > 1:
             chunks = f"{self.virtual_pipeline} chunks per rank"
             parts += [self.pipeline_layout or chunks, repr(self.pipeline)]
+        parts += [repr(transform) for transform in self.transforms]
         return ", ".join(parts)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.nn.adapter import Adapter
 from megalight.nn.canonical import Part, parts
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -95,13 +96,20 @@ class Splitter:
         return self._local[first]
 
     def keep(self, name: str, module: nn.Module, *, partial: bool = False) -> None:
-        """Every rank holds the module whole; ``partial``: its gradients are to be summed over ``tp``."""
+        """Every rank holds the module and its adapter whole.
+
+        Args:
+            partial: their gradients are to be summed over ``tp``.
+        """
 
         def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             return split.replicated(parts, shape, mesh, partial=partial)
 
         for local in module._parameters:
             self.split(name, module, local, rule)
+        if isinstance(adapter := getattr(module, "adapter", None), Adapter):
+            self.done.add(id(adapter))
+            self.keep(f"{name}.adapter" if name else "adapter", adapter, partial=partial)
         for local, buffer in module._buffers.items():
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 full, shape = f"{name}.{local}" if name else local, tuple(buffer.shape)
@@ -125,6 +133,11 @@ class Splitter:
             if len(styles) > 1 and not wraps:
                 raise LayoutError(
                     f"{name}: the style {type(style).__name__} replaces the module, so it must stand alone."
+                )
+            if _adapters(replacement) < _adapters(current):
+                raise LayoutError(
+                    f"{name} has an adapter, which the style {type(style).__name__} does not split; leave it out of "
+                    "the adapter's targets."
                 )
             self.dress(replacement, current)
             current = replacement
@@ -157,6 +170,10 @@ class Splitter:
     def sizes(self, weight: nn.Parameter) -> list[int]:
         """Rows here of each section of a one-device ``weight`` that has been split."""
         return [piece.size[0] for piece in self.specs[self._first[id(weight)]].pieces]
+
+
+def _adapters(module: nn.Module) -> int:
+    return sum(isinstance(part, Adapter) for part in module.modules())
 
 
 def on_meta(module: nn.Module) -> nn.Module:

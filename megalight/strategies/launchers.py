@@ -65,7 +65,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Check, start the other local ranks unless they run already, then call ``function``."""
-        preflight.check(self._strategy, function, *args, **kwargs)
+        preflight.check(self._strategy, trainer, function, *args, **kwargs)
         if self._alone:
             return function(*args, **kwargs)
         try:
@@ -105,7 +105,7 @@ class WorkerLauncher(MultiProcessingLauncher):
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Check, start one worker per rank, and recover their results when they are done."""
-        preflight.check(self._strategy, function, *args, **kwargs)
+        preflight.check(self._strategy, trainer, function, *args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:

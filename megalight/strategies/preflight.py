@@ -14,6 +14,7 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.groups import check_max_ctas
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import check_split
+from megalight.parallel.transform import apply_transforms
 from megalight.strategies.checkpoints.resuming import open_folder
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.process_group import backend_of
@@ -24,10 +25,13 @@ NAMED = ("best", "last", "hpc")
 """Values of ``ckpt_path`` that Lightning resolves later."""
 
 
-def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def check(
+    strategy: MeshStrategy, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
     """Check what the trainer's ``function`` is about to be called with.
 
-    Modules may bring checks of their own: ``check_data(datamodule)`` and ``check_checkpoint(entries)``.
+    Modules may bring checks of their own: ``check_data(datamodule)`` and ``check_checkpoint(entries)``. A callback that
+    has a method ``attach(module)`` may change what the module will build.
 
     Raises:
         ConfigurationError: a limit on multiprocessors, where messages do not go by NCCL.
@@ -38,6 +42,9 @@ def check(strategy: MeshStrategy, function: Callable[..., Any], *args: Any, **kw
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     module: Any = given.get("model") or strategy.lightning_module
     data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
+    for callback in getattr(trainer, "callbacks", ()):
+        if hasattr(callback, "attach"):
+            callback.attach(module)
     check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
     check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
     mesh = strategy.grid(strategy.num_nodes * strategy.num_processes)
@@ -72,6 +79,7 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = module.build_model()
+        apply_transforms(model, module.transforms)
         module.check_model(model)
         options = options_for(module, model, strategy.options)
         check_split(model, mesh, options, strategy.precision.dtype, strategy.root_device)

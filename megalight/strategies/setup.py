@@ -6,6 +6,7 @@ The order is that of docs/parallelism-order.md; :mod:`megalight.parallel.model` 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumed: Resumed |
     root = root_of(module)
     assert strategy.streams is not None
     seed = int(strategy.broadcast(torch.initial_seed()))
-    model = strategy.parallel_model = _split_before(strategy, root) or _split(strategy, module, root)
+    model = strategy.parallel_model = _split_before(strategy, module, root) or _split(strategy, module, root)
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
@@ -55,6 +56,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumed: Resumed |
         source = module.initial_weights()
         if source is not None:
             model.read(source)
+    model.transform_values()
     model.recompute(strategy.recompute)
     precision.prepare(root, strategy.mesh, model.num_layers)
     model.check_overlap()
@@ -74,11 +76,11 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
     return model
 
 
-def _split_before(strategy: MeshStrategy, root: nn.Module) -> ParallelModel | None:
+def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:
     """What an earlier Trainer in this process has made of a model: training goes on with it."""
     model: ParallelModel | None = root.__dict__.get(SPLIT)
     if model is not None:
-        model.check_same(strategy.mesh, strategy.options)
+        model.check_same(strategy.mesh, replace(strategy.options, transforms=tuple(getattr(module, "transforms", ()))))
         model.origin = None  # somebody may have trained it
     return model
 

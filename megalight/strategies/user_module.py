@@ -29,10 +29,11 @@ def seed_of(module: pl.LightningModule, seed: int) -> int:
 
 
 def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelOptions) -> ParallelOptions:
-    """A strategy's options for the whole, unsplit model: with the module's own plan where they have none."""
-    if options.plan is None and isinstance(module, MegalightModule):
-        return replace(options, plan=module.plan(model))
-    return options
+    """A strategy's options for the whole, unsplit model, with the module's transforms, and its plan where needed."""
+    if not isinstance(module, MegalightModule):
+        return options
+    plan = module.plan(model) if options.plan is None else options.plan
+    return replace(options, plan=plan, transforms=tuple(module.transforms))
 
 
 def own_steps(module: pl.LightningModule, method: str) -> bool:

@@ -45,7 +45,7 @@ def limited(ctas: int | None, device: str, backend: str | None = None) -> list[M
 
 
 def look(strategy: MegatronStrategy) -> None:
-    preflight.check(strategy, lambda model: None, GPTModule(CONFIGS["gqa"]))
+    preflight.check(strategy, None, lambda model: None, GPTModule(CONFIGS["gqa"]))
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", None), ("cuda", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])

@@ -18,6 +18,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialise
 from megalight.optim import AdamConfig
+from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
@@ -206,12 +207,15 @@ def by_hand(
     device: str = "cpu",
     packed: bool = False,
     build: Callable[[GPTConfig], GPT] = GPT,
+    transforms: Sequence[ModelTransform] = (),
 ) -> dict[str, Any]:
     """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
     model = build(config).to(device, dtype)
+    apply_transforms(model, transforms)
     initialise(model, SEED, "model.")
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for p in trained.values() if p.ndim > 1]
+    vectors = [p for p in trained.values() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=ADAM.lr,
@@ -227,7 +231,7 @@ def by_hand(
         loss = (output.losses * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
-        gradients = gradients or canonical(model, {name: p.grad for name, p in model.named_parameters()})
+        gradients = gradients or canonical(model, {name: p.grad for name, p in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -251,6 +255,7 @@ def canonical(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict
         .numpy()
         .copy()
         for part in parts(model)
+        if part.parameter in named
     }
 
 

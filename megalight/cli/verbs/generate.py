@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
+    parser.add_argument("--base", type=Path, help="weights that training began with, where it holds adapters alone")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.checkpoint,
         tokenizer=arguments.tokenizer,
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        base=arguments.base,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
     completions = writer.complete(

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.config import compare
-from megalight.models.family import Weights, family
-from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.models.family import family
+from megalight.models.module import MegalightModule
+from megalight.models.saved import BASE, initial_config, initial_source
+from megalight.models.transforms import describe, rebuild
 from megalight.optim import AdamConfig
 from megalight.parallel.source import Source
+from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.types import PackedSequences
 
 IGNORED = -100
@@ -46,8 +49,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         config: the model, or the name of one of the family's presets; None: that of ``weights``.
         optimizer: Adam's settings, parameter groups and learning-rate schedule.
         seed: of the initial weights.
-        weights: a folder of ``transformers`` to start from; None: weights are drawn. A checkpoint that a run resumes
-            from takes its place.
+        weights: a checkpoint, or a folder of ``transformers``, to start from; None: weights are drawn. When a run
+            resumes, its own checkpoint takes their place.
 
     Attributes:
         family: name of the family in checkpoints.
@@ -82,20 +85,14 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         if isinstance(config, str):
             found = presets[config]
         else:
-            found = self._transformers().config_of(str(self.weights)) if config is None else config
+            found = initial_config(str(self.weights), family(self.family)) if config is None else config
         return found
-
-    def _transformers(self) -> Weights:
-        weights = family(self.family).weights
-        if weights is None:
-            raise ConfigurationError(f"models of the family {self.family} cannot start from weights of transformers.")
-        return weights
 
     def initial_weights(self) -> Source | None:
         """The folder that was given as ``weights``."""
         if self.weights is None:
             return None
-        return self._transformers().source(self.weights, self.config, CANONICAL_PREFIX)
+        return initial_source(self.weights, family(self.family), self.config)
 
     def build_model(self) -> nn.Module:
         """The whole model on one device."""
@@ -142,7 +139,12 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write what the model is, so that a checkpoint can be used without its recipe."""
-        checkpoint["model"] = {"family": self.family, "config": self.config.to_dict()}
+        checkpoint["model"] = {
+            "family": self.family,
+            "config": self.config.to_dict(),
+            "transforms": describe(self.transforms),
+            BASE: self.saves_base,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the checkpoint is of this model."""
@@ -168,6 +170,21 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
                 f"the checkpoint is of another model: {'; '.join(differences)}. Use the configuration it was trained "
                 "with (megalight inspect shows it), or another checkpoint."
             )
+        self._take_transforms(rebuild(described.get("transforms", [])))
+
+    def _take_transforms(self, found: list[ModelTransform]) -> None:
+        """Take over what the checkpoint's model has, where this module has none and its model has no values yet."""
+        if found == self.transforms:
+            return
+        if self.transforms or (self.model is not None and not all(p.is_meta for p in self.model.parameters())):
+            ours, theirs = (", ".join(map(repr, transforms)) or "none" for transforms in (self.transforms, found))
+            raise CheckpointError(
+                f"the checkpoint's model has these transforms: {theirs}; this module's has: {ours}. Use those that it "
+                "was trained with, or merge adapters first (megalight merge)."
+            )
+        self.transforms = found
+        if self.model is not None:
+            apply_transforms(self.model, found)
 
 
 def pack(rows: Tensor, sequences: PackedSequences, filler: int) -> Tensor:

@@ -22,7 +22,7 @@ class GPTModule(FamilyModule[GPTConfig]):
             None: that of ``weights``.
         optimizer: Adam's settings, parameter groups and learning-rate schedule.
         seed: of the initial weights.
-        weights: a folder of ``transformers`` to start from; None: weights are drawn.
+        weights: a checkpoint, or a folder of ``transformers``, to start from; None: weights are drawn.
     """
 
     family = "gpt"

@@ -46,9 +46,10 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
 def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
     """L2 norm of ``views`` of all ranks of ``group`` together: a 0-dim tensor, without waiting for the device.
 
-    Ranks sum squares in float64, as one without ``views`` does not know the type of the others'.
+    Ranks sum squares in float64, as one without ``views`` (a pipeline stage where all is frozen) does not know the type
+    of the others'.
     """
-    dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float32
+    dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float64
     square = torch.zeros((), dtype=torch.float64, device=device)
     if views:
         square += torch.stack(torch._foreach_norm(list(views), 2, dtype=dtype)).square_().sum()

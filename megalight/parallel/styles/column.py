@@ -13,6 +13,7 @@ from megalight.nn.canonical import Part
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.adapters import column_adapter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.column import ColumnLinear
@@ -41,7 +42,7 @@ class Column(Style):
         return self.tokens == "share"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """A :class:`ColumnLinear`; a fused layer splits section by section."""
+        """A :class:`ColumnLinear`; a fused layer splits section by section, an adapter with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear)
         units = self._units(name, linear, splitter.shared.mesh)
 
@@ -50,15 +51,18 @@ class Column(Style):
 
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
         assert weight is not None
-        return ColumnLinear(
+        sizes = splitter.sizes(linear.weight)
+        layer = ColumnLinear(
             weight,
             bias,
-            splitter.sizes(linear.weight),
+            sizes,
             splitter.shared,
             tokens=self.tokens,
             gather_output=self.gather_output,
             name=name,
         )
+        layer.adapter = column_adapter(splitter, name, linear, self.units, sizes, self.tokens)
+        return layer
 
     def _units(self, name: str, linear: nn.Linear | Linear, mesh: ParallelMesh) -> list[int]:
         """Indivisible parts of each section."""

@@ -9,6 +9,7 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.nn import Linear
 from megalight.parallel.splitter import Splitter
+from megalight.parallel.styles.adapters import row_adapter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.row import RowLinear
@@ -28,7 +29,7 @@ class Row(Style):
         return True
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """A :class:`RowLinear`."""
+        """A :class:`RowLinear`; an adapter is split with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear)
         partial = splitter.shared.sequence_parallel
         if getattr(linear, "sections", None):
@@ -38,4 +39,6 @@ class Row(Style):
             name, linear, "bias", lambda parts, shape, mesh: split.replicated(parts, shape, mesh, partial=partial)
         )
         assert weight is not None
-        return RowLinear(weight, bias, splitter.shared, name)
+        layer = RowLinear(weight, bias, splitter.shared, name)
+        layer.adapter = row_adapter(splitter, name, linear)
+        return layer

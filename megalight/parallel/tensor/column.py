@@ -29,6 +29,9 @@ class ColumnLinear(nn.Module):
         tokens: which tokens it is fed under sequence parallelism.
         gather_output: hand out all features.
         name: of the module, for options and messages.
+
+    Attributes:
+        adapter: a :class:`~.adapter.ColumnAdapter`, or None.
     """
 
     def __init__(
@@ -51,10 +54,12 @@ class ColumnLinear(nn.Module):
         self.tokens = tokens
         self.gather_output = gather_output
         self.name = name
+        self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T/tp, in] -> [T, out/tp]`` under sequence parallelism, else ``[T, in] -> [T, out/tp]``."""
         y = column_linear(x, self.weight, self.bias, self.shared, self.tokens, self.name)
+        y = y if self.adapter is None else self.adapter(x, y)
         return join(y, self.shared.group, y.dim() - 1) if self.gather_output else y
 
     def extra_repr(self) -> str:

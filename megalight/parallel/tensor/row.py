@@ -11,6 +11,7 @@ from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, product_and_save
 from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.ops.parameter import precision_of
+from megalight.parallel.collectives import all_reduce, reduce_scatter
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.shared import Shared
 
@@ -23,6 +24,9 @@ class RowLinear(nn.Module):
         bias: ``[out]`` or None; under sequence parallelism its gradient here comes from this rank's tokens alone.
         shared: what the layers share.
         name: of the module, for options and messages.
+
+    Attributes:
+        adapter: an :class:`~megalight.nn.adapter.Adapter` whose ``A [r, in/tp]`` is this rank's, or None.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, name: str = "") -> None:
@@ -32,16 +36,30 @@ class RowLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.shared = shared
         self.name = name
+        self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, in/tp] -> [T/tp, out]`` under sequence parallelism, else ``[T, in/tp] -> [T, out]``."""
         shared = self.shared
         if shared.group is None:
             return linear(x, self.weight, self.bias)
+        y = self._sum(x) if self.adapter is None else self._adapted_sum(x, self.adapter)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        shared = self.shared
         function = _ScatteredSum if shared.sequence_parallel else _WholeSum
         overlap = shared.overlap(self.name, x, self.weight)
         y: Tensor = function.apply(x, self.weight, overlap, shared.sequence_dim)  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y
+
+    def _adapted_sum(self, x: Tensor, adapter: nn.Module) -> Tensor:
+        """One collective for both: this rank's features contribute a term to ``x W^T`` and one to ``x A^T B^T``."""
+        shared = self.shared
+        y = adapter(x, linear(x, self.weight))
+        if shared.sequence_parallel:
+            return reduce_scatter(y, shared.group, shared.sequence_dim)
+        return all_reduce(y, shared.group)
 
     def extra_repr(self) -> str:
         """Shape here and how many ranks share the layer, for printing."""

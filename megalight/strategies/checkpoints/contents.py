@@ -23,12 +23,17 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bf
 def contents(strategy: MeshStrategy, *, optimizer: bool) -> Contents:
     """What is to be saved.
 
-    Parameters that are held as codes are shown by their masters, in the type that they have outside training.
+    Parameters that are held as codes are shown by their masters, in the type that they have outside training. Frozen
+    weights are left out where the module says so (``saves_base``).
 
     Args:
         optimizer: with masters that are copies, optimizer state, and what callbacks keep per shard.
     """
     tensors, coded = _weights(strategy)
+    if not getattr(strategy.lightning_module, "saves_base", True):
+        assert strategy.parallel_model is not None
+        added = strategy.parallel_model.added
+        tensors = {name: t for name, t in tensors.items() if strategy.specs[name].pieces[0].name in added}
     masters = [bucket.shard.master.detach().to(bucket.layout.kind.param_dtype) for bucket in coded]
     states = [State("", masters, [bucket.shard for bucket in coded])] if coded else []
     if optimizer:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Contents
 from megalight.errors import CheckpointError
-from megalight.models.module import CANONICAL_PREFIX
-from megalight.parallel.source import Renamed
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.models.saved import holds_base, needs_base
+from megalight.parallel.source import Renamed, Source
 from megalight.strategies.checkpoints.contents import (
     MASTER,
     STATE,
@@ -37,6 +39,18 @@ def open_folder(path: str) -> checkpoint.Checkpoint:
     return checkpoint.open(path)
 
 
+def base_of(module: pl.LightningModule, saved: checkpoint.Checkpoint) -> Source:
+    """The weights that the adapters of a checkpoint belong to.
+
+    Raises:
+        CheckpointError: the module does not say where they are.
+    """
+    source = module.initial_weights() if isinstance(module, MegalightModule) else None
+    if source is None:
+        raise needs_base(saved, "give the module the folder that training began with (weights=...)")
+    return source
+
+
 @dataclass
 class Resumed:
     """A checkpoint that a run resumes from.
@@ -58,8 +72,13 @@ class Resumed:
     def read_model(self, strategy: MeshStrategy) -> None:
         """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
         assert strategy.parallel_model is not None
-        strategy.parallel_model.clear_padding()
+        model = strategy.parallel_model
+        model.clear_padding()
         targets = weight_targets(strategy)
+        if not holds_base(self.saved.common):
+            assert strategy.lightning_module is not None
+            model.read(base_of(strategy.lightning_module, self.saved))
+            targets = [target for target in targets if target.name in model.added]
         self.saved.fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
         masters = Renamed(self.saved, CANONICAL_PREFIX, MASTER + CANONICAL_PREFIX)
         if masters.tensors:

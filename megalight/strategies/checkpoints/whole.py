@@ -12,11 +12,12 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.ranks import alone
 from megalight.models.module import MegalightModule
+from megalight.models.saved import holds_base, widest
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
-from megalight.strategies.checkpoints.resuming import open_folder
+from megalight.strategies.checkpoints.resuming import base_of, open_folder
 from megalight.strategies.user_module import root_of, seed_of
 
 
@@ -54,10 +55,15 @@ def _load(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
     model = ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
     model.place("cpu")
     model.draw(seed_of(module, 0))  # also what no checkpoint holds: buffers that modules compute
+    whole = holds_base(saved.common)
+    if not whole:
+        model.root.to(widest(saved))  # the run's type, also of the weights that it began with
     for name, tensor in model.tensors().items():
         stored = saved.tensors.get(model.specs[name].pieces[0].name)
         if stored is not None:
             tensor.data = tensor.data.to(getattr(torch, stored.dtype))
     with alone() as group:
-        model.read(saved, process_group=group)
+        if not whole:
+            model.read(base_of(module, saved), process_group=group)
+        model.read(saved, only_added=not whole, process_group=group)
     return saved

@@ -1,0 +1,145 @@
+"""Models from folders: the whole model of a checkpoint on one device, and the weights that a run starts from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megalight import checkpoint
+from megalight.checkpoint import Checkpoint
+from megalight.checkpoint.ranks import alone
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.config import compare
+from megalight.models.family import Family, Weights, family
+from megalight.models.transforms import rebuild
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.plan import Plan
+from megalight.parallel.source import Source
+
+log = logging.getLogger(__name__)
+
+PREFIX = "model."
+"""Canonical names of a model's weights in a checkpoint start with this."""
+
+BASE = "base"
+"""Entry of a checkpoint's ``model``: whether it holds all weights, not only those that transforms made."""
+
+
+def saved_model(
+    opened: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    base: str | os.PathLike[str] | None = None,
+) -> ParallelModel:
+    """Build the model that a checkpoint describes, with its transforms, and read its weights.
+
+    Args:
+        opened: the checkpoint, whatever layout saved it.
+        device: where the weights go.
+        dtype: of the weights; None: the widest that was saved.
+        base: the folder that training began with, for a checkpoint that holds adapters alone.
+
+    Raises:
+        CheckpointError: torn, it does not say which model it holds, or ``base`` is missing.
+        MegalightError: a family or a transform that is not known here.
+    """
+    described = description(opened)
+    known = family(described["family"])
+    with torch.device("meta"):
+        root = known.build(described["config"])
+    transforms = tuple(rebuild(described.get("transforms", ())))
+    model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan(), transforms=transforms))
+    model.place(device, dtype or widest(opened))
+    with alone() as group:
+        whole = holds_base(opened.common)
+        if not whole:
+            if base is None:
+                raise needs_base(opened, "name the folder that training began with (--base)")
+            source = initial_source(base, known, known.config.from_dict(described["config"]))
+            model.read(source, process_group=group)
+        model.read(opened, only_added=not whole, process_group=group)
+    return model
+
+
+def description(opened: Checkpoint) -> Mapping[str, Any]:
+    """What a checkpoint says of its model: ``family``, ``config`` and, where there are any, ``transforms``.
+
+    Raises:
+        CheckpointError: it does not say so.
+    """
+    described = opened.common.get("model")
+    if not isinstance(described, Mapping) or not {"family", "config"} <= described.keys():
+        raise CheckpointError(
+            f"checkpoint {opened.path} does not say which model it holds (no 'model' with 'family' and 'config' in its "
+            "common part); use one that a module of a model family saved."
+        )
+    return described
+
+
+def holds_base(common: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint with these entries holds all weights of its model."""
+    return bool(common.get("model", {}).get(BASE, True))
+
+
+def needs_base(opened: Checkpoint, step: str) -> CheckpointError:
+    """The error for a checkpoint of adapters whose base is not known."""
+    return CheckpointError(f"checkpoint {opened.path} holds adapters alone; {step}.")
+
+
+def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
+    """The configuration of the model in a folder to start from: a checkpoint of ours, or a ``transformers`` folder.
+
+    Raises:
+        CheckpointError: no such folder.
+        ConfigurationError: a model of another family, or with options that have no counterpart here.
+    """
+    if not checkpoint.is_complete(folder):
+        return _weights(known).config_of(folder)
+    described = description(checkpoint.open(folder))
+    if described["family"] != known.name:
+        raise ConfigurationError(f"{folder} holds a {described['family']} model, not one of the family {known.name}.")
+    return known.config.from_dict(described["config"])
+
+
+def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -> Source:
+    """The weights in a folder to start from, by canonical name; see :func:`initial_config`.
+
+    Args:
+        folder: with the weights.
+        known: the family of the model that is to be filled.
+        config: of that model. Where it differs from the folder's, the log says so.
+
+    Raises:
+        CheckpointError: no such folder, or a checkpoint with adapters, which are to be merged first.
+        ConfigurationError: as :func:`initial_config`.
+    """
+    if not checkpoint.is_complete(folder):
+        return _weights(known).source(folder, config, PREFIX)
+    opened = checkpoint.open(folder)
+    if description(opened).get("transforms"):
+        raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
+    differences = compare(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
+    if differences:
+        log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
+    return opened
+
+
+def _weights(known: Family) -> Weights:
+    if known.weights is None:
+        raise ConfigurationError(
+            f"models of the family {known.name} cannot start from weights of transformers; give a checkpoint of ours."
+        )
+    return known.weights
+
+
+def widest(opened: Checkpoint) -> torch.dtype:
+    """The type of the widest weight in a checkpoint."""
+    names = {info.dtype for name, info in opened.tensors.items() if name.startswith(PREFIX)}
+    found: torch.dtype = max((getattr(torch, name) for name in names), key=lambda dtype: dtype.itemsize)
+    return found

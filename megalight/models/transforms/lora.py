@@ -1,0 +1,134 @@
+"""LoRA: low-rank adapters beside frozen linear layers (https://arxiv.org/abs/2106.09685)."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError, nearest
+from megalight.nn import Linear
+from megalight.nn.adapter import Adapter, add_adapter, remove_adapter
+from megalight.parallel.transform import ModelTransform, register
+
+
+@register
+@dataclass(frozen=True)
+class LoRA(ModelTransform):
+    """Freezes a model and gives linear layers ``y = x W^T + alpha / rank * dropout(x) A^T B^T``.
+
+    ``A [rank, in]`` is drawn, ``B [out, rank]`` begins at 0. A fused layer has a pair for each section (q, k, v; gate,
+    up); where several of its sections are adapted, they share one dropout mask.
+
+    Args:
+        rank: of the updates.
+        targets: globs over the names of linear layers or sections, whole (``layers.*.attention.q``) or their ends
+            (``attention.q``, ``q``). Default: all in the transformer layers.
+        alpha: the update is scaled by ``alpha / rank``.
+        dropout: probability of dropping an input feature of an adapter while training.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    name: ClassVar[str] = "lora"
+
+    rank: int
+    targets: Sequence[str] = ("layers.*",)
+    alpha: float = 16.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            raise ConfigurationError(f"targets={self.targets!r} is one string; give a list: [{self.targets!r}].")
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1:
+            raise ConfigurationError(f"rank={self.rank}; it must be at least 1.")
+        if not self.targets:
+            raise ConfigurationError("targets is empty; name linear layers to adapt, such as 'attention.*'.")
+        if not self.alpha > 0:
+            raise ConfigurationError(f"alpha={self.alpha}; it must be above 0.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"dropout={self.dropout}; it must be at least 0 and below 1.")
+
+    def change(self, model: nn.Module) -> None:
+        """Freeze all parameters and add the adapters. Styles split them with their layers, so no rule is added.
+
+        Raises:
+            ConfigurationError: a target matches no linear layer, the rank is too large for one, or one is adapted.
+        """
+        layers = dict(_linear_layers(model))
+        names = [name for sections in layers.values() for name in sections]
+        for target in self.targets:
+            if not any(_matches(name, target) for name in names):
+                raise ConfigurationError(
+                    f"target {target!r} of LoRA matches no linear layer of {type(model).__name__}."
+                    + (nearest(target, {name.rpartition(".")[2] for name in names}) or nearest(target, names))
+                    + f" It has {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in names)) or 'none'}."
+                )
+        model.requires_grad_(False)
+        for path, sections in layers.items():
+            wanted = [name for name in sections if any(_matches(name, target) for target in self.targets)]
+            if wanted:
+                self._adapt(path, model.get_submodule(path), wanted)
+
+    def _adapt(self, path: str, layer: nn.Module, wanted: list[str]) -> None:
+        if isinstance(getattr(layer, "adapter", None), Adapter):
+            raise ConfigurationError(f"{path} has an adapter already; use one LoRA, with the targets of both.")
+        own = [name.rpartition(".")[2] for name in wanted]
+        adapter = Adapter.of(
+            layer, path.rpartition(".")[2], own, width=self.rank, scale=self.alpha / self.rank, dropout=self.dropout
+        )
+        least = min(adapter.A.shape[1], *adapter.sizes)
+        if self.rank > least:
+            raise ConfigurationError(
+                f"rank={self.rank} is larger than {path} allows, which has {adapter.A.shape[1]} input features and "
+                f"sections of {', '.join(map(str, adapter.sizes))} output features; choose a rank of at most {least}."
+            )
+        add_adapter(layer, adapter)
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> int:
+    """Add the adapters of a one-device model to the weights of their layers, in float32 or wider, and remove them.
+
+    Returns:
+        how many layers had one.
+    """
+    count = 0
+    for module in list(model.modules()):
+        adapter = getattr(module, "adapter", None)
+        if isinstance(adapter, Adapter):
+            assert isinstance(module.weight, Tensor)
+            module.weight.copy_(merged(module.weight, adapter))
+            remove_adapter(module)
+            count += 1
+    return count
+
+
+def merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """``W + scale * B A`` of each section, in ``weight``'s type, rounded once."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    downs, ups = iter(adapter.A.split(adapter.width)), iter(adapter.B.split(adapter.sizes))  # type: ignore[no-untyped-call]
+    parts = [
+        part.to(wide) + adapter.scale * (next(ups).to(wide) @ next(downs).to(wide)) if adapted else part.to(wide)
+        for part, adapted in zip(torch.split(weight, adapter.section_sizes), adapter.adapted, strict=True)
+    ]
+    return torch.cat(parts).to(weight.dtype)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Path of each linear layer -> full names of its sections, or its own."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear | nn.Linear):
+            around = path.rpartition(".")[0]
+            sections = getattr(module, "sections", None)
+            yield path, [f"{around}.{part.name}".lstrip(".") for part in sections] if sections else [path]
+
+
+def _matches(name: str, target: str) -> bool:
+    return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")

@@ -1,0 +1,53 @@
+"""Checkpoints with adapters, as checkpoints of plain models."""
+
+from __future__ import annotations
+
+import os
+
+from megalight import checkpoint
+from megalight.checkpoint import views_of_parameters
+from megalight.errors import CheckpointError
+from megalight.models.saved import BASE, description, saved_model
+from megalight.models.transforms import describe, rebuild
+from megalight.models.transforms.lora import LoRA, merge
+
+RUN = ("optimizer", "callbacks", "lr_schedulers")
+"""Entries of a checkpoint that belong to the run which trained the adapters."""
+
+
+def merge_checkpoint(
+    path: str | os.PathLike[str], output: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
+) -> int:
+    """Write the model of a checkpoint with its adapters added to the weights of their layers.
+
+    The result holds weights only: it can be generated from, evaluated, and fine-tuned again.
+
+    Args:
+        path: the checkpoint.
+        output: the folder to write.
+        base: the weights that training began with, for a checkpoint that holds adapters alone.
+
+    Returns:
+        how many linear layers had an adapter.
+
+    Raises:
+        CheckpointError: torn, without adapters, or ``base`` is missing.
+    """
+    opened = checkpoint.open(path)
+    described = description(opened)
+    transforms = rebuild(described.get("transforms", ()))
+    others = [transform for transform in transforms if not isinstance(transform, LoRA)]
+    if len(others) == len(transforms):
+        raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")
+    model = saved_model(opened, base=base)
+    count = merge(model.root)
+    common = {name: value for name, value in opened.common.items() if name not in RUN}
+    common["model"] = {**described, "transforms": describe(others), BASE: True}
+    kept = {name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")}
+    checkpoint.save(
+        output,
+        views_of_parameters(model.tensors().items(), model.specs, model.mesh),
+        common=common,
+        files={name: opened.file(name) for name in kept},
+    )
+    return count

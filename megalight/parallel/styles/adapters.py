@@ -1,0 +1,95 @@
+"""How adapters are split with their linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.nn.adapter import Adapter
+from megalight.nn.canonical import Part
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.splitter import Splitter
+from megalight.parallel.tensor import split
+from megalight.parallel.tensor.adapter import ColumnAdapter
+from megalight.parallel.tensor.dropout import ParallelDropout
+from megalight.parallel.tensor.shared import Tokens
+
+
+def column_adapter(
+    splitter: Splitter, name: str, layer: nn.Module, units: int | None, sizes: Sequence[int], tokens: Tokens
+) -> Adapter | None:
+    """The adapter of a layer whose output features are split: ``A`` stays whole, ``B`` is split like the weight.
+
+    The gradient of ``A`` is partial where each rank computes it from its share of the tokens, or from its share of the
+    output features alone.
+
+    Args:
+        units: indivisible units of a layer without sections; None: every feature is one.
+        sizes: this rank's output features of each section.
+        tokens: which tokens the layer is fed.
+    """
+    adapter = _take(splitter, layer)
+    if adapter is None:
+        return None
+    shared = splitter.shared
+    partial = shared.sequence_parallel and tokens != "whole"
+    counts = list(adapter.units.values()) if len(adapter.adapted) > 1 or units is None else [units]
+
+    def whole(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        return split.replicated(parts, shape, mesh, partial=partial)
+
+    def output(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        return split.output_features(parts, counts, mesh)
+
+    down = splitter.split(f"{name}.adapter", adapter, "A", whole)
+    up = splitter.split(f"{name}.adapter", adapter, "B", output)
+    assert down is not None and up is not None
+    dropout = adapter.dropout
+    if isinstance(dropout, nn.Dropout) and tokens == "share":
+        dropout = ParallelDropout(dropout.p, shared)
+    found = ColumnAdapter(adapter, down, up, sizes, shared, tokens, dropout)
+    splitter.dress(found, adapter)
+    return found
+
+
+def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | None:
+    """The adapter of a layer whose input features are split: ``A`` is split like the weight, ``B`` stays whole.
+
+    The gradient of ``B`` is partial: each rank computes it from its term of ``x A^T``.
+
+    Raises:
+        LayoutError: the layer's collective runs in pieces with its product, and would not carry the adapter's term.
+    """
+    adapter = _take(splitter, layer)
+    if adapter is None:
+        return None
+    shared = splitter.shared
+    kind = shared.tensor.kind_of(name)
+    if kind not in ("auto", "plain") and shared.mesh.tp > 1:
+        raise LayoutError(
+            f"{name} has an adapter, whose term is added before the layer's collective; with overlap={kind!r} that "
+            "collective is part of the product. Choose overlap='plain' for this layer, or leave it out of the targets."
+        )
+    down = splitter.split(f"{name}.adapter", adapter, "A", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))
+    up = splitter.split(
+        f"{name}.adapter", adapter, "B", lambda parts, shape, mesh: split.replicated(parts, shape, mesh, partial=True)
+    )
+    assert down is not None and up is not None
+    dropout = adapter.dropout
+    if isinstance(dropout, nn.Dropout):
+        dropout = ParallelDropout(dropout.p, shared, split=True)
+    found = Adapter(down, up, adapter.units, adapter.section_sizes, adapter.adapted, adapter.scale, dropout)
+    splitter.dress(found, adapter)
+    return found
+
+
+def _take(splitter: Splitter, layer: nn.Module) -> Adapter | None:
+    """The adapter of a layer, which then needs no visit of its own."""
+    adapter = getattr(layer, "adapter", None)
+    if not isinstance(adapter, Adapter):
+        return None
+    splitter.done.update(id(module) for module in adapter.modules())
+    return adapter

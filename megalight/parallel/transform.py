@@ -1,0 +1,88 @@
+"""Changes of a model's structure: adapters, quantizers, draft heads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from torch import nn
+
+from megalight.nn.canonical import parts
+from megalight.parallel.plan import Plan
+from megalight.parallel.shard import ShardSpec
+from megalight.registry import Registry
+
+if TYPE_CHECKING:
+    from megalight.parallel.model import ParallelModel
+
+
+class ModelTransform(ABC):
+    """A change of a model. Subclasses are frozen dataclasses of plain values, by which checkpoints record them.
+
+    A run has a list of transforms. Each method is called for all of them, in order, before the next method is.
+
+    Attributes:
+        name: under which it is registered.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def change(self, model: nn.Module) -> None:
+        """Change the one-device model in place, before it is split.
+
+        New parameters are made on the device of those around them, often meta; their modules state their initial
+        values and canonical names.
+
+        Raises:
+            ConfigurationError: the model has no place for it.
+        """
+
+    def plan(self, model: nn.Module, plan: Plan) -> Plan:
+        """The plan of the model before :meth:`change`, with rules for what is new. Default: no rule is needed."""
+        return plan
+
+    def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
+        """Change this rank's part of the model, which is split and cut into stages, and may lack values.
+
+        Returns:
+            local name of each parameter and persistent buffer that it made -> what it holds.
+        """
+        return {}
+
+    def with_values(self, model: ParallelModel) -> None:  # noqa: B027 - most transforms have nothing to do here
+        """Act once the model has its values: initial ones, or those of a source."""
+
+
+TRANSFORMS: Registry[type[ModelTransform]] = Registry("model transform")
+"""Name -> class."""
+
+TransformT = TypeVar("TransformT", bound=ModelTransform)
+
+
+def register(transform: type[TransformT]) -> type[TransformT]:
+    """Class decorator: register a transform under its ``name``."""
+    TRANSFORMS.register(transform.name)(transform)
+    return transform
+
+
+APPLIED = "megalight_transforms"
+"""Attribute of a model: the transforms that changed it, and the canonical names of the tensors that these made."""
+
+
+def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> frozenset[str]:
+    """Change a one-device model by those of the transforms that have not changed it yet.
+
+    Returns:
+        canonical names of the tensors that all of its transforms made.
+    """
+    done, made = model.__dict__.get(APPLIED, ((), frozenset()))
+    before = {part.name for part in parts(model)}
+    wanted = [transform for transform in transforms if transform not in done]
+    for transform in wanted:
+        transform.change(model)
+    if wanted:
+        made |= {part.name for part in parts(model)} - before
+        model.__dict__[APPLIED] = ((*done, *wanted), made)
+    return frozenset(made)
