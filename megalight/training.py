@@ -50,6 +50,7 @@ def parallelize(
     tensor: TensorOptions | None = None,
     context_parallel: int = 1,
     context: ContextOptions | None = None,
+    expert_parallel: int = 1,
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
     pipeline_layout: str | None = None,
@@ -80,7 +81,7 @@ def parallelize(
         ConfigurationError: no plan says how to split the model; options that cannot work together.
     """
     world = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    mesh = ParallelMesh(*world, tp=tensor_parallel, cp=context_parallel, pp=pipeline_parallel)
+    mesh = ParallelMesh(*world, tp=tensor_parallel, cp=context_parallel, pp=pipeline_parallel, ep=expert_parallel)
     check_sequence_parallel(sequence_parallel, tensor_parallel)
     pipeline = pipeline or Pipeline()
     options = ParallelOptions(

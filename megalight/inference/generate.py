@@ -30,6 +30,7 @@ def generate(
 
     Args:
         model: a whole model, on any device; or this rank's part of one, and all ranks of a replica generate together.
+            Where experts lie on ranks of several replicas, all of these generate at the same time.
         prompts: token ids, each prompt at least one; lengths may differ.
         max_new_tokens: where a completion ends at the latest.
         temperature: see :class:`~megalight.inference.sampling.Sampling`, as for ``top_k`` and ``top_p``.
@@ -65,7 +66,10 @@ def stream(
     eos_id: int | None = None,
     generator: Generator | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Like :func:`generate`, but every step's tokens as they come: prompt index -> token."""
+    """Like :func:`generate`, but every step's tokens as they come: prompt index -> token.
+
+    Replicas that share experts must run it to its end, as it then takes part in the steps of the others.
+    """
     _check(model, prompts, max_new_tokens)
     return _steps(model, prompts, max_new_tokens, sampling or Sampling(), eos_id, generator)
 
@@ -85,15 +89,25 @@ def _steps(
         generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
-    for _ in range(max_new_tokens):
+    left = max_new_tokens
+    while _another(model, bool(active)):
+        if not active:
+            assert isinstance(model, ParallelGPT)
+            with evaluating(model):
+                model.accompany()
+            continue
         logits = _last_logits(model, cache, active, fresh, device)
         chosen = sample(logits, sampling, generator).tolist()
         step = dict(zip(active, chosen, strict=True))
         yield step
-        active = [prompt for prompt, token in step.items() if token != eos_id]
+        left -= 1
+        active = [prompt for prompt, token in step.items() if token != eos_id and left]
         fresh = [[step[prompt]] for prompt in active]
-        if not active:
-            return
+
+
+def _another(model: GPT | ParallelGPT, wanted: bool) -> bool:
+    """Whether another forward pass follows, here or in a replica that shares experts."""
+    return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
 
 
 def _last_logits(

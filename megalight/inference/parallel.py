@@ -13,12 +13,11 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import Output
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.layers import layers_of
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
-from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.types import PackedSequences
 
 REPLICA_AXES = ("pp", "cp", "tp")
@@ -31,22 +30,22 @@ class ParallelGPT(nn.Module):
     All ranks of a replica make and call it together, with equal arguments. Sequences are never divided here: under
     context parallelism every rank computes all tokens, and sequence parallelism is off meanwhile.
 
+    Replicas call it as often as they like, with prompts of their own. Where experts lie on ranks of several replicas,
+    these meet in every forward pass: all must call it equally often, as :func:`~megalight.inference.generate` does.
+
     Args:
-        chunks: what this rank holds, in model order (a strategy's ``chunks``).
-        layout: all stages (``split.layout``).
-        mesh: the grid of ranks.
-        device: where the chunks are.
+        model: what this rank holds (a strategy's ``parallel_model``).
     """
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], layout: PipelineLayout, mesh: ParallelMesh, device: torch.device
-    ) -> None:
+    def __init__(self, model: ParallelModel) -> None:
         super().__init__()
-        self.chunks = nn.ModuleList(chunks)
-        self.mesh = mesh
-        self.device = device
-        self._executor = Executor(chunks, layout, mesh, device)
-        self._agenda = agenda_of(mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
+        self.chunks = nn.ModuleList(model.chunks)
+        self.mesh = model.mesh
+        self.device = model.device
+        layout = model.layout
+        self._coupling = model.coupling
+        self._executor = Executor(model.chunks, layout, model.mesh, model.device)
+        self._agenda = agenda_of(model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
         self._form: tuple[torch.dtype, int] | None = None
 
     @property
@@ -97,6 +96,14 @@ class ParallelGPT(nn.Module):
         box = [number]
         dist.broadcast_object_list(box, self.mesh.ranks(*REPLICA_AXES)[0], group, device=self.device)
         return box[0]
+
+    def any_replica(self, wanted: bool) -> bool:
+        """Whether this replica, or one that it meets in forward passes, wants another forward pass."""
+        return wanted if self._coupling is None else self._coupling.most(int(wanted)) > 0
+
+    def accompany(self) -> None:
+        """Take part in another replica's forward pass, with one token that nobody reads."""
+        self(torch.zeros(1, dtype=torch.long, device=self.device), PackedSequences.of_lengths([1], self.device))
 
     def _from_last_stage(self, logits: Sequence[Tensor], count: int) -> Tensor:
         """``[count, V]``, of which only the last stage has any."""

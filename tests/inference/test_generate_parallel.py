@@ -67,8 +67,7 @@ def divided(name: str, options: dict[str, Any], train: bool = False) -> tuple[Me
     runner = trainer(strategy, use_distributed_sampler=False, max_steps=2, limit_val_batches=1)
     runner.fit(module) if train else runner.validate(module, verbose=False)
     assert strategy.parallel_model is not None
-    model = ParallelGPT(strategy.chunks, strategy.parallel_model.layout, strategy.mesh, strategy.root_device)
-    return strategy, module, model
+    return strategy, module, ParallelGPT(strategy.parallel_model)
 
 
 def _generate(name: str, options: dict[str, Any], requests: list[dict[str, Any]]) -> tuple[Any, Any, Any]:

@@ -1,0 +1,51 @@
+"""Generation where replicas share experts: each completes its own prompts, and some are done before others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import megalight
+from megalight.inference import ParallelGPT, generate
+from megalight.nn.init import initialise
+from tests.parallel.expert.model import build, plan
+from tests.workers import run
+
+REQUESTS: list[tuple[list[list[int]], int]] = [
+    ([[5, 6, 7], [8]], 3),
+    ([[9, 10, 11, 12, 13]], 9),
+    ([[1], [2], [3]], 1),
+    ([[4, 4], [6, 6, 6]], 5),
+]
+
+
+def ask(model: Any, replica: int) -> list[list[int]]:
+    prompts, count = REQUESTS[replica]
+    return generate(model, prompts, max_new_tokens=count, temperature=0)
+
+
+def _generate(degrees: dict[str, int]) -> tuple[int, list[list[int]], list[list[int]]]:
+    root = build().double().to("meta")
+    split = megalight.parallelize(root, plan(root), sequence_parallel="tensor_parallel" in degrees, seed=3, **degrees)
+    replica, model = split.mesh.rank("dp"), ParallelGPT(split)
+    return replica, ask(model, replica), ask(model, (replica + 1) % split.mesh.dp)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (2, {"expert_parallel": 2}),
+        (4, {"expert_parallel": 4}),
+        (4, {"tensor_parallel": 2, "expert_parallel": 4}),
+        (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
+    ],
+)
+def test_each_replica_completes_its_own_prompts(ranks: int, degrees: dict[str, int]) -> None:
+    whole = build().double()
+    initialise(whole, 3, "model.")
+    found = run(_generate, ranks, degrees)
+    replicas = 1 + max(replica for replica, *_ in found)
+    for replica, first, second in found:
+        assert first == ask(whole, replica)
+        assert second == ask(whole, (replica + 1) % replicas)
