@@ -1,22 +1,24 @@
-"""Complete text from a checkpoint: the model from its configuration, the tokenizer from the file saved along."""
+"""Complete text from a folder alone, a checkpoint or one of ``transformers``: its model and its tokenizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
 
 from megalight import checkpoint
-from megalight.checkpoint import Checkpoint, publish
+from megalight.checkpoint import publish
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
-from megalight.models.family import family
+from megalight.models.family import family, family_of_transformers
+from megalight.models.folder import is_folder, read_config
 from megalight.models.gpt import GPT
-from megalight.models.saved import description, saved_model
+from megalight.models.saved import description, saved_model, transformers_model
 
 TOKENIZER = "tokenizer.json"
 """The file in a checkpoint that holds the tokenizer."""
@@ -31,24 +33,21 @@ def load_model(
     """The model of a checkpoint, whole, in evaluation mode, whatever layout saved it.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint, or a folder of ``transformers``.
         device: where the weights go.
         dtype: of the weights; None keeps what was saved.
         base: the weights that training began with, for a checkpoint that holds adapters alone.
 
     Raises:
         CheckpointError: missing, torn, or it does not say which model it holds.
+        ConfigurationError: a model of ``transformers`` that has no counterpart here.
     """
-    return _load(checkpoint.open(path), torch.device(device), dtype, base)
-
-
-def _load(
-    opened: Checkpoint, device: torch.device, dtype: torch.dtype | None, base: str | os.PathLike[str] | None
-) -> GPT:
-    known = family(description(opened)["family"])
+    opened = None if is_folder(path) else checkpoint.open(path)
+    known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
     if not known.generates:
-        raise CheckpointError(f"checkpoint {opened.path} holds a {known.name} model, which writes no text.")
-    return cast(GPT, saved_model(opened, device, dtype, base).root.eval())
+        raise CheckpointError(f"{path} holds a {known.name} model, which writes no text.")
+    model = transformers_model(path, device, dtype) if opened is None else saved_model(opened, device, dtype, base)
+    return cast(GPT, model.root.eval())
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,11 @@ class TextGenerator:
         dtype: torch.dtype | None = None,
         base: str | os.PathLike[str] | None = None,
     ) -> TextGenerator:
-        """Load both from a checkpoint's folder.
+        """Load both from one folder.
 
         Args:
-            path: the folder.
-            tokenizer: a ``tokenizer.json`` or its folder, to use instead of the checkpoint's own.
+            path: the checkpoint, or a folder of ``transformers``.
+            tokenizer: a ``tokenizer.json`` or its folder, to use instead of the one in ``path``.
             device: where the weights go.
             dtype: of the weights; None keeps what was saved.
             base: see :func:`load_model`.
@@ -86,9 +85,8 @@ class TextGenerator:
             CheckpointError: missing, torn, or no model or tokenizer in it.
             DataError: the tokenizer has more tokens than the model.
         """
-        opened = checkpoint.open(path)
-        found = Tokenizer.load(tokenizer or _tokenizer_folder(opened))
-        model = _load(opened, torch.device(device), dtype, base)
+        found = Tokenizer.load(tokenizer or _tokenizer_folder(path))
+        model = load_model(path, device, dtype, base)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "
@@ -134,8 +132,11 @@ class TextGenerator:
         return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]
 
 
-def _tokenizer_folder(opened: Checkpoint) -> os.PathLike[str]:
+def _tokenizer_folder(path: str | os.PathLike[str]) -> os.PathLike[str]:
     """Where the tokenizer that was saved along lies."""
+    if is_folder(path):
+        return Path(path)
+    opened = checkpoint.open(path)
     try:
         opened.file(TOKENIZER)
     except CheckpointError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from megalight.checkpoint import Checkpoint
 from megalight.checkpoint.ranks import alone
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
-from megalight.models.family import Family, Weights, family
+from megalight.models.family import Family, Weights, family, family_of_transformers
+from megalight.models.folder import read_config
 from megalight.models.transforms import rebuild
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.source import Source
+from megalight.parallel.transform import ModelTransform
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +53,53 @@ def saved_model(
     """
     described = description(opened)
     known = family(described["family"])
-    with torch.device("meta"):
-        root = known.build(described["config"])
-    transforms = tuple(rebuild(described.get("transforms", ())))
-    model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan(), transforms=transforms))
-    model.place(device, dtype or widest(opened))
+    config = known.config.from_dict(described["config"])
+    model = _room(known, config, rebuild(described.get("transforms", ())), device, dtype or widest(opened))
     with alone() as group:
         whole = holds_base(opened.common)
         if not whole:
             if base is None:
                 raise needs_base(opened, "name the folder that training began with (--base)")
-            source = initial_source(base, known, known.config.from_dict(described["config"]))
-            model.read(source, process_group=group)
+            model.read(initial_source(base, known, config), process_group=group)
         model.read(opened, only_added=not whole, process_group=group)
+    return model
+
+
+def transformers_model(
+    folder: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> ParallelModel:
+    """Build the model in a folder of ``transformers``, and read its weights.
+
+    Args:
+        folder: what ``save_pretrained`` wrote.
+        device: where the weights go.
+        dtype: of the weights; None: the widest in the folder.
+
+    Raises:
+        CheckpointError: a file is missing or torn, or holds tensors of another model.
+        ConfigurationError: no family reads such models.
+    """
+    known = family_of_transformers(read_config(folder))
+    config = initial_config(folder, known)
+    source = initial_source(folder, known, config)
+    model = _room(known, config, (), device, dtype or widest(source))
+    with alone() as group:
+        model.read(source, process_group=group)
+    return model
+
+
+def _room(
+    known: Family,
+    config: Any,
+    transforms: Iterable[ModelTransform],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> ParallelModel:
+    """A whole model that is about to be read."""
+    with torch.device("meta"):
+        root = known.model(config)
+    model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan(), transforms=tuple(transforms)))
+    model.place(device, dtype)
     return model
 
 
@@ -138,8 +174,8 @@ def _weights(known: Family) -> Weights:
     return known.weights
 
 
-def widest(opened: Checkpoint) -> torch.dtype:
-    """The type of the widest weight in a checkpoint."""
-    names = {info.dtype for name, info in opened.tensors.items() if name.startswith(PREFIX)}
+def widest(source: Source) -> torch.dtype:
+    """The type of the widest weight in a source."""
+    names = {stored.dtype for name, stored in source.tensors.items() if name.startswith(PREFIX)}
     found: torch.dtype = max((getattr(torch, name) for name in names), key=lambda dtype: dtype.itemsize)
     return found

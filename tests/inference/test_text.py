@@ -88,3 +88,24 @@ def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
     save(tmp_path / "silent", build(), common={"model": {"family": "bert", "config": {}}})
     with pytest.raises(CheckpointError, match="holds a bert model, which writes no text"):
         load_model(tmp_path / "silent")
+
+
+def test_a_folder_of_transformers_is_enough(tmp_path, tokenizer_files):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=264, initializer_range=0.3, **sizes))
+    model.save_pretrained(tmp_path / "llama")
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        TextGenerator.from_checkpoint(tmp_path / "llama")
+    for name, file in tokenizer_files.items():
+        (tmp_path / "llama" / name).write_bytes(file.read_bytes())
+    writer = TextGenerator.from_checkpoint(tmp_path / "llama")
+    ids = torch.tensor([writer.tokenizer.encode("the quick")])
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=writer.tokenizer.eod_id)
+    text = writer.tokenizer.decode(expected[0, ids.shape[1] :].tolist(), skip_special=True)
+    assert writer.complete(["the quick"], max_new_tokens=6, temperature=0) == [text]
+    bert = transformers.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    transformers.BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
+    with pytest.raises(CheckpointError, match="holds a bert model, which writes no text"):
+        load_model(tmp_path / "bert")

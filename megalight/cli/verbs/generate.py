@@ -14,7 +14,7 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of transformers")
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
     )
