@@ -32,6 +32,7 @@ from megalight.strategies import _lightning, launchers, refusals, setup
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
+from megalight.strategies.even_loader import even
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
 from megalight.strategies.user_module import check_steps, own_steps
@@ -318,9 +319,14 @@ class MegatronStrategy(FolderCheckpoints):
     # ------------------------------------------------------------------ data and the end
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed workers by replica, so that all ranks of one replica see the same augmentation."""
-        assert self.streams is not None
-        return setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
+        """Seed workers by replica, so that all ranks of one replica see the same augmentation.
+
+        Where replicas meet in forward passes, their loaders give equally many batches, some of which may be empty.
+        """
+        assert self.streams is not None and self.parallel_model is not None
+        dataloader = setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
+        coupling = self.parallel_model.coupling
+        return dataloader if coupling is None else even(dataloader, coupling)
 
     def on_train_end(self) -> None:
         """Weights are whole, and in their own type, before anybody reads them."""

@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, split_batch
+from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.same_batch import check_same
@@ -100,6 +102,7 @@ class Stepper:
         self.precision.begin(number)
         samples, micro_batches = self._split(args[0])
         if own_steps(self.module, "training_step"):
+            _check_own(self.module, "training_step", args[0])
             return self._train_own(samples, micro_batches, args[1:], scale, sync)
         done = self.step.train(micro_batches, scale, sync)
         report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
@@ -121,9 +124,17 @@ class Stepper:
         return ({**output, "loss": mean_loss} if isinstance(output, Mapping) else mean_loss), report
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
-        """A step that the user wrote, on the whole batch."""
+        """A step that the user wrote, on the whole batch; what it makes of an empty one is nothing.
+
+        Raises:
+            ConfigurationError: the batch is empty, and the step would log it.
+        """
+        batch, *others = args
+        if method != "predict_step":
+            _check_own(self.module, method, batch)
         with self.precision.step_context():
-            return getattr(self.module, method)(*args)
+            output = getattr(self.module, method)(contents(batch), *others)
+        return None if is_empty(batch) else output
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Log the totals of one evaluation batch over all ranks, the same on every rank; returns its mean loss."""
@@ -134,8 +145,9 @@ class Stepper:
 
     def predict(self, batch: Any) -> Any:
         """What the module makes of the last chunk's outputs for a whole batch, on every rank of the replica."""
-        outputs = [self._module.output_step(carry, batch) for carry in self.step.outputs([batch])]
-        return self.step.totals.from_last_stage(outputs)[0]
+        outputs = [self._module.output_step(carry, contents(batch)) for carry in self.step.outputs([batch])]
+        output = self.step.totals.from_last_stage(outputs)[0]
+        return None if is_empty(batch) else output
 
     @property
     def _module(self) -> MegalightModule:
@@ -143,7 +155,12 @@ class Stepper:
         return self.module
 
     def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
-        """How many samples there are, and this rank's micro-batches: all of their tokens, or its share of them."""
+        """How many samples there are, and this rank's micro-batches: all of their tokens, or its share of them.
+
+        An empty batch has no samples, and one micro-batch, which is empty too.
+        """
+        if is_empty(batch):
+            return 0, [emptied(part) for part in self._split(contents(batch))[1][:1]]
         mesh = self.model.mesh
         if not self._compared:
             self._compared = True
@@ -156,3 +173,16 @@ class Stepper:
         if mesh.cp > 1:
             parts = [self._module.context_share(part, mesh.rank("cp"), mesh.cp) for part in parts]
         return samples, parts
+
+
+def _check_own(module: pl.LightningModule, method: str, batch: Any) -> None:
+    """Refuse an empty batch where a user's own step would count it.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    if is_empty(batch):
+        raise ConfigurationError(
+            f"{type(module).__name__} defines {method}, and this rank has fewer batches than others that share its "
+            "experts. Give all data-parallel ranks equally many batches, or define loss_step instead."
+        )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from megalight.errors import LayoutError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.nn.init import initialise
+from megalight.parallel.coupling import Empty
 from megalight.parallel.plan import Plan
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies.step import Stepper
 from megalight.types import TokenBatch
 from tests.environment import trainer
 from tests.parallel.expert.model import build, plan
@@ -33,6 +39,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
     gathered,
+    global_batch,
 )
 from tests.strategies.training import Gradients as FirstGradients
 from tests.workers import run
@@ -95,6 +102,23 @@ def test_the_same_run_as_on_one_device(layout: str) -> None:
     assert max(expected()["norms"]) > CLIP, "nothing was clipped"
 
 
+class OwnStep(WithExperts):
+    """The user's own step: the mean loss of a micro-batch's samples."""
+
+    def training_step(self, batch: TokenBatch, *args: Any) -> torch.Tensor:
+        assert self.model is not None
+        return self.loss_step(self.forward_step(self.model, batch), batch).sum / len(batch)
+
+
+def _own(layout: str) -> dict[str, Any]:
+    return fit(BASE, module_type=OwnStep, micro_batch_size=1, **LAYOUTS[layout][1])
+
+
+def test_steps_that_users_wrote_skip_empty_micro_batches() -> None:
+    found, expected = run(_own, 2, "ep2")[0], run(_own, 1, "one")[0]
+    assert_same_run(found, expected)
+
+
 AT, STEPS = 2, 4
 
 
@@ -150,3 +174,78 @@ def test_layouts_that_cannot_work(options: dict[str, Any], module_type: type[Wit
     ranks = 2 if module_type is WithData else 1
     with pytest.raises((AssertionError, LayoutError), match=message):
         run(_refused, ranks, options, module_type)
+
+
+class Lengths(WithExperts):
+    """Each replica evaluates, and trains on, a number of batches of its own; ``sized``: loaders tell it beforehand."""
+
+    counts = (1, 3)
+    sized = True
+
+    def val_dataloader(self) -> Any:
+        rows = [global_batch(step) for step in range(max(self.counts))]
+        replica = self.trainer.strategy.mesh.rank("dp")
+        own = [rows[step].split(2)[replica] for step in range(self.counts[replica])]
+        data = own if self.sized else Unsized(own)
+        return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+
+    test_dataloader = predict_dataloader = train_dataloader = val_dataloader
+
+
+class Unsized(torch.utils.data.IterableDataset[TokenBatch]):
+    def __init__(self, batches: list[TokenBatch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        return iter(self.batches)
+
+
+def _evaluate(sized: bool) -> tuple[float, list[float], list[float]]:
+    """Test loss, the sum of the losses of each batch of this rank, and losses of training for an epoch."""
+    module = Lengths(BASE, optimizer=ADAM, seed=SEED)
+    module.sized = sized
+    strategy = MegatronStrategy(expert_parallel=2, micro_batch_size=1)
+    runner = trainer(strategy, use_distributed_sampler=False)
+    (found,) = runner.test(module, verbose=False)
+    predictions = [float(losses.sum()) for losses in runner.predict(module) or [] if losses is not None]
+    losses = Losses()
+    runner = trainer(
+        MegatronStrategy(expert_parallel=2, micro_batch_size=1),
+        use_distributed_sampler=False,
+        callbacks=[losses],
+        max_epochs=1,
+        max_steps=-1,
+        gradient_clip_val=CLIP,
+        limit_val_batches=0,
+    )
+    runner.fit(module)
+    return found["test_loss"], predictions, losses.losses
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_loaders_of_different_lengths(sized: bool) -> None:
+    model = build_model(BASE).double()
+    initialise(model, SEED, "model.")
+    module = Lengths(BASE, optimizer=ADAM, seed=SEED)
+    sums, counts = [], []
+    for replica, length in enumerate(Lengths.counts):
+        batches = [global_batch(step).split(2)[replica] for step in range(length)]
+        with torch.no_grad():
+            losses = [module.loss_step(module.forward_step(model, batch), batch) for batch in batches]
+        sums.append([float(loss.sum) for loss in losses])
+        counts.append([float(batch.loss_mask.sum()) for batch in batches])
+    for replica, (test_loss, predictions, trained) in enumerate(run(_evaluate, 2, sized)):
+        assert test_loss == pytest.approx(sum(map(sum, sums)) / sum(map(sum, counts)), rel=1e-9)
+        assert predictions == pytest.approx(sums[replica], rel=1e-9)
+        assert trained[0] == pytest.approx((sums[0][0] + sums[1][0]) / (counts[0][0] + counts[1][0]), rel=1e-9)
+        assert len(trained) == 3
+
+
+def test_steps_that_users_wrote_refuse_empty_batches() -> None:
+    class Own(pl.LightningModule):
+        def validation_step(self, batch: Any) -> Any:
+            raise AssertionError("not called")
+
+    stepper = SimpleNamespace(module=Own())
+    with pytest.raises(ConfigurationError, match="Own defines validation_step, and this rank has fewer batches"):
+        Stepper.own(stepper, "validation_step", (Empty("batch"),))  # type: ignore[arg-type]
