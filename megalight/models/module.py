@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.ratio import Ratio
 from megalight.nn.init import initialise
+from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Source, model_targets
@@ -139,12 +140,15 @@ class MegalightModule(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch: for strategies that know nothing of micro-batches."""
-        loss = self._loss(batch)
+        with collecting(KeptSideLosses()) as side_losses:
+            loss = self._loss(batch)
+        for name, value in loss.auxiliary.items():
+            side_losses.attach(name, value, loss.sum)
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
-        for name, value in {"loss": objective, **loss.auxiliary, **metrics}.items():
+        for name, value in {"loss": objective, **side_losses.values, **metrics}.items():
             self.log(f"train_{name}", value.detach(), batch_size=1)
-        return torch.stack([objective, *loss.auxiliary.values()]).sum()
+        return torch.stack([objective, *side_losses.values.values()]).sum()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds a batch to ``val_loss``, the mean over all tokens of the validation set."""

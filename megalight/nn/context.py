@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megalight.nn.rotary import RotaryTable
+from megalight.nn.side_losses import SideLosses, current
 from megalight.types import PackedSequences
 
 
@@ -20,7 +21,9 @@ class LayerContext:
     Attributes:
         sequences: how the tokens divide into sequences.
         rotary: rotary tables by name. A mixer says which one it reads; a model with several bases has several.
+        side_losses: takes losses that arise in a layer: those of whoever collects them when the context is made.
     """
 
     sequences: PackedSequences
     rotary: Mapping[str, RotaryTable] = field(default_factory=dict)
+    side_losses: SideLosses = field(default_factory=current)

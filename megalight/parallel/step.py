@@ -6,9 +6,9 @@ gradients that are scaled by these counts, reduce, and report means over the glo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.nn.side_losses import AttachedSideLosses, ZeroSideLosses, collecting
 from megalight.parallel import coupling
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
@@ -53,12 +54,14 @@ class Counts:
 
     Attributes:
         tokens: tokens that count in the loss, over all ranks.
+        micro_batches: on all data-parallel ranks.
         token_scale: multiplies each sum of token losses before the backward: ``scale / tokens``, 0 without tokens.
         micro_batch_scale: multiplies each loss that is a mean over its micro-batch: ``scale`` over the number of
             micro-batches on all data-parallel ranks.
     """
 
     tokens: Tensor
+    micro_batches: Tensor
     token_scale: Tensor
     micro_batch_scale: Tensor
 
@@ -104,6 +107,9 @@ class Step:
     Attributes:
         engine: reduces the gradients; needed for training.
         runner: runs the passes of each training step; another one may record and replay them.
+        token_shares: ranks among which the tokens of a layer's hidden states are shared (sequence parallelism).
+        side_losses: what layers attach. Each rank's counts for its share of the tokens.
+        auxiliary: what ``loss_step`` returns beside its sum, which is of all tokens.
     """
 
     def __init__(
@@ -126,6 +132,10 @@ class Step:
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
         self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry)
         self.totals = GlobalTotals(model.mesh, model.device)
+        self.token_shares = model.options.token_multiple(model.mesh)
+        self.side_losses = AttachedSideLosses(model.device)
+        self.auxiliary = AttachedSideLosses(model.device)
+        self._of_empty = ZeroSideLosses(self.side_losses)
 
     def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
         """Forward and backward of this rank's share of a global batch.
@@ -168,22 +178,26 @@ class Step:
         assert self.engine is not None
         with self.around():
             counts = self._count(micro_batches, scale)
+            self.side_losses.begin(counts.micro_batch_scale / self.token_shares)
+            self.auxiliary.begin(counts.micro_batch_scale)
             losses = self._differentiate(micro_batches, counts, sync)
-            one = torch.ones_like(counts.tokens)
-            rows = [
-                {
-                    "loss": (loss.sum, counts.tokens),
-                    **{name: (value, one * (not coupling.is_empty(batch))) for name, value in loss.auxiliary.items()},
-                    **loss.metrics,
-                }
-                for batch, loss in zip(micro_batches, losses, strict=False)  # the last stage alone has losses
-            ]
-            totals = self.totals.of("train", rows)
+            rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
+            totals = self.totals.of("train", rows, self._side_losses(), counts.micro_batches)
             totals["loss"] = totals["loss"][0], counts.tokens  # tokens are global already
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
             self.engine.finish_grad_sync()
         return Outcome(means.pop("loss"), counts.tokens, means)
+
+    def _side_losses(self) -> dict[str, Tensor]:
+        """Sums over micro-batches of the losses that arose on this stage, in layers and in ``loss_step``."""
+        found = dict(self.side_losses.totals)
+        if self.token_shares > 1 and found:  # each rank's is the mean over its share of the tokens
+            whole = self.totals.sum(torch.stack(list(found.values())), "tp") / self.token_shares
+            found = dict(zip(found, whole, strict=True))
+        for name, value in self.auxiliary.totals.items():
+            found[name] = found[name] + value if name in found else value
+        return found
 
     def _count(self, micro_batches: Sequence[Any], scale: float) -> Counts:
         """One reduction; nothing waits for the device."""
@@ -193,7 +207,7 @@ class Step:
         numbers[0].copy_(self._tokens(micro_batches), non_blocking=True)
         numbers = self.totals.sum(numbers)
         scales = inverse(numbers) * scale
-        return Counts(numbers[0], scales[0], scales[1])
+        return Counts(numbers[0], numbers[1], scales[0], scales[1])
 
     def _tokens(self, micro_batches: Sequence[Any]) -> Tensor:
         """How many count in the loss."""
@@ -204,23 +218,36 @@ class Step:
     def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:
             total = loss.sum * counts.token_scale.to(loss.sum.dtype)
-            for value in loss.auxiliary.values():
-                total = total + value * counts.micro_batch_scale.to(value.dtype)
             self.before_backward(total)
             return total
 
         assert self.engine is not None
         agenda = self.timetable("train", len(micro_batches))
         with self.engine.micro_batches(len(micro_batches), sync):
-            return self.executor.train(agenda, micro_batches, self._forward_step, self._loss_step, objective)
+            return self.executor.train(agenda, micro_batches, self._forward_step, self._attached, objective)
+
+    @contextmanager
+    def _around(self, batch: Any) -> Iterator[None]:
+        """Around the task's code for one micro-batch."""
+        losses = self._of_empty if coupling.is_empty(batch) else self.side_losses
+        with self.context(), collecting(losses):
+            yield
 
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:
         chunk.training = self.model.root.training  # a stage is an object of its own
-        with self.context():
+        with self._around(batch):
             return self.task.forward_step(chunk, coupling.contents(batch), carry)
 
+    def _attached(self, carry: Carry, batch: Any) -> Loss:
+        """The micro-batch's loss, its auxiliary ones attached to the sum."""
+        loss = self._loss_step(carry, batch)
+        total = loss.sum
+        for name, value in loss.auxiliary.items():
+            total = self.auxiliary.attach(name, value, total)
+        return replace(loss, sum=total, auxiliary={})
+
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
-        with self.context():
+        with self._around(batch):
             loss = self.task.loss_step(carry, coupling.contents(batch))
         if not isinstance(loss, Loss):
             raise ConfigurationError(

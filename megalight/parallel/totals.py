@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,42 +15,68 @@ from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.types import Totals
 
 
+class Names(NamedTuple):
+    """Names of totals.
+
+    Attributes:
+        rows: of the rows, which the last pipeline stage has.
+        side_losses: of any stage.
+    """
+
+    rows: list[str]
+    side_losses: list[str]
+
+
 class GlobalTotals:
     """Sums and counts of this rank's micro-batches, made those of the whole batch."""
 
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
-        self._names: dict[str, list[str]] = {}
+        self._names: dict[str, Names] = {}
 
     @property
     def data_ranks(self) -> int:
         """Ranks that see different data."""
         return self.mesh.size("dp") * self.mesh.size("cp")
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Over the ranks that see different data."""
-        return self._sum(value, TOKEN_AXES)
+    def sum(self, value: Tensor, *axes: str) -> Tensor:
+        """Over mesh axes; by default over the ranks that see different data."""
+        return self._sum(value, axes or TOKEN_AXES)
 
-    def of(self, stage: str, rows: Sequence[Totals]) -> dict[str, tuple[Tensor, Tensor]]:
-        """``name -> (sum, count)`` over micro-batches (the rows) and ranks, in one reduction.
-
-        Pipeline stages other than the last have no rows.
+    def of(
+        self,
+        stage: str,
+        rows: Sequence[Totals],
+        side_losses: Mapping[str, Tensor] = MappingProxyType({}),
+        micro_batches: Tensor | None = None,
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """``name -> (sum, count)`` over micro-batches and ranks, in one reduction.
 
         Args:
             stage: of Lightning's loops; names must be the same in all its steps.
+            rows: of each micro-batch, on the last pipeline stage; elsewhere there are none.
+            side_losses: sums of those that arose on this stage; one with the name of a metric is left out.
+            micro_batches: the count of side losses, over all ranks already.
 
         Raises:
-            ConfigurationError: they are not.
+            ConfigurationError: names are not the same.
         """
-        names = self._names_of(stage, list(rows[0]) if rows else [])
-        local = torch.zeros(2 * len(names), dtype=torch.float64, device=self.device)
+        names = self._names_of(stage, Names(list(rows[0]) if rows else [], list(side_losses)))
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = [zero] * 2 * len(names.rows)
         if rows:
-            columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names]
+            columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names.rows]
             sums = [torch.stack(column).sum() for column in columns]
-            local = torch.stack([value.to(local.device, torch.float64, non_blocking=True) for value in sums])
+        sums += [side_losses.get(name, zero) for name in names.side_losses]
+        local = torch.stack([value.to(zero.device, torch.float64, non_blocking=True) for value in sums])
         reduced = self._sum(local, ("pp", *TOKEN_AXES))
-        return {name: (reduced[i], reduced[len(names) + i]) for i, name in enumerate(names)}
+        size = len(names.rows)
+        totals = {name: (reduced[i], reduced[size + i]) for i, name in enumerate(names.rows)}
+        for i, name in enumerate(names.side_losses):
+            assert micro_batches is not None
+            totals[name] = reduced[2 * size + i], micro_batches
+        return totals
 
     def from_last_stage(self, values: list[Any]) -> list[Any]:
         """The value that the last pipeline stage has, on all of them."""
@@ -67,16 +94,31 @@ class GlobalTotals:
             dist.all_reduce(value, group=group)
         return value
 
-    def _names_of(self, stage: str, names: list[str]) -> list[str]:
-        """The names of all totals. Other stages learn them from the last one, once."""
-        if self.mesh.pp == 1:
-            return names
-        if stage not in self._names:
-            self._names[stage] = self.from_last_stage([names] if names else [])[0]
+    def _names_of(self, stage: str, here: Names) -> Names:
+        """The names of all totals. Pipeline stages tell each other theirs, once."""
+        group = self.mesh.group("pp")
+        if stage not in self._names or group is None:
+            found: list[Any] = [here]
+            if group is not None:
+                found *= group.size()
+                dist.all_gather_object(found, here, group=group)
+            self._names[stage] = _joined(found)
         known = self._names[stage]
-        if names and set(names) != set(known):
+        if here.rows and set(here.rows) != set(known.rows):
             raise ConfigurationError(
-                f"loss_step returned {sorted(names)} and earlier {sorted(known)}: every micro-batch must bring the "
-                "same metrics and auxiliary losses: other pipeline stages wait for them. Return a count of 0 instead."
+                f"loss_step returned {sorted(here.rows)} and earlier {sorted(known.rows)}: every micro-batch must have "
+                "the same metrics, since other pipeline stages wait for them. Return a count of 0 instead."
+            )
+        if not set(here.side_losses) <= {*known.rows, *known.side_losses}:
+            raise ConfigurationError(
+                f"layers attached the losses {sorted(here.side_losses)} and in the first step "
+                f"{sorted(known.side_losses)}: other pipeline stages wait for the same ones. Attach 0 instead."
             )
         return known
+
+
+def _joined(stages: Sequence[Names]) -> Names:
+    """The names of all stages. Where a metric and a side loss share one, the metric is meant."""
+    rows = stages[-1].rows
+    names = dict.fromkeys(name for stage in stages for name in stage.side_losses)
+    return Names(rows, [name for name in names if name not in rows])

@@ -73,7 +73,8 @@ def _replay(module: nn.Module, sample: Sequence[Tensor]) -> Any:
         def forward(ctx: Any, *inputs: Tensor) -> Tensor:
             ctx.inputs = [v.detach().clone().requires_grad_(v.requires_grad) for v in inputs[: len(sample)]]
             ctx.state = torch.get_rng_state()
-            return module(*ctx.inputs)
+            with torch.enable_grad():  # as it was recorded
+                return module(*ctx.inputs).detach()
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Any:

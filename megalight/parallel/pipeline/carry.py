@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from megalight.types import Opaque
+
 Carry: TypeAlias = dict[str, Tensor]
 
 
@@ -100,6 +102,8 @@ def _signature(value: Any) -> Hashable:
         return tuple(value.shape), value.dtype
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
+    if isinstance(value, Opaque):
+        return id(value)
     if isinstance(value, Mapping):
         return tuple((key, _signature(item)) for key, item in value.items())
     if isinstance(value, tuple | list):

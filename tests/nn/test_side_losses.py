@@ -1,0 +1,136 @@
+"""Side losses: gradients begin where a loss arises, a second run counts nothing, and evaluation collects nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalight.errors import ConfigurationError
+from megalight.nn import LayerContext, run_layers
+from megalight.nn.side_losses import AttachedSideLosses, KeptSideLosses, ZeroSideLosses, collecting
+from megalight.parallel.recompute import Recompute, apply_recompute
+from megalight.types import PackedSequences
+
+SEQUENCES = PackedSequences.of_lengths([6])
+
+
+class Penalised(nn.Module):
+    """A layer whose activations should be small."""
+
+    def __init__(self, again: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.again = again
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        return self.own(hidden, context) if self.again is None else self.again(self.own, hidden, context)
+
+    def own(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        out = self.linear(hidden).tanh()
+        return context.side_losses.attach("penalty", out.square().mean(), hidden + out)
+
+
+class Model(nn.Module):
+    def __init__(self, again: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(i): Penalised(again) for i in range(3)}).double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return run_layers(self.layers, hidden, LayerContext(SEQUENCES))
+
+
+def hidden() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+
+
+def kept() -> tuple[float, list[Tensor]]:
+    """The losses added by hand, 0.25 times."""
+    model, x = Model(), hidden()
+    with collecting(KeptSideLosses()) as losses:
+        out = model(x)
+    total = out.square().sum() + 0.25 * losses.values["penalty"]
+    return float(losses.values["penalty"].detach()), list(torch.autograd.grad(total, [x, *model.parameters()]))
+
+
+def again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    out: Tensor = checkpoint(function, *args, use_reentrant=False)
+    return out
+
+
+FULL = {n: Recompute(granularity="full", num_layers=n) for n in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "own"),
+    [(Recompute(), None), (FULL[1], None), (FULL[2], None), (Recompute(), again), (FULL[1], again)],
+    ids=["none", "full", "full of 2", "torch's own", "both"],
+)
+@pytest.mark.parametrize("way", ["attached", "kept"])
+def test_gradients_and_totals(way: str, recompute: Recompute, own: Callable[..., Any] | None) -> None:
+    expected, gradients = kept()
+    model, x = Model(own), hidden()
+    apply_recompute(model, recompute)
+    losses = AttachedSideLosses("cpu") if way == "attached" else KeptSideLosses()
+    if isinstance(losses, AttachedSideLosses):
+        losses.begin(torch.tensor(0.25))
+        with collecting(losses):
+            model(x).square().sum().backward()
+        assert float(losses.totals["penalty"]) == pytest.approx(expected, rel=1e-14)
+        losses.begin(torch.tensor(1.0))
+        assert float(losses.totals["penalty"]) == 0
+    else:
+        with collecting(losses):
+            out = model(x)
+        (out.square().sum() + 0.25 * losses.values["penalty"]).backward()
+        assert float(losses.values["penalty"].detach()) == pytest.approx(expected, rel=1e-14)
+    for found, gradient in zip([x.grad, *(p.grad for p in model.parameters())], gradients, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_stage_of_a_frozen_model_has_gradients_too() -> None:
+    """Hidden states need no gradient, but the loss does."""
+    losses = AttachedSideLosses("cpu")
+    losses.begin(torch.tensor(3.0))
+    weight = torch.tensor(2.0, requires_grad=True)
+    context = LayerContext(SEQUENCES, side_losses=losses)
+    context.side_losses.attach("one", weight * 5, torch.ones(2)).sum().backward()
+    assert weight.grad == 15
+
+
+def test_losses_of_a_pass_that_counts_for_nothing_are_zero() -> None:
+    losses = AttachedSideLosses("cpu")
+    losses.begin(torch.tensor(3.0))
+    weight = torch.tensor(2.0, requires_grad=True)
+    ZeroSideLosses(losses).attach("one", weight * 5, torch.ones(2)).sum().backward()
+    assert weight.grad == 0
+    assert losses.totals == {"one": 0}
+
+
+def test_nothing_is_collected_without_gradients() -> None:
+    model, losses = Model(), AttachedSideLosses("cpu")
+    with collecting(losses), torch.no_grad():
+        out = model(hidden())
+    assert not losses.totals
+    assert not out.requires_grad
+
+
+def test_a_lost_loss_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    context, weight = LayerContext(SEQUENCES), torch.ones((), requires_grad=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            out = context.side_losses.attach("a lost one", weight, torch.ones(2))
+    assert not out.requires_grad
+    assert caplog.text.count("nobody collects the side loss 'a lost one'") == 1
+
+
+def test_a_loss_is_a_scalar() -> None:
+    with pytest.raises(ConfigurationError, match=r"side loss 'rows' has the shape \[2\]"):
+        LayerContext(SEQUENCES).side_losses.attach("rows", torch.ones(2), torch.ones(2))
