@@ -61,7 +61,7 @@ def test_splits_by_numbers(capsys) -> None:
     assert doctor("--layers", "7", "--pipeline-parallel", "4", "--first-layers", "1", "--micro-batches", "3") == 0
     text = capsys.readouterr().out
     assert "vpp=1: Et|tt|tt|ttL\n" in text
-    assert "3 micro-batches in a pipeline of 4 ranks: they wait 100%" in text
+    assert "3 micro-batches in a pipeline of 4 ranks: the bubble is 100%" in text
     assert doctor("--layers", "6", "--pipeline-parallel", "2", "--count-embedding", "--count-loss") == 0
     assert "vpp=1: Ettt|tttL\n" in capsys.readouterr().out
 
@@ -83,9 +83,9 @@ def test_many_ranks_are_not_drawn(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--layout", "Et|xL"], ["character 4", "'x' means nothing"]),
+        (["--layout", "Et|xL"], ["character 4", "'x' is unknown"]),
         (["--layout", "Et|tL", "--layers", "3"], ["names 2 layers 't'", "1 too few", "rank 1  1 L"]),
-        (["--layout", "Et|tL", "--pipeline-parallel", "4"], ["2 stages, no multiple of pp=4"]),
+        (["--layout", "Et|tL", "--pipeline-parallel", "4"], ["2 stages, which is no multiple of pp=4"]),
         (["--layout", "Et|tL", "--first-layers", "1"], ["already says what each stage holds"]),
         (["--layout", "pp=2", "--layers", "4", "--pipeline-parallel", "4"], ["contradicts --layout with pp=2"]),
         (["--layers", "9", "--pipeline-parallel", "4"], ["9 layers do not divide", "'Et|ttt|ttt|ttL'"]),

@@ -1,4 +1,4 @@
-"""What a schedule is made of: one piece of work of one chunk for one micro-batch. A schedule is a list of these."""
+"""Actions: one piece of work of one chunk for one micro-batch. A schedule is a list of actions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Kind(Enum):
-    """The work. ``BACKWARD`` is ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT`` at once."""
+    """Kinds of work. ``BACKWARD`` is ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT`` together."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -19,9 +19,9 @@ class Action(NamedTuple):
     """One piece of work of one pipeline rank.
 
     Attributes:
-        kind: what is done.
-        chunk: which of the rank's chunks does it, counted in model order.
-        micro_batch: for which micro-batch of the step.
+        kind: the kind of work.
+        chunk: the chunk of the rank, counted in model order.
+        micro_batch: the micro-batch of the step.
     """
 
     kind: Kind
@@ -33,4 +33,4 @@ class Action(NamedTuple):
 
 
 Actions: TypeAlias = list[Action]
-"""The work of one pipeline rank in one step, in the order in which it is done."""
+"""The work of one pipeline rank in one step, in order."""

@@ -1,4 +1,4 @@
-"""What is wrong with a layout, and what would work instead: the second half of error messages."""
+"""Advice for error messages: what is wrong with a layout, and which layouts work."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from megalight.parallel.pipeline.picture import picture
 
 
 def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:
-    """Why the symbols of ``stages`` are not a model of ``num_layers`` layers; empty if they are."""
+    """Return why the symbols of ``stages`` do not describe a model of ``num_layers`` layers; empty if they do."""
     whole = "".join(stages)
     for symbol, name, place in (("E", "embedding", 0), ("L", "loss", -1)):
         end = "last" if place else "first"
         if whole.count(symbol) != 1:
-            return f"{symbol!r} ({name}) stands {whole.count(symbol)} times. Write it once, in the {end} stage."
+            return f"{symbol!r} ({name}) occurs {whole.count(symbol)} times. Write it once, in the {end} stage."
         if not stages[place] or stages[place][place] != symbol:
             return f"{symbol!r} ({name}) must be the {end} symbol of the {end} stage. Move it there."
     if whole.count("m") != num_mtp:
-        has = f"{num_mtp}. Write as many." if num_mtp else "none. Remove them."
+        has = f"{num_mtp}. Write {num_mtp}." if num_mtp else "none. Remove them."
         return f"it names {whole.count('m')} multi-token-prediction layers 'm', but the model has {has}"
     if num_mtp and not any("m" * num_mtp in stage for stage in stages):
-        return "multi-token-prediction layers 'm' lie on different stages. Put them on one."
+        return "multi-token-prediction layers 'm' are on different stages. Put them on one stage."
     if "t" in whole[whole.find("m") :] and num_mtp:
         return "layers 't' follow multi-token-prediction layers 'm'. Put the layers first."
     if (found := whole.count("t")) != num_layers:
@@ -31,12 +31,12 @@ def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:
 
 
 def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int) -> str:
-    """What to do when ``num_layers`` do not fill the stages evenly.
+    """Return advice for ``num_layers`` layers that do not fill the stages evenly.
 
     Args:
-        num_layers: of the model.
-        pp, vpp: pipeline ranks and chunks.
-        counted: layers with what counts as one.
+        num_layers: layers of the model.
+        pp, vpp: pipeline ranks, and chunks on each.
+        counted: layers, with embedding and loss if they count as layers.
     """
     stages = pp * vpp
     low = counted // stages * stages - (counted - num_layers)
@@ -46,13 +46,13 @@ def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int) -> str:
 
 
 def instead_of_uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> str:
-    """What to do when the ranks between the first and the last cannot share the layers that are left."""
-    ways = [] if num_layers % (pp * vpp) else ["leave first and last out, for an even split"]
+    """Return advice for a first and a last rank whose layers leave a rest that the others cannot share."""
+    ways = [] if num_layers % (pp * vpp) else ["remove first and last, for an even split"]
     return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp, first, last)])
 
 
 def _advice(num_layers: int, pp: int, vpp: int, ways: list[str]) -> str:
-    """``ways``, and a layout that works with its picture."""
+    """Join ``ways`` and a layout that works, with its picture."""
     if num_layers + 2 < pp * vpp:
         return f"{num_layers} layers, embedding and loss fill {num_layers + 2} stages at most; lower pp or vpp."
     layout = balanced(num_layers, pp * vpp)
@@ -61,9 +61,9 @@ def _advice(num_layers: int, pp: int, vpp: int, ways: list[str]) -> str:
 
 
 def balanced(num_layers: int, stages: int) -> tuple[str, ...]:
-    """Symbols of stages as equal as can be, where embedding and loss weigh a layer each; needs ``stages > 1``.
+    """Return stages that are as equal as possible if embedding and loss count as one layer each; ``stages > 1``.
 
-    Stages hold a layer less rather than more at the ends, so that the ends are not what the others wait for.
+    Stages with one layer less are at the ends: the embedding and the loss take time too.
     """
     share, more = divmod(num_layers + 2, stages)
     start = (stages - more + 1) // 2
@@ -73,7 +73,7 @@ def balanced(num_layers: int, stages: int) -> tuple[str, ...]:
 
 
 def _counting(num_layers: int, stages: int) -> Iterator[str]:
-    """Counting embedding or loss as a layer, where that divides."""
+    """Yield advice to count the embedding or the loss as a layer, if this divides."""
     if (num_layers + 1) % stages == 0 and num_layers >= 2 * stages - 1:
         yield "count the embedding or the loss as a layer"
     if (num_layers + 2) % stages == 0 and num_layers >= 2 * stages - 2:
@@ -81,7 +81,7 @@ def _counting(num_layers: int, stages: int) -> Iterator[str]:
 
 
 def _ends(num_layers: int, pp: int, vpp: int, first: int | None = None, last: int | None = None) -> Iterator[str]:
-    """Numbers of layers for the first and the last rank that divide: near to those given, or to an equal share."""
+    """Yield numbers of layers for the first and last rank that divide, close to the given ones or to equal shares."""
     if pp < 3 or num_layers < pp * vpp:
         return
     near = [num_layers / pp if count is None else count for count in (first, last)]

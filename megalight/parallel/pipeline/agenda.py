@@ -1,11 +1,15 @@
-"""One rank's work in a step, and when it makes room for each message that it expects.
+"""The agenda of a rank: its actions in a step, and when it posts the receive of each message.
 
-On a GPU a receive waits on the device, and takes multiprocessors meanwhile; and a host that loads a kernel, or gives
-memory back, waits until its device has nothing left to do. That happens in the first step and, where another shape
-needs another kernel, at any time later. A receive posted too early then stops the very host for whose next message the
-sender waits, and nothing ever moves again. So a rank posts a receive ahead of an action only if, on the timeline, the
-message has been sent before the action begins. In the order of beginnings all waits then point back: a step comes to
-its end even if, before every action, each host waits for all that its rank has posted. Tests play it so.
+A receive that is posted too early can cause a deadlock on GPUs:
+
+- A posted receive waits on the device and occupies multiprocessors.
+- A host that loads a kernel or frees memory waits until its device is idle. This happens in the first step, and later
+  whenever a new shape needs a new kernel.
+- So a host may wait for a receive whose sender waits for a message of this host.
+
+Therefore a rank posts a receive before an action only if, on the timeline, the message is sent before the action
+begins. Then every wait is for something that began earlier. A step ends even if each host waits for all posted messages
+before every action. Tests simulate this.
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ from megalight.parallel.pipeline.timeline import Number, Place, comes, gives, si
 
 
 class Expected(NamedTuple):
-    """One message.
+    """A message that a rank expects.
 
     Attributes:
-        chunk, micro_batch: for which work.
-        before: number of the first of this rank's actions that begins after it is sent. A message of unknown form has
-            been announced then: the host need not wait for that.
+        chunk, micro_batch: the work that needs it.
+        before: number of this rank's first action that begins after the message is sent. If the form of the message was
+            unknown, the sender has announced it by then, so the host does not wait for the announcement.
     """
 
     chunk: int
@@ -35,11 +39,11 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Agenda:
-    """What one rank does, and what comes meanwhile.
+    """The actions of one rank and the messages that it receives.
 
     Attributes:
-        actions: in order.
-        activations, gradients: the messages of either channel, in the order of use.
+        actions: the actions, in order.
+        activations, gradients: the messages of each channel, in the order of use.
     """
 
     actions: Actions
@@ -48,13 +52,14 @@ class Agenda:
 
 
 def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
-    """What one pipeline rank does in a step.
+    """Return the agenda of one pipeline rank.
 
     Args:
-        schedules: the lists of all ranks.
+        rank: the pipeline rank.
+        schedules: the actions of all ranks.
 
     Raises:
-        LayoutError: the lists do not fit together (:func:`simulate`).
+        LayoutError: the schedules do not fit together (:func:`simulate`).
     """
     pp = len(schedules)
     vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)

@@ -1,4 +1,4 @@
-"""What travels between stages: named tensors, and how the two sides know their shapes."""
+"""The carry: named tensors that travel between stages, and their form (names, shapes, dtypes)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     requires_grad: bool
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Room for the values."""
+        """Allocate a tensor for the values."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -36,18 +36,21 @@ Form: TypeAlias = tuple[Entry, ...]
 
 
 class Forms:
-    """The forms that both ends of an edge remember. They see the same messages in the same order, and forget alike."""
+    """A cache of forms on one end of a channel.
+
+    Both ends see the same messages in the same order, so they store and drop the same forms.
+    """
 
     def __init__(self, most: int = 1024) -> None:
         self.most = most
         self._known: dict[Hashable, Form] = {}
 
     def get(self, key: Hashable | None) -> Form | None:
-        """The form remembered under ``key``; None where there is none."""
+        """Return the form stored under ``key``, or None."""
         return None if key is None else self._known.get(key)
 
     def put(self, key: Hashable | None, form: Form) -> None:
-        """Remember a form, in place of the oldest one where there are too many. Without a key it is not kept."""
+        """Store a form; drop the oldest one if there are too many. Without a key, nothing is stored."""
         if key is not None:
             self._known[key] = form
             if len(self._known) > self.most:
@@ -55,15 +58,15 @@ class Forms:
 
 
 def form_of(carry: Mapping[str, Tensor]) -> Form:
-    """What the receiver of a carry must know in advance."""
+    """Return the form of a carry, which its receiver must know in advance."""
     return tuple(Entry(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in carry.items())
 
 
 def check_carry(carry: Any, where: str) -> Carry:
-    """Refuse what cannot travel.
+    """Check that a carry is a dict of tensors by name, and return it.
 
     Raises:
-        TypeError: not a dict of tensors by name.
+        TypeError: it is not.
     """
     step = "it must return a dict of tensors (hidden states for the next chunk, or what loss_step reads)."
     if not isinstance(carry, dict):
@@ -75,21 +78,22 @@ def check_carry(carry: Any, where: str) -> Carry:
 
 
 def encode(form: Form) -> bytes:
-    """A form as JSON."""
+    """Encode a form as JSON."""
     rows = [(e.name, e.shape, str(e.dtype).removeprefix("torch."), e.requires_grad) for e in form]
     return json.dumps(rows).encode()
 
 
 def decode(text: bytes) -> Form:
-    """The form that :func:`encode` wrote."""
+    """Decode a form written by :func:`encode`."""
     return tuple(Entry(n, tuple(shape), getattr(torch, dtype), grad) for n, shape, dtype, grad in json.loads(text))
 
 
 def signature(batch: Any) -> Hashable | None:
-    """Everything about a micro-batch that shapes can depend on: equal signatures promise carries of equal form.
+    """Return a hashable value with everything in a micro-batch that shapes can depend on.
 
-    All ranks of a pipeline see the same micro-batches, so both sides of an edge know at once whether a form is known.
-    None where the batch holds objects whose parts cannot be seen.
+    Micro-batches with equal signatures have carries of equal form. All ranks of a pipeline see the same micro-batches,
+    so both ends of a channel know without a message whether they know the form. None if the batch holds objects whose
+    parts cannot be read.
     """
     try:
         return _signature(batch)

@@ -1,7 +1,7 @@
-"""The layout string: which parts of a model each stage holds, in Megatron's notation.
+"""The layout string: which parts of a model each stage holds, in the notation of Megatron-LM.
 
-``E`` is the embedding, ``t`` a layer, ``m`` a multi-token-prediction layer, ``L`` the head with the loss; ``|`` ends a
-stage. ``t*3`` is ``ttt``, ``(tt|)*3`` is ``tt|tt|tt|``; commas and blanks are there for the eye.
+``E`` is the embedding, ``t`` a layer, ``m`` a multi-token-prediction layer, ``L`` the head with the loss. ``|`` ends a
+stage. ``t*3`` means ``ttt``, and ``(tt|)*3`` means ``tt|tt|tt|``. Commas and blanks are ignored.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from megalight.errors import LayoutError
 
 SYMBOLS = {"E": "embedding", "t": "layer", "m": "multi-token-prediction layer", "L": "head and loss"}
 MAX_LENGTH = 100_000
-"""Symbols after repeats are written out; far beyond any model, and short of what fills the memory."""
+"""Limit of symbols after repeats are expanded, so that a typing error does not fill the memory."""
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """The symbols of each stage: ``"Et|(tt|)*2L"`` -> ``("Et", "tt", "tt", "L")``.
+    """Parse a layout to the symbols of each stage: ``"Et|(tt|)*2L"`` -> ``("Et", "tt", "tt", "L")``.
 
     Raises:
-        LayoutError: a character that means nothing here, a repeat of nothing, a bracket without its partner.
+        LayoutError: a character is unknown, a repeat has no number, or a bracket has no partner. The message shows the
+            position.
     """
     return tuple(_Reader(text).read().split("|"))
 
 
 def compose(stages: Sequence[str]) -> str:
-    """The shortest common way to write ``stages``: what :func:`parse` reads back."""
+    """Write ``stages`` as a short layout string, which :func:`parse` reads."""
     runs = [(stage, len(list(run))) for stage, run in groupby(stages)]
     last, count = runs.pop()
     runs += [(last, count - 1)] if count > 1 else []
@@ -39,13 +40,13 @@ def _repeat(text: str, times: int) -> str:
 
 
 def _short(stage: str) -> str:
-    """``ttttt`` as ``t*5``."""
+    """Shorten repeated symbols: ``ttttt`` becomes ``t*5``."""
     runs = [(symbol, len(list(run))) for symbol, run in groupby(stage)]
     return "".join(symbol * times if times < 5 else f"{symbol}*{times}" for symbol, times in runs)
 
 
 class _Reader:
-    """Recursive descent over ``text``; an error shows the place."""
+    """A recursive-descent parser. Errors show the position in the text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -55,7 +56,7 @@ class _Reader:
     def read(self) -> str:
         found = self._sequence()
         if self.next < len(self.tokens):
-            raise self._error("this ')' closes nothing; remove it or open it before.")
+            raise self._error("this ')' has no '('; remove it, or add '(' before it.")
         return found
 
     def _sequence(self) -> str:
@@ -65,11 +66,11 @@ class _Reader:
             parts.append(unit * self._times(unit))
             length += len(parts[-1])
             if length > MAX_LENGTH:
-                raise self._error(f"more than {MAX_LENGTH} symbols once repeats are written out; lower a repeat.")
+                raise self._error(f"repeats expand to more than {MAX_LENGTH} symbols; lower a repeat.")
         return "".join(parts)
 
     def _units(self) -> Iterator[str]:
-        """Symbols, separators and brackets up to the end, or to the bracket that closes this sequence."""
+        """Yield symbols, separators and expanded brackets, up to the end or to the closing bracket of this sequence."""
         while (token := self._peek()) not in ("", ")"):
             start = self.next
             self.next += 1
@@ -77,7 +78,7 @@ class _Reader:
                 unit = self._sequence()
                 if self._peek() != ")":
                     self.next = start
-                    raise self._error("this '(' is never closed; add ')*n' where what repeats ends.")
+                    raise self._error("this '(' is not closed; add ')*n' at the end of the part that repeats.")
                 self.next += 1
                 yield unit
             elif token in SYMBOLS or token == "|":
@@ -85,16 +86,16 @@ class _Reader:
             else:
                 self.next = start
                 known = ", ".join(f"{symbol} ({name})" for symbol, name in SYMBOLS.items())
-                raise self._error(f"{token!r} means nothing here; use {known}, '|' between stages, and '(...)*n'.")
+                raise self._error(f"{token!r} is unknown here; use {known}, '|' between stages, and '(...)*n'.")
 
     def _times(self, unit: str) -> int:
         if self._peek() != "*":
             return 1
         self.next += 1
         if not self._peek().isdecimal() or not (times := int(self._peek()[:9])):
-            raise self._error("'*' wants a number from 1 up behind it, as in 't*3' or '(tt|)*3'.")
+            raise self._error("'*' needs a number of at least 1 after it, as in 't*3' or '(tt|)*3'.")
         if times * len(unit) > MAX_LENGTH:
-            raise self._error(f"more than {MAX_LENGTH} symbols once this repeat is written out; lower it.")
+            raise self._error(f"this repeat expands to more than {MAX_LENGTH} symbols; lower it.")
         self.next += 1
         return times
 

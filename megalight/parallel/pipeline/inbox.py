@@ -1,4 +1,4 @@
-"""Messages that one side of a channel expects, received ahead of their use."""
+"""The inbox of a channel: receives messages ahead of their use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megalight.parallel.trace import spanned
 
 
 class Inbox:
-    """The messages of one channel, in the order of use.
+    """The messages that one channel receives in a step, in the order of use.
 
     Args:
-        channel: where they come from; None where nothing is expected.
+        channel: the channel; None if no message is expected.
         expected: the messages.
-        form: what a message consists of, by ``(chunk, micro_batch)``; may ask the other side, and wait for the answer.
-        device: where messages go.
+        form: ``(chunk, micro_batch)`` -> the form of the message. It may ask the sender and wait for the answer.
+        device: the device that receives.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Inbox:
         self._coming: deque[tuple[Form, Message]] = deque()
 
     def post(self, number: int) -> None:
-        """Start to receive what may come during the action of this number, and what that action needs."""
+        """Post the receives that may be posted before action ``number`` (see :mod:`.agenda`)."""
         while self.expected and number >= self.expected[0].before:
             assert self.channel is not None
             chunk, index, _ = self.expected.popleft()
@@ -47,6 +47,6 @@ class Inbox:
 
     @spanned("receive")
     def take(self) -> tuple[Form, list[Tensor]]:
-        """The next message, and what it consists of."""
+        """Wait for the next message; return its form and its tensors."""
         form, message = self._coming.popleft()
         return form, message.wait()

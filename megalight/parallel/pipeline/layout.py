@@ -1,7 +1,7 @@
-"""Which stage of the pipeline holds which part of the model.
+"""The pipeline layout: which stage holds which part of the model.
 
-Stages are counted in model order. With ``pp`` ranks and ``vpp`` chunks on each there are ``pp * vpp`` stages; stage
-``i`` lies on pipeline rank ``i % pp`` as its chunk ``i // pp``, so a micro-batch goes round the ranks ``vpp`` times.
+Stages are counted in model order. With ``pp`` ranks and ``vpp`` chunks on each there are ``pp * vpp`` stages. Stage
+``i`` is chunk ``i // pp`` of pipeline rank ``i % pp``, so a micro-batch visits every rank ``vpp`` times.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megalight.parallel.pipeline.picture import picture
 
 @dataclass(frozen=True)
 class Stage:
-    """What one chunk of one pipeline rank holds.
+    """The part of the model that one chunk of one pipeline rank holds.
 
     Attributes:
-        index: place in model order.
+        index: number of the stage in model order.
         rank: pipeline rank.
-        chunk: place among the rank's chunks.
-        embed: it holds the embedding (the first stage does).
+        chunk: number of the chunk on its rank.
+        embed: whether it holds the embedding (only the first stage).
         layers: global indices of its layers, consecutive.
-        head: it holds the head and computes the loss (the last stage does).
-        mtp: how many multi-token-prediction layers it holds: all of the model's, or none.
+        head: whether it holds the head and computes the loss (only the last stage).
+        mtp: number of multi-token-prediction layers: all of the model or none.
     """
 
     index: int
@@ -46,12 +46,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """All stages of a model. Made by :meth:`even`, :meth:`uneven` or :meth:`of_string`, which check what they get.
+    """All stages of a model. Create one with :meth:`even`, :meth:`uneven` or :meth:`of_string`, which check it.
 
     Attributes:
-        stages: in model order.
-        pp: pipeline ranks.
-        vpp: chunks on each rank.
+        stages: the stages in model order.
+        pp: number of pipeline ranks.
+        vpp: number of chunks on each rank.
     """
 
     stages: tuple[Stage, ...]
@@ -62,17 +62,17 @@ class PipelineLayout:
     def even(
         cls, num_layers: int, pp: int, vpp: int = 1, *, count_embedding: bool = False, count_loss: bool = False
     ) -> PipelineLayout:
-        """Equally many layers on every stage.
+        """Create a layout with the same number of layers on every stage.
 
         Args:
             num_layers: layers of the model.
             pp: pipeline ranks.
             vpp: chunks on each rank.
-            count_embedding: the embedding counts as one layer, so the first stage holds one layer less.
-            count_loss: the same for the head with the loss, and the last stage.
+            count_embedding: whether the embedding counts as a layer. The first stage then holds one layer less.
+            count_loss: the same for the head with the loss and the last stage.
 
         Raises:
-            LayoutError: the layers do not divide, or a stage would hold none; says what would work.
+            LayoutError: the layers do not divide, or a stage would have no layer. The message suggests layouts.
         """
         _check_degrees(num_layers, pp, vpp)
         counted = num_layers + count_embedding + count_loss
@@ -93,34 +93,34 @@ class PipelineLayout:
     def uneven(
         cls, num_layers: int, pp: int, vpp: int = 1, *, first: int | None = None, last: int | None = None
     ) -> PipelineLayout:
-        """A number of layers of their own for the first and the last rank; the others share what is left equally.
+        """Create a layout with given numbers of layers on the first and last rank; the others share the rest equally.
 
         Args:
             num_layers: layers of the model.
             pp: pipeline ranks.
-            vpp: chunks on each rank; every rank's layers are divided equally among its chunks.
-            first, last: layers on the first and on the last rank, all chunks together; None: as the others.
+            vpp: chunks on each rank. The layers of a rank are divided equally among its chunks.
+            first, last: layers on the first and on the last rank, over all chunks. None: as on the others.
 
         Raises:
-            LayoutError: what is left does not divide, or a rank's layers do not over its chunks.
+            LayoutError: the rest does not divide, or the layers of a rank do not divide by its chunks.
         """
         _check_degrees(num_layers, pp, vpp)
         given = {rank: count for rank, count in ((0, first), (pp - 1, last)) if count is not None}
         if pp < 2 and given:
-            raise LayoutError(f"pp={pp}: layers of the first or last rank of their own need pp of at least 2.")
+            raise LayoutError(f"pp={pp}; it must be at least 2 to set the layers of the first or last rank.")
         for rank, count in given.items():
             if count < vpp or count % vpp:
                 raise LayoutError(
-                    f"{count} layers on the {'last' if rank else 'first'} pipeline rank; a rank's layers are divided "
-                    f"equally among its {vpp} chunk{'s' * (vpp > 1)}, so give a multiple of {vpp}."
+                    f"{count} layers on the {'last' if rank else 'first'} pipeline rank cannot be divided equally "
+                    f"among its {vpp} chunk{'s' * (vpp > 1)}; give a positive multiple of {vpp}."
                 )
         others, rest = pp - len(given), num_layers - sum(given.values())
         share, left = divmod(rest, others * vpp) if others else (0, rest)
         if left or (others and share < 1):
             rule = f"a multiple of {others * vpp} above 0" if others else "0"
             raise LayoutError(
-                f"{num_layers} layers with {first=} and {last=} leave {rest} for the {others} pipeline ranks between, "
-                f"of {vpp} chunk{'s' * (vpp > 1)} each; that must be {rule}. "
+                f"{num_layers} layers with {first=} and {last=} leave {rest} for the {others} other pipeline ranks "
+                f"with {vpp} chunk{'s' * (vpp > 1)} each; this number must be {rule}. "
                 + advice.instead_of_uneven(num_layers, pp, vpp, first, last)
             )
         counts = [given.get(rank, share * vpp) // vpp for _ in range(vpp) for rank in range(pp)]
@@ -128,19 +128,20 @@ class PipelineLayout:
 
     @classmethod
     def of_string(cls, text: str, num_layers: int, pp: int, vpp: int = 1, *, num_mtp: int = 0) -> PipelineLayout:
-        """An explicit layout: ``"Et|tt|tt|tL"``; see :mod:`~megalight.parallel.pipeline.grammar`.
+        """Create a layout from a string such as ``"Et|tt|tt|tL"``; see :mod:`~megalight.parallel.pipeline.grammar`.
 
-        A stage may hold no layer: the embedding alone, the head alone, or nothing (``||``).
+        A stage may hold no layer: only the embedding, only the head, or nothing (``||``).
 
         Args:
-            text: the layout.
-            num_layers: layers of the model; the layout must hold as many.
-            pp: pipeline ranks; the number of stages divided by it is the number of chunks on each.
-            vpp: checked against the layout; 1: as the layout says.
+            text: the layout string.
+            num_layers: layers of the model. The layout must have the same number.
+            pp: pipeline ranks. The number of stages must be a multiple of it.
+            vpp: chunks on each rank, to check the layout. 1: not checked.
             num_mtp: multi-token-prediction layers of the model.
 
         Raises:
-            LayoutError: the layout cannot be read, or is not one of this model over these ranks; shows it as read.
+            LayoutError: the string cannot be parsed, or does not fit the model or the ranks. The message shows how it
+                was read.
         """
         _check_degrees(num_layers, pp, vpp if pp > 1 else 1)
         stages = parse(text)
@@ -149,13 +150,11 @@ class PipelineLayout:
         if left:
             low = len(stages) - left
             near = f"{low} or {low + pp}" if low else f"{pp}"
-            wrong = f"it has {len(stages)} stages, no multiple of pp={pp}. Write {near}, or change pp."
+            wrong = f"it has {len(stages)} stages, which is no multiple of pp={pp}. Write {near}, or change pp."
         elif vpp not in (1, chunks):
-            wrong = (
-                f"its {len(stages)} stages over pp={pp} make {chunks} chunks per rank, not vpp={vpp}. Leave vpp out."
-            )
+            wrong = f"its {len(stages)} stages with pp={pp} are {chunks} chunks per rank, not vpp={vpp}. Remove vpp."
         elif pp == 1 and chunks > 1:
-            wrong = f"it has {len(stages)} stages for pp=1. Raise pp, or write one stage, without '|'."
+            wrong = f"it has {len(stages)} stages, but pp is 1. Increase pp, or write one stage without '|'."
         if wrong:
             raise LayoutError(f"layout {text!r}: {wrong} As read:\n{picture(stages, 1 if left else pp)}")
         return cls._of_symbols(stages, pp)
@@ -171,23 +170,23 @@ class PipelineLayout:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all stages together."""
+        """Number of layers of all stages."""
         return sum(len(stage.layers) for stage in self.stages)
 
     def of_rank(self, pp_rank: int) -> tuple[Stage, ...]:
-        """The chunks of one pipeline rank, in model order."""
+        """Return the chunks of one pipeline rank, in model order."""
         return self.stages[pp_rank :: self.pp]
 
     def weights(self, head: float) -> tuple[float, ...]:
-        """How much work each stage is, in layers: the head with the loss is ``head`` of them, the embedding none."""
+        """Return the work of each stage in layers. The head with the loss counts ``head`` layers, the embedding 0."""
         return tuple(len(stage.layers) + stage.mtp + head * stage.head for stage in self.stages)
 
     def draw(self) -> str:
-        """A table: a line per pipeline rank, a column per chunk; like neighbours are left out when there are many."""
+        """Return a table: a line per pipeline rank, a column per chunk. Long runs of equal ranks are shortened."""
         return picture(self._held(), self.pp)
 
     def __str__(self) -> str:
-        """The layout string."""
+        """Return the layout string."""
         return compose(self._held())
 
     def _held(self) -> tuple[str, ...]:
@@ -210,4 +209,4 @@ def _check_degrees(num_layers: int, pp: int, vpp: int) -> None:
         if value < 1:
             raise LayoutError(f"{name}={value}; it must be at least 1.")
     if vpp > 1 and pp == 1:
-        raise LayoutError(f"vpp={vpp} chunks per rank with pp=1; there is no pipeline to interleave. Leave vpp at 1.")
+        raise LayoutError(f"vpp={vpp} chunks per rank with pp=1; there is no pipeline to interleave. Set vpp to 1.")

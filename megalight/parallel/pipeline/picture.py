@@ -1,4 +1,4 @@
-"""A layout as text: a line per pipeline rank, a column per chunk."""
+"""A layout as a text table: a line per pipeline rank, a column per chunk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import groupby
 
 WHOLE = 4
-"""Runs of like ranks up to this long are shown whole; of longer ones the first and the last."""
+"""Runs of equal ranks up to this length are shown completely; of longer runs, only the first and last rank."""
 
 
 def picture(stages: Sequence[str], pp: int) -> str:
-    """The symbols of each stage as a table; layers by their global indices.
+    """Return the symbols of each stage as a table, with global indices of layers.
 
     ::
 

@@ -1,7 +1,7 @@
-"""A schedule played on paper: who waits for whom, how long a step takes, what lives at once, and a picture of it.
+"""Simulation of a schedule: when each action runs, the bubble, the memory for activations, and a picture.
 
-``F`` of a stage waits for ``F`` of the stage before it, ``B`` (or ``I``) for that of the stage after it and for its own
-``F``, ``W`` for its own ``I``. A rank does its list in order, one action at a time.
+``F`` of a stage needs ``F`` of the stage before it. ``B`` (or ``I``) needs the ``B`` (or ``I``) of the stage after it,
+and its own ``F``. ``W`` needs its own ``I``. A rank runs its actions in order, one at a time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megalight.parallel.pipeline.actions import Action, Actions, Kind
 
 Number: TypeAlias = "int | float | Fraction"
 Place: TypeAlias = tuple[str, int, int]
-"""What another action waits for: ``"F"`` or ``"I"`` (an input gradient is done), stage, micro-batch."""
+"""A result that other actions wait for: ``"F"`` or ``"I"`` (the input gradient is done), stage, micro-batch."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the work of one chunk for one micro-batch takes, and a transfer from rank to rank; in any unit."""
+    """Times of the work of one chunk for one micro-batch, and of a transfer between ranks, in any unit."""
 
     forward: Number = 1
     backward: Number = 2
@@ -32,7 +32,7 @@ class Costs:
     transfer: Number = 0
 
     def of(self, kind: Kind) -> Number:
-        """The time of one action."""
+        """Return the time of one action."""
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
@@ -41,14 +41,14 @@ class Costs:
         }[kind]
 
     def times(self, factor: Number) -> Costs:
-        """``factor`` times the work, for a chunk that holds as much more or less; a transfer stays as it is."""
+        """Return the costs of a chunk with ``factor`` times the work. The transfer time stays the same."""
         forward, backward, inputs, weights = (Fraction(self.of(kind)) * Fraction(factor) for kind in Kind)
         return Costs(forward, backward, inputs, weights, self.transfer)
 
 
 @dataclass(frozen=True)
 class Span:
-    """One action and its time."""
+    """One action with its start and end."""
 
     action: Action
     start: Number
@@ -57,17 +57,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank does what.
+    """The actions of all ranks with their times.
 
     Attributes:
-        ranks: each rank's actions, in order.
+        ranks: the actions of each rank, in order.
     """
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def total(self) -> Number:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(spans[-1].end for spans in self.ranks)
 
     @property
@@ -77,19 +77,19 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Waiting over work, of all ranks: what ``(pp - 1) / (m * vpp)`` is the formula for where stages are equal."""
+        """Waiting time divided by working time over all ranks. For equal stages it is ``(pp - 1) / (m * vpp)``."""
         return float(self.total * len(self.ranks) / sum(self.busy)) - 1
 
     @property
     def peak(self) -> tuple[int, ...]:
-        """Most activations that each rank holds at once, counted in chunks: from forward to (weight) gradient."""
+        """Largest number of activations on each rank, in chunks, from the forward to the (weight) gradient."""
         return tuple(_peak([span.action for span in spans]) for spans in self.ranks)
 
     def draw(self, width: int = 160) -> str:
-        """A line per rank, a column for as long as the shortest action takes, cut off at ``width`` characters.
+        """Return a picture with a line per rank, cut off at ``width`` characters.
 
-        ``F3`` is the forward of micro-batch 3, ``F3.1`` that of chunk 1; ``=`` goes on with what stands before it and
-        ``.`` waits. Ends are rounded to columns.
+        A column is the time of the shortest action; times are rounded to columns. ``F3`` is the forward of micro-batch
+        3 (``F3.1`` that of chunk 1), ``=`` continues the action before it, and ``.`` is waiting.
         """
         column = float(min(s.end - s.start for spans in self.ranks for s in spans if s.end > s.start))
         several = any(span.action.chunk for spans in self.ranks for span in spans)
@@ -108,15 +108,15 @@ class Timeline:
 
 
 def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None = None) -> Timeline:
-    """Play the lists of all ranks.
+    """Simulate the actions of all ranks.
 
     Args:
-        schedules: each pipeline rank's list; the numbers of chunks and micro-batches are read off them.
-        costs: what an action takes, of every stage or of each; a backward is two forwards unless told otherwise.
+        schedules: the actions of each pipeline rank. They determine the numbers of chunks and micro-batches.
+        costs: times of actions, for all stages or one for each stage. By default a backward takes two forwards.
 
     Raises:
-        LayoutError: work is missing or done twice, ranks wait for each other for ever, a rank would take what another
-            sends in a different order than it is sent, or costs are not of each stage.
+        LayoutError: work is missing or occurs twice, ranks wait for each other forever, a rank receives messages in
+            another order than they are sent, or the number of costs is not the number of stages.
     """
     vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
     _check_complete(schedules, vpp)
@@ -124,7 +124,9 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
     pp = len(schedules)
     each = [costs or Costs()] * (pp * vpp) if costs is None or isinstance(costs, Costs) else list(costs)
     if len(each) != pp * vpp:
-        raise LayoutError(f"costs of {len(each)} stages for {pp * vpp} (pp={pp}, vpp={vpp}); give one for each stage.")
+        raise LayoutError(
+            f"there are costs for {len(each)} stages, but {pp * vpp} stages (pp={pp}, vpp={vpp}); give one per stage."
+        )
     done: dict[Place, tuple[Number, int]] = {}
     spans: list[list[Span]] = [[] for _ in schedules]
     waiting: dict[Place, list[int]] = defaultdict(list)
@@ -152,12 +154,12 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
 
 
 def check_transfers(schedules: Sequence[Actions]) -> None:
-    """Whether every rank takes what comes from another in the order in which the other sends it.
+    """Check that every rank receives messages in the order in which they are sent.
 
-    Activations and gradients are looked at apart: each has a channel of its own.
+    Activations and gradients are checked separately, because each has its own channel.
 
     Raises:
-        LayoutError: on some channel the orders differ, so that messages would be mixed up or never meet.
+        LayoutError: on a channel the orders differ, so messages would be confused or never arrive.
     """
     pp = len(schedules)
     vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
@@ -175,13 +177,13 @@ def check_transfers(schedules: Sequence[Actions]) -> None:
         pairs = zip(sent[source, target, what], taken[source, target, what], strict=False)
         if wrong := next(((a, b) for a, b in pairs if a != b), None):
             raise LayoutError(
-                f"rank {source} sends rank {target} {_name(wrong[0])} where that rank takes {_name(wrong[1])}. "
-                "Order the work of both alike."
+                f"rank {source} sends {_name(wrong[0])} to rank {target}, which expects {_name(wrong[1])}; order the "
+                "work of both ranks in the same way."
             )
 
 
 def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
-    """What must be done before."""
+    """Return the results that an action needs."""
     stage = action.chunk * pp + rank
     if action.kind is Kind.WEIGHT_GRADIENT:
         return [("I", stage, action.micro_batch)]
@@ -191,7 +193,7 @@ def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
 
 
 def comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
-    """What another stage sends for this."""
+    """Return the result of another stage that an action needs, or None."""
     if action.kind is Kind.WEIGHT_GRADIENT:
         return None
     forward = action.kind is Kind.FORWARD
@@ -200,7 +202,7 @@ def comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
 
 
 def gives(action: Action, rank: int, pp: int) -> Place | None:
-    """What other actions may wait for."""
+    """Return the result of an action that others may wait for, or None."""
     if action.kind is Kind.WEIGHT_GRADIENT:
         return None
     return ("F" if action.kind is Kind.FORWARD else "I", action.chunk * pp + rank, action.micro_batch)
@@ -217,7 +219,7 @@ def _peak(actions: Actions) -> int:
 
 
 def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
-    """Every chunk and micro-batch once: forward alone everywhere, or with its backward, whole or in two."""
+    """Check that every chunk and micro-batch occurs once: only forward everywhere, or with backward (or I and W)."""
     micro_batches = 1 + max((action.micro_batch for actions in schedules for action in actions), default=0)
     trains = any(action.kind is not Kind.FORWARD for actions in schedules for action in actions)
     wanted = set(product(range(vpp), range(micro_batches)))
@@ -225,7 +227,7 @@ def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
         kinds: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
         for action in actions:
             if (action.chunk, action.micro_batch) in kinds[action.kind]:
-                raise LayoutError(f"rank {rank} does {action} more than once. List it once.")
+                raise LayoutError(f"rank {rank} does {action} more than once; list it once.")
             kinds[action.kind].add((action.chunk, action.micro_batch))
         forward, whole, inputs, weights = kinds.values()
         wrong = (
@@ -242,12 +244,12 @@ def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
 
 def _deadlock(schedules: Sequence[Actions], spans: list[list[Span]], waiting: dict[Place, list[int]]) -> str:
     lines = [
-        f"rank {rank} does {schedules[rank][len(spans[rank])]} (its action {len(spans[rank])}) after {_name(place)} of "
+        f"rank {rank}: {schedules[rank][len(spans[rank])]} (its action {len(spans[rank])}) waits for {_name(place)} of "
         f"rank {place[1] % len(schedules)}"
         for place, ranks in sorted(waiting.items(), key=lambda item: item[1])
         for rank in ranks
     ]
-    return "these ranks wait for each other for ever; put what others wait for first:\n  " + "\n  ".join(lines)
+    return "these ranks wait for each other forever; put what others wait for first:\n  " + "\n  ".join(lines)
 
 
 def _name(place: Place) -> str:

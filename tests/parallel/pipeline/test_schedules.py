@@ -135,7 +135,7 @@ def test_the_warning_knows_the_bubble() -> None:
         warning = waste(pp, vpp, m)
         assert (warning is None) == (m % pp == 0 or (vpp == 1 and m > pp))
         if m < pp:
-            assert f"wait {simulate(build('auto', pp, vpp, m)).bubble:.0%} of the time they work" in str(warning)
+            assert f"the bubble is {simulate(build('auto', pp, vpp, m)).bubble:.0%} of the work" in str(warning)
 
 
 def test_many_ranks_build_at_once() -> None:
@@ -156,13 +156,13 @@ def test_names() -> None:
         (("auto", 0), ["pp=0", "at least 1"]),
         (("auto", 2, 0), ["vpp=0", "at least 1"]),
         (("auto", 2, 1, 0), ["micro_batches=0", "at least 1"]),
-        (("auto", 1, 2), ["vpp=2", "pp=1", "Leave vpp at 1"]),
+        (("auto", 1, 2), ["vpp=2", "pp=1", "Set vpp to 1"]),
         (("1f1b", 2, 2), ["'1f1b'", "not vpp=2; use 'interleaved'"]),
         (("interleaved", 2, 1), ["'interleaved'", "vpp=1; use '1f1b'"]),
-        (("auto", 2, 1, 4, 2), ["no groups", "leave out group_size=2"]),
-        (("zero_bubble", 2, 1, 4, 2), ["'zero_bubble'", "leave out group_size=2"]),
-        (("interleaved", 4, 2, 8, 3), ["groups of 3", "pp=4", "use group_size=4 or more"]),
-        (("forward_only", 4, 2, 8, 3), ["groups of 3", "use group_size=4 or more"]),
+        (("auto", 2, 1, 4, 2), ["no groups", "remove group_size=2"]),
+        (("zero_bubble", 2, 1, 4, 2), ["'zero_bubble'", "remove group_size=2"]),
+        (("interleaved", 4, 2, 8, 3), ["group_size=3 is below", "pp=4", "use group_size=4 or more"]),
+        (("forward_only", 4, 2, 8, 3), ["group_size=3 is below", "use group_size=4 or more"]),
     ],
 )
 def test_what_cannot_run_is_refused(case, parts) -> None:
@@ -177,7 +177,7 @@ def test_groups_as_large_as_needed_leave_no_small_rest() -> None:
     for pp, vpp, m in itertools.product((2, 3, 4, 7), (2, 3), (7, 8, 9, 11, 13, 17, 20)):
         size = -(-m // (m // pp))
         if warning := waste(pp, vpp, m):
-            assert f"group_size={size}, with which activations of {(vpp - 1) * (size - pp)} chunks more" in warning
+            assert f"group_size={size}, which keeps activations of {(vpp - 1) * (size - pp)} more" in warning
         assert waste(pp, vpp, m, size) is None
         for name, work in (("interleaved", 1), ("zero_bubble", 3)):
             timeline = simulate(build(name, pp, vpp, m, size))

@@ -60,7 +60,7 @@ def test_unequal_stages_by_hand() -> None:
     assert [(span.start, span.end) for span in timeline.ranks[1]] == [(1, 3), (3, 7), (10, 12), (12, 16)]
     assert (timeline.total, timeline.busy) == (18, (6, 12))
     assert timeline.bubble == 1.0
-    with pytest.raises(LayoutError, match="costs of 3 stages for 2"):
+    with pytest.raises(LayoutError, match="costs for 3 stages, but 2"):
         simulate(lists, [Costs()] * 3)
 
 
@@ -92,7 +92,7 @@ def test_drawing() -> None:
 @pytest.mark.parametrize(
     ("lists", "parts"),
     [
-        (["F0 F0 B0"], ["rank 0 does F0.0 more than once", "List it once"]),
+        (["F0 F0 B0"], ["rank 0 does F0.0 more than once", "list it once"]),
         (["F0", "F0 B0"], ["rank 0 does F for micro-batch 0 on chunk 0", "F and B, or F, I and W"]),
         (["F0 F1 B0 B1", "F0 B0"], ["rank 1 does nothing for micro-batch 1"]),
         (["F0 I0"], ["rank 0 does F+I"]),
@@ -100,14 +100,14 @@ def test_drawing() -> None:
         (["F0 B0 I0 W0"], ["rank 0 does F+B+I+W"]),
         (["B0"], ["rank 0 does B for"]),
         (["F0", "F1 F0"], ["rank 0 does nothing for micro-batch 1", "it must do F."]),
-        (["B0 F0"], ["rank 0 does B0.0 (its action 0)", "activations of micro-batch 0 from stage 0", "for ever"]),
-        (["F0 I0 W0 B1 F1"], ["rank 0 does B1.0 (its action 3)"]),
+        (["B0 F0"], ["rank 0: B0.0 (its action 0)", "activations of micro-batch 0 from stage 0", "forever"]),
+        (["F0 I0 W0 B1 F1"], ["rank 0: B1.0 (its action 3)"]),
         (
             ["F0 B0 F1 B1", "F0 F1 B0 B1"],
-            ["rank 0 does B0.0", "gradient of micro-batch 0 from stage 1", "rank 1 does F1.0"],
+            ["rank 0: B0.0", "gradient of micro-batch 0 from stage 1", "rank 1: F1.0"],
         ),
-        (["F0 F1 B0 B1", "F1 F0 B0 B1"], ["rank 0 sends rank 1 the activations of micro-batch 0", "takes the activ"]),
-        (["F0 F1 B1 B0", "F0 F1 B0 B1"], ["rank 1 sends rank 0 the gradient of micro-batch 0", "micro-batch 1 from"]),
+        (["F0 F1 B0 B1", "F1 F0 B0 B1"], ["rank 0 sends the activations of micro-batch 0", "expects the activ"]),
+        (["F0 F1 B1 B0", "F0 F1 B0 B1"], ["rank 1 sends the gradient of micro-batch 0", "micro-batch 1 from"]),
     ],
 )
 def test_lists_that_cannot_be_played(lists: list[str], parts: list[str]) -> None:
@@ -124,7 +124,7 @@ def test_order_of_messages_around_the_ring() -> None:
     bad = [[*good[0]], good[1]]
     bad[0][place : place + 2] = reversed(bad[0][place : place + 2])
     with pytest.raises(
-        LayoutError, match=re.escape("rank 1 sends rank 0 the activations of micro-batch 0 from stage 1")
+        LayoutError, match=re.escape("rank 1 sends the activations of micro-batch 0 from stage 1")
     ):
         check_transfers(bad)
 

@@ -1,4 +1,4 @@
-"""What schedules share: the order of forwards and of backwards, how they alternate, and how backwards are split."""
+"""Functions that schedules share: the order of forwards, alternating with backwards, splitting backwards."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megalight.parallel.pipeline.actions import Action, Actions, Kind
 
 
 def rounds(pp: int, vpp: int, micro_batches: int, group_size: int) -> list[tuple[int, int]]:
-    """``(chunk, micro_batch)`` of all forwards: a group of micro-batches through chunk 0, through chunk 1, ...
+    """Return ``(chunk, micro_batch)`` of all forwards: each group of micro-batches through chunk 0, chunk 1, and so on.
 
-    A last group of less than ``pp`` is filled up with micro-batches that do not exist, ``micro_batches`` and on: the
-    caller leaves them out at the end. What is left keeps the order of a full group, which cannot deadlock.
+    A last group of less than ``pp`` is filled up with numbers from ``micro_batches`` on, which the caller removes at
+    the end. So the rest keeps the order of a full group, which cannot deadlock.
     """
     found = []
     start = 0
@@ -24,7 +24,7 @@ def rounds(pp: int, vpp: int, micro_batches: int, group_size: int) -> list[tuple
 
 
 def group_sizes(pp: int, micro_batches: int, group_size: int) -> list[int]:
-    """Micro-batches in groups of ``group_size`` at most: equally large if each then has ``pp``, else with a rest."""
+    """Divide micro-batches into groups of at most ``group_size``: equal groups if each has ``pp``, else with a rest."""
     count = -(-micro_batches // group_size)
     share, more = divmod(micro_batches, count)
     if share >= pp:
@@ -33,7 +33,7 @@ def group_sizes(pp: int, micro_batches: int, group_size: int) -> list[int]:
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Actions:
-    """``warm_up`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return ``warm_up`` forwards, then a forward and a backward in turn, then the remaining backwards."""
     actions = list(forwards[:warm_up])
     for place, backward in enumerate(backwards):
         actions += [*forwards[warm_up + place : warm_up + place + 1], backward]
@@ -41,7 +41,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
 
 
 def split(actions: Actions, delay: int) -> Actions:
-    """Each backward cut in two: the input gradient in its place, the weight gradient ``delay`` backwards later."""
+    """Split each backward: the input gradient keeps its place, the weight gradient comes ``delay`` backwards later."""
     found: Actions = []
     waiting: deque[Action] = deque()
     for action in actions:

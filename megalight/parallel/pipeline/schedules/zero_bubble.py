@@ -1,13 +1,15 @@
-"""ZB-H1: weight gradients fill the bubble (Qi et al., arXiv 2401.10241, section 2.2), over 1F1B and interleaved 1F1B.
+"""ZB-H1: weight gradients fill the bubble (Qi et al., https://arxiv.org/abs/2401.10241, section 2.2).
 
-Only the gradient of a chunk's *input* is waited for by another rank. So each backward is cut in two: the input gradient
-in its place, the weight gradient later, when the rank would wait. Rank ``p`` puts its weight gradients off by ``p``
-micro-batches, so that it hands on its first input gradients ``p`` weight gradients earlier, and fills the end, when
-nothing is left to wait for. With ``W`` no longer than the others, the bubble falls from ``(pp - 1) (F + I + W)`` to
-``(pp - 1) (F + I - W)``, times of a chunk.
+It is built on 1F1B or interleaved 1F1B. Other ranks wait only for the gradient of a chunk's *input*. So each backward
+is
+split: the input gradient keeps its place, and the weight gradient comes later, when the rank would wait. Rank ``p``
+delays its weight gradients by ``p`` micro-batches. So it sends its first input gradients ``p`` weight gradients
+earlier, and the delayed weight gradients fill the end of the step. If a weight gradient ``W`` takes no longer than a
+forward ``F`` or an input gradient ``I``, the bubble falls from ``(pp - 1) (F + I + W)`` to ``(pp - 1) (F + I - W)``, in
+times of a chunk.
 
-Activations live until their weight gradient is done; no rank holds more of them than the first one does under the
-schedule this is built on.
+Activations stay in memory until their weight gradient is done. No rank holds more of them than the first rank does in
+the base schedule.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from megalight.parallel.pipeline.schedules.order import split
 
 
 def why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
-    """As the schedule it is built on."""
+    """Return why the base schedule cannot serve these numbers, or None."""
     return whole.why_not(pp, vpp, group_size) if vpp == 1 else chunks.why_not(pp, vpp, group_size)
 
 
 def zero_bubble(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
-    """The work of one rank."""
+    """Return the actions of one rank."""
     base = whole.one_f_one_b if vpp == 1 else chunks.interleaved
     return split(base(pp_rank, pp, vpp, micro_batches, group_size), delay=pp_rank)
