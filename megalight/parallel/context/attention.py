@@ -1,4 +1,4 @@
-"""The module that takes the place of attention proper under context parallelism."""
+"""The module that replaces a layer's inner attention under context parallelism."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalight.types import PackedSequences
 
 
 class ContextAttention(nn.Module):
-    """Attention of a share of the tokens to all shares, by one of the kinds; of whole sequences as ever.
+    """Attention of this rank's share of the tokens to the tokens of all shares.
 
-    Whole sequences (``sequences.context`` is None) come in generation, where every rank computes the same.
+    In generation, sequences are whole (``sequences.context`` is None), and every rank computes the same with ``inner``.
 
     Args:
-        inner: attention of one device.
-        name: of the module, for messages.
+        inner: attention for one device.
+        name: name of the module, for messages.
         kind: a name in :data:`megalight.parallel.context.kinds.KINDS`, or ``auto``.
-        groups: the ranks.
-        heads: query and key heads of this rank, where they are known; else the first forward tells.
+        groups: the process groups.
+        heads: number of query heads and key heads on this rank. None: known from the first forward on.
 
     Raises:
         LayoutError: the kind cannot serve the layer.
@@ -41,11 +41,11 @@ class ContextAttention(nn.Module):
         self.kind = kind
         self.groups = groups
         self._chosen: dict[tuple[int, int] | None, Attend] = {}
-        self._choose(heads)  # raises now what can be known now
+        self._choose(heads)  # check now, before training
 
     @property
     def dropout(self) -> float:
-        """Probability of dropping an attention weight while training."""
+        """Probability to drop an attention weight in training."""
         return self.inner.dropout
 
     def forward(
@@ -83,5 +83,5 @@ class ContextAttention(nn.Module):
         return self._chosen[heads]
 
     def extra_repr(self) -> str:
-        """The kind, for printing."""
+        """Show the kind when the module is printed."""
         return f"kind={self.kind}, cp={self.groups.mesh.cp}"

@@ -1,14 +1,14 @@
-"""Which blocks of a ring a rank computes: for the keys of each share, the queries that see some of them, and these.
+"""The attention blocks that a rank of the ring computes: for each share, which queries see which of its keys.
 
-A share holds chunks ``r`` and ``2 n - 1 - r`` of each sequence. With a causal mask its queries see, of the keys of
-share ``s``:
+Share ``r`` of ``n`` holds chunks ``r`` and ``2 n - 1 - r`` of each sequence (zigzag). With a causal mask, its queries
+see these keys of share ``s``:
 
-* ``s = r``: the keys up to themselves, for the places in a share are in order;
-* ``s < r``: all queries see the first chunk, which lies before both of theirs, and none the second, which lies after;
-* ``s > r``: the second chunk's queries see both of the keys' chunks, the first chunk's none.
+* ``s = r``: a query sees the keys up to itself, because positions in a share are in order.
+* ``s < r``: all queries see the first chunk, which lies before both of their chunks, but not the second, which lies
+after. * ``s > r``: queries of the second chunk see both chunks; queries of the first chunk see none.
 
-So every step but the first is half of a full block on every rank. Without a mask every query sees all keys that are
-not padding; padding is at the end of a sequence and therefore of its tokens in a share.
+So every step except the first is half of a full block on every rank. Without a mask, every query sees all keys that are
+not padding. Padding is at the end of a sequence, and so at the end of its tokens in a share.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megalight.types import ContextShare, PackedSequences
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some tokens of each sequence of a share. Equal rows are the same object.
+    """A selection of the tokens of a share. Equal selections are the same object, so they can be compared by identity.
 
     Attributes:
-        start: the first, where all sequences are equally long.
-        count: how many from there on.
-        index: ``[n]``, all of them one by one, where sequences differ.
+        start: the first token of each sequence, if all sequences are equally long.
+        count: number of tokens from ``start`` on.
+        index: ``[n]``: the index of every token, if sequences differ in length.
     """
 
     start: int
@@ -39,16 +39,16 @@ class Rows:
     index: Tensor | None = None
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """These rows of ``x``, whose tokens lie along ``dim``: a view, or with an index a copy."""
+        """Select these tokens of ``x`` along ``dim``: a view, or a copy if there is an index."""
         return x.narrow(dim, self.start, self.count) if self.index is None else x.index_select(dim, self.index)
 
     def put_(self, x: Tensor, taken: Tensor, dim: int = 1) -> None:
-        """Bring back what was taken from ``x`` and changed; a view needs no bringing."""
+        """Write tokens from :meth:`take` back after they were changed. Views are already written."""
         if self.index is not None:
             x.index_copy_(dim, self.index, taken)
 
     def add_(self, x: Tensor, part: Tensor, dim: int = 1) -> None:
-        """Add ``part`` to these rows of ``x``."""
+        """Add ``part`` to these tokens of ``x``."""
         if self.index is None:
             x.narrow(dim, self.start, self.count).add_(part)
         else:
@@ -57,14 +57,14 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The queries that see keys of one share, and these keys.
+    """The queries of this rank that see keys of one share, and these keys.
 
     Attributes:
-        queries: of this share.
-        keys: of the other.
-        sequences: how they divide where sequences differ, for :func:`megalight.ops.attention_block.block_attention`.
-        causal: as many keys as queries, of which each sees those up to itself.
-        all_queries: every query of the share is among them.
+        queries: the queries, of this rank's share.
+        keys: the keys, of the other share.
+        sequences: how packed tokens divide, for :func:`megalight.ops.attention_block.block_attention`. None: dense.
+        causal: whether query ``i`` sees only keys up to ``i``; there are then as many keys as queries.
+        all_queries: whether all queries of the share take part.
     """
 
     queries: Rows
@@ -76,11 +76,11 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A rank's blocks in the order of the ring's steps, in which the keys of shares ``r, r - 1, ...`` come by.
+    """The blocks of a rank in the order of the ring's steps: keys of shares ``r, r - 1, ...`` arrive one after another.
 
     Attributes:
-        batch: rows into which a share's tokens fold: its sequences where these are equally long, else 1.
-        steps: one per share; None where no query sees a key.
+        batch: batch size to view the share's tokens with: the number of sequences if they are equally long, else 1.
+        steps: one block per share; None if no query sees a key of the share.
     """
 
     batch: int
@@ -88,7 +88,7 @@ class Blocks:
 
 
 def blocks_of(sequences: PackedSequences, causal: bool) -> Blocks:
-    """The blocks of this rank's share of ``sequences``, worked out once for all layers."""
+    """Return the blocks of this rank's share, computed once for all layers."""
     share = sequences.context
     assert share is not None
     return share.once(("ring", causal), _blocks, sequences, share, causal)
@@ -109,7 +109,7 @@ def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> Bl
 
 
 def _stretch(length: int, real: int, rank: int, source: int, size: int, causal: bool) -> tuple[int, int]:
-    """In a sequence of which a share has ``length`` tokens: the first query that sees keys, and how many keys."""
+    """For a sequence with ``length`` tokens per share, return the first query that sees keys, and how many keys."""
     chunk = length // 2
     if not causal:
         return 0, sum(min(chunk, max(0, real - place * chunk)) for place in (source, 2 * size - 1 - source))
@@ -145,10 +145,10 @@ def _packed(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], ca
 
 @lru_cache(maxsize=16)
 def _index(stretches: tuple[tuple[int, int], ...], total: int, device: torch.device) -> Rows:
-    """Stretches of a packed tensor of ``total`` rows."""
+    """Return the selection of these ranges of a packed tensor with ``total`` tokens."""
     count = sum(stop - start for start, stop in stretches)
     if count == total:
         return _slice(0, total)
     index = torch.cat([torch.arange(start, stop) for start, stop in stretches])
-    index = index.pin_memory() if device.type == "cuda" else index  # so that the host need not wait for the copy
+    index = index.pin_memory() if device.type == "cuda" else index  # so that the host does not wait for the copy
     return Rows(0, count, index.to(device, non_blocking=True))

@@ -1,9 +1,9 @@
-"""All-gather of keys and values for equally long sequences: dense kernels, and the gather hidden behind some of them.
+"""All-gather of keys and values for equally long sequences, with dense kernels that overlap with the gather.
 
-A chunk of queries sees all keys before it, and of its own those up to each query. These two blocks are merged by their
-log-sum-exps (:mod:`megalight.ops.attention_merge`), so that kernels without a bottom-right mask serve. The block of a
-chunk with itself needs no other share, and runs while the gather is under way. The gathered keys are let go; the
-backward pass gathers them again, behind one such block, and sums their gradients behind the other.
+A chunk of queries sees all keys before the chunk, and its own keys up to each query. These two blocks are merged by
+their log-sum-exps (:mod:`megalight.ops.attention_merge`), so kernels without a bottom-right mask can serve. The block
+of a chunk with its own keys needs no other share and runs during the gather. Gathered keys are freed after the forward.
+The backward gathers them again during one such block, and reduce-scatters their gradients during the other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from megalight.types import ContextShare, PackedSequences
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What a rank computes.
+    """The blocks that a rank computes.
 
     Attributes:
-        batch: sequences.
-        chunks: of each sequence's queries, which, and how many keys from the first on they see entirely.
-        causal: each chunk sees a triangle of its own keys, too.
-        rows: ``[batch * n]``, where the keys that some chunk sees entirely lie among the gathered ones.
+        batch: number of sequences.
+        chunks: for each chunk of queries, its slice of a sequence and the number of keys (from the first on) that all
+            its queries see.
+        causal: whether each chunk also sees its own keys under a causal mask.
+        rows: ``[batch * n]``: indices of these keys among the gathered ones, in natural order.
     """
 
     batch: int
@@ -40,7 +41,7 @@ class Layout:
 
 
 def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> Layout | None:
-    """The layout for a share; None where sequences, or under no causal mask their real tokens, differ in length."""
+    """Return the layout of a share, or None if sequences (without causal mask: their real tokens) differ in length."""
     real = share.real_lengths[0]
     if sequences.uniform is None or (not causal and set(share.real_lengths) != {real}):
         return None
@@ -64,7 +65,7 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]``: this rank's share."""
+    """Attention of this rank's share: ``q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]``."""
     call = _Call(layout, group, scale, backend, q.shape[-1])
     out: Tensor = _DenseGather.apply(q, torch.cat([k, v], -1), call)  # type: ignore[no-untyped-call]
     return out
@@ -72,7 +73,7 @@ def attend(
 
 @dataclass(frozen=True)
 class _Call:
-    """A layout, and how to compute."""
+    """The constants of one call."""
 
     layout: Layout
     group: ProcessGroup | None
@@ -81,27 +82,27 @@ class _Call:
     head_dim: int
 
     def fold(self, x: Tensor) -> Tensor:
-        """``[T, ...]`` as ``[B, S, ...]``: a view."""
+        """View ``[T, ...]`` as ``[B, S, ...]``."""
         return x.view(self.layout.batch, -1, *x.shape[1:])
 
     def keys(self, gathered: Tensor) -> Tensor:
-        """``[B, n, Hkv, D + Dv]`` in natural order."""
+        """Return gathered keys and values as ``[B, n, Hkv, D + Dv]`` in natural order."""
         return self.fold(gathered.index_select(0, self.layout.rows))
 
     def gathered(self, keys: Tensor, like: Tensor) -> Tensor:
-        """The way back: rows of all shares, of which ``like`` is one; those that are not among the keys are 0."""
+        """Inverse of :meth:`keys`: the rows of all shares, each shaped like ``like``. Rows that are not keys are 0."""
         size = 1 if self.group is None else self.group.size()
         return like.new_zeros((size * len(like), *like.shape[1:])).index_copy_(0, self.layout.rows, keys.flatten(0, 1))
 
     def block(self, query: Tensor, both: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over some keys, which stand beside their values."""
+        """Return output and log-sum-exp over some keys; ``both`` holds keys and values side by side."""
         options: dict[str, Any] = {"causal": causal, "scale": self.scale, "backend": self.backend}
         return block_attention(query, both[..., : self.head_dim], both[..., self.head_dim :], **options)
 
     def block_backward(
         self, grad: Tensor, query: Tensor, both: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the queries, and of keys beside values."""
+        """Return gradients of the queries, and of keys and values side by side."""
         options: dict[str, Any] = {"causal": causal, "scale": self.scale, "backend": self.backend}
         key, value = both[..., : self.head_dim], both[..., self.head_dim :]
         grads = block_attention_backward(grad, query, key, value, out, lse, **options)
@@ -109,12 +110,13 @@ class _Call:
 
 
 class _DenseGather(torch.autograd.Function):
-    """``q [T, H, D]`` and, side by side, keys and values ``[T, Hkv, D + Dv]`` to ``[T, H, Dv]``."""
+    """``q [T, H, D]``, and keys and values side by side ``[T, Hkv, D + Dv]``, to ``[T, H, Dv]``."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, both: Tensor, call: _Call) -> Tensor:
         chunks, query, own = call.layout.chunks, call.fold(q), call.fold(both)
         flight = start_all_gather(both, call.group)
+        # While the gather runs: each chunk with its own keys.
         found = [call.block(query[:, here], own[:, here], True) for here, _ in chunks if call.layout.causal]
         keys = call.keys(flight.wait())
         out = q.new_empty((*query.shape[:3], both.shape[-1] - call.head_dim))

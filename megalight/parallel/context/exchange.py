@@ -1,7 +1,8 @@
-"""All-to-all over heads (Ulysses, arXiv 2309.14509): a rank trades its tokens of all heads for all tokens of its heads.
+"""All-to-all over heads (Ulysses, https://arxiv.org/abs/2309.14509).
 
-Attention is then the ordinary one over whole sequences in natural order, with all it can do. It costs two all-to-alls
-of ``1 / n`` of the activations, whatever the length, and lasts as far as there are heads.
+A rank exchanges its tokens of all heads for all tokens of its heads. Attention then is the ordinary one over whole
+sequences in natural order, with all its features. The cost is two all-to-alls of ``1 / n`` of the activations, for any
+length. The number of ranks is limited by the number of heads.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from megalight.types import PackedSequences
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """Heads must divide."""
+    """Return why it cannot serve a layer, or None: the ranks must divide the heads."""
     return heads_why_not(spec, spec.cp)
 
 
 def heads_why_not(spec: ContextSpec, ranks: int) -> str | None:
-    """Why the heads of ``spec`` cannot be spread over ``ranks``; None when they can, or are not known yet.
+    """Return why the heads cannot be divided over ``ranks``; None if they can, or are unknown.
 
-    Key heads never stand in the way: they divide the query heads and can be repeated.
+    Key heads are no problem: they divide the query heads and can be repeated.
     """
     if spec.heads is None or spec.heads[0] % ranks == 0:
         return None
-    return f"has {spec.heads[0]} query heads for {ranks} ranks; the ranks must divide them"
+    return f"has {spec.heads[0]} query heads for {ranks} ranks; the number of heads must be a multiple of the ranks"
 
 
 def copies_of(kv_heads: int, ranks: int) -> int:
-    """How often each key head must be repeated so that every rank gets equally many: 1 where ``ranks`` divides them."""
+    """Return how often key heads are repeated so that they divide by ``ranks``; 1 if they already do."""
     return ranks // gcd(kv_heads, ranks)
 
 
 def attend(
     inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
 ) -> Tensor:
-    """This rank's share of attention: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``.
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``.
 
-    Padding takes no part, so bidirectional attention needs no mask for it.
+    Padding is removed on the way, so bidirectional attention needs no mask.
     """
     share = sequences.context
     assert share is not None and groups.all is not None
@@ -53,14 +54,14 @@ def attend(
 
 
 def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """A share of the tokens of all heads -> all tokens of a share of the heads, in one all-to-all.
+    """Exchange a share of the tokens of all heads for all tokens of a share of the heads, in one all-to-all.
 
     Args:
         q: ``[T, H, D]``.
-        k: ``[T, Hkv, D]``; heads too few for all ranks are sent to several.
+        k: ``[T, Hkv, D]``; if there are too few heads, each is sent to several ranks.
         v: ``[T, Hkv, Dv]``.
-        order: ``[N]``, the tokens wanted, as their places among those of all ranks, laid one after another.
-        group: of ``n`` ranks.
+        order: ``[N]``: the tokens to return, as indices into the concatenation of all ranks' tokens.
+        group: a group of ``n`` ranks.
 
     Returns:
         ``[N, H / n, D]``, ``[N, Hkv / n, D]``, ``[N, Hkv / n, Dv]``: views of one tensor.
@@ -78,7 +79,7 @@ def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessG
 
 
 def trade_heads(out: Tensor, order: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
-    """The way back: ``[N, H / n, D]`` -> ``[T, H, D]`` for this rank's ``T`` tokens; those not in ``order`` are 0."""
+    """Inverse of :func:`trade_tokens`: ``[N, H / n, D] -> [T, H, D]``. Tokens that are not in ``order`` are 0."""
     ranks = group.size()
     received = all_to_all(put(out.flatten(1), order, ranks * tokens), group)
     return received.view(ranks, tokens, -1).transpose(0, 1).reshape(tokens, -1, out.shape[-1])

@@ -1,9 +1,9 @@
-"""All-gather of keys and values (as for Llama 3, arXiv 2407.21783): queries stay, keys and values of all shares come.
+"""All-gather of keys and values (as for Llama 3, https://arxiv.org/abs/2407.21783): queries stay on their rank.
 
-The two chunks of a sequence that a rank holds become two sequences of queries, each with its keys up to its own last
-token, which is the alignment that attention has for queries after a cache. So it serves what ordinary attention
-serves. With few key heads the gather is cheap, but all keys and values are held at once. Equally long sequences without
-a window take the denser way of :mod:`megalight.parallel.context.dense_gather`.
+The two chunks of a sequence on a rank become two sequences of queries, each with the keys up to its own last token.
+This is the bottom-right alignment that attention has for queries after a cache, so ordinary attention can serve with
+all its features. With few key heads the gather is cheap, but all keys and values are in memory at once. Equally long
+sequences without a window use :mod:`megalight.parallel.context.dense_gather` instead.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megalight.types import ContextShare, PackedSequences, to_device
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """A window needs a causal mask."""
+    """Return why it cannot serve a layer, or None: a window needs a causal mask."""
     if spec.window and not spec.causal:
-        return "has no window without a causal mask: keys after the queries cannot be aligned"
+        return "has no window without a causal mask, because keys after the queries cannot be aligned"
     return None
 
 
 def attend(
     inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
 ) -> Tensor:
-    """This rank's share of attention: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
     share = sequences.context
     assert share is not None
     layout = share.once(("dense_gather", inner.causal), dense_gather.layout_of, sequences, share, inner.causal)
@@ -40,7 +40,7 @@ def attend(
         ("gather", inner.causal, inner.window), _chunks, sequences, share, inner.causal, inner.window
     )
     everything = all_gather(torch.cat([k.flatten(1), v.flatten(1)], 1), groups.all)
-    # a row is taken at most twice, so the sum in its gradient has one order only
+    # A row is selected at most twice. So its gradient is a sum of two terms, which does not depend on their order.
     taken = torch.split(everything.index_select(0, rows), [k[0].numel(), v[0].numel()], 1)
     keys, values = (part.view(len(rows), *x.shape[1:]) for part, x in zip(taken, (k, v), strict=True))
     out: Tensor = inner(q, keys, values, chunks)
@@ -48,7 +48,7 @@ def attend(
 
 
 def _plain(inner: InnerAttention) -> bool:
-    """Whether blocks of attention do all that is asked."""
+    """Return whether block attention has all the features that the layer needs."""
     dropped = inner.dropout > 0 and inner.training
     return inner.window is None and inner.softcap is None and not dropped and inner.backend in ("auto", "cudnn")
 
@@ -56,7 +56,7 @@ def _plain(inner: InnerAttention) -> bool:
 def _chunks(
     sequences: PackedSequences, share: ContextShare, causal: bool, window: int | None
 ) -> tuple[PackedSequences, Tensor]:
-    """Queries with the keys each may see, and where these keys lie among the gathered ones."""
+    """Return the chunks of queries with their keys, and the indices of these keys among the gathered ones."""
     device = sequences.device
     index = torch.arange(len(sequences.lengths), device=device)
     if not causal:

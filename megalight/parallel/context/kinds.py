@@ -1,4 +1,4 @@
-"""The kinds of context-parallel attention, by name: one file each, with why it cannot serve a layer."""
+"""The registry of kinds of context-parallel attention. Each kind is a file with ``attend`` and ``why_not``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KINDS.register(Backend("all_gather", gather.attend, 10, gather.why_not))
 KINDS.register(Backend("all_to_all_ring", two_level.attend, 0, two_level.why_not))
 
 ONE_LEVEL = frozenset({"auto", "all_to_all", "ring", "all_gather"})
-"""What has no use for an inner size: ``auto`` takes the two-level kind nowhere, and a plugin's kind may have one."""
+"""Kinds that do not use ``ContextOptions.inner``. ``auto`` is one: it never takes the two-level kind or a plugin's."""
 
 
 def choose(layer: str, spec: ContextSpec, kind: str) -> Backend[ContextSpec, Attend]:
-    """The kind that serves a layer; ``auto`` takes the first by priority that can.
+    """Choose the kind for a layer. ``auto`` takes the kind of the highest priority that can serve.
 
     Raises:
-        LayoutError: none can, or the named one cannot or does not exist; says why of each.
+        LayoutError: no kind can serve, or the named one cannot or does not exist. The message lists the reasons.
     """
     try:
         return KINDS.select(spec, kind)

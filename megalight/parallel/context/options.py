@@ -1,4 +1,4 @@
-"""Which kind of context-parallel attention a model's layers use."""
+"""Options of context parallelism: the kind of attention of each layer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megalight.parallel.context.kinds import KINDS, ONE_LEVEL
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """The kind of attention of each layer under context parallelism. Without it, that is with cp=1, nothing acts.
+    """The kind of attention of each layer under context parallelism. With cp=1 the options have no effect.
 
     Attributes:
-        kind: a kind's name (``ring``, ``all_gather``, ``all_to_all``, ``all_to_all_ring``), or ``auto``: the first by
-            priority that can serve the layer. Or a mapping from globs over names of attention modules
-            (``"*layers.3.*"``) to kinds; the first that matches decides, and ``auto`` serves what none matches.
-        inner: how many neighbouring ranks exchange heads in the two-level kind ``all_to_all_ring``; the ring then has
-            ``cp / inner`` steps. Put ranks of one host here.
+        kind: name of a kind (``ring``, ``all_gather``, ``all_to_all``, ``all_to_all_ring``), or ``auto``: the kind of
+            the highest priority that can serve the layer. Or a mapping from globs over names of attention modules
+            (``"*layers.3.*"``) to kinds: the first match counts, and other layers use ``auto``.
+        inner: number of neighbouring ranks that exchange heads in the two-level kind ``all_to_all_ring``. The ring then
+            has ``cp / inner`` steps. Use the number of GPUs of a host.
 
     Raises:
-        LayoutError: there is no such kind; ``inner`` is below 2, or no kind has use for it.
+        LayoutError: there is no such kind, ``inner`` is below 2, or no chosen kind uses it.
     """
 
     kind: str | Mapping[str, str] = "auto"
@@ -31,8 +31,7 @@ class ContextOptions:
     def __post_init__(self) -> None:
         if self.inner is not None and self.inner < 2:
             raise LayoutError(
-                f"the inner all-to-all of context parallelism has inner={self.inner} ranks; it needs at least 2. "
-                "Leave inner out for kinds of one level."
+                f"ContextOptions has inner={self.inner}; it must be at least 2. Remove it for kinds with one level."
             )
         kinds = {"kind": self.kind} if isinstance(self.kind, str) else self.kind
         for what, kind in kinds.items():
@@ -42,22 +41,22 @@ class ContextOptions:
                 raise LayoutError(f"ContextOptions({what!r}): {error}") from error
         if self.inner is not None and ONE_LEVEL.issuperset(kinds.values()):
             raise LayoutError(
-                f"inner={self.inner} acts in the kind 'all_to_all_ring' alone, and ContextOptions asks for "
-                f"{', '.join(map(repr, kinds.values())) or 'none'}. Name that kind, for all layers or "
-                "by a pattern, or leave inner out."
+                f"inner={self.inner} is used only by the kind 'all_to_all_ring', but ContextOptions has "
+                f"{', '.join(map(repr, kinds.values())) or 'no kind'}. Use that kind, for all layers or by a pattern, "
+                "or remove inner."
             )
 
     def kind_of(self, name: str) -> str:
-        """The kind for the attention module ``name``."""
+        """Return the kind for the attention module ``name``."""
         if isinstance(self.kind, str):
             return self.kind
         return next((kind for pattern, kind in self.kind.items() if fnmatch.fnmatchcase(name, pattern)), "auto")
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse patterns that match none of the attention modules ``names``.
+        """Check that every pattern matches one of the attention modules ``names``.
 
         Raises:
-            LayoutError: names the pattern.
+            LayoutError: a pattern matches none.
         """
         names = list(names)
         for pattern in [] if isinstance(self.kind, str) else self.kind:

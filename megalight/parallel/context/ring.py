@@ -1,9 +1,9 @@
-"""Ring attention (arXiv 2310.01889): queries stay, keys and values go round, one neighbour per step.
+"""Ring attention (https://arxiv.org/abs/2310.01889): queries stay, keys and values move to the next rank in each step.
 
-While a rank computes the block of its queries and the keys at hand, the next keys are under way. Outputs of blocks are
-merged by their log-sum-exps. In the backward pass keys and values go round again, and with them the sums of their
-gradients, which arrive at home after a last step. Only a rank's own share outlives a step. Shares are cut zigzag, so
-that under a causal mask all ranks have equal work (:mod:`megalight.parallel.context.blocks`).
+While a rank computes the block of its queries and the current keys, it receives the next keys. Outputs of blocks are
+merged by their log-sum-exps. In the backward, keys and values go around the ring again, and the sums of their gradients
+follow them; a last step brings these sums home. Only a rank's own share is kept between steps. Shares have the zigzag
+order, so that all ranks have equal work under a causal mask (:mod:`megalight.parallel.context.blocks`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megalight.types import PackedSequences
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """Blocks have neither cap nor dropout, and backends of their own; the ring brings all keys, near or far."""
+    """Return why it cannot serve a layer, or None: block attention has no window, soft cap or dropout."""
     if spec.window:
-        return "has no window: it would send all keys past every rank, of which few see them; all_gather has"
+        return "has no window: it would send all keys to all ranks, but few ranks need them; use all_gather"
     if spec.softcap:
         return "has no soft cap on scores"
     if spec.dropout:
@@ -44,7 +44,7 @@ def why_not(spec: ContextSpec) -> str | None:
 def attend(
     inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
 ) -> Tensor:
-    """This rank's share of attention: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
     return ring_attention(q, k, v, sequences, groups.all, causal=inner.causal, scale=inner.scale, backend=inner.backend)
 
 
@@ -59,24 +59,24 @@ def ring_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``softmax(q k^T * scale) v`` within each sequence, whose tokens are spread over the group.
+    """``softmax(q k^T * scale) v`` within each sequence, whose tokens are divided over the ranks of a group.
 
     Args:
-        q: ``[T, H, D]``, this rank's share of the tokens.
+        q: ``[T, H, D]``: this rank's share of the tokens.
         k: ``[T, Hkv, D]``; ``H`` is a multiple of ``Hkv``.
         v: ``[T, Hkv, Dv]``.
         sequences: this rank's share, from :meth:`PackedSequences.zigzag`.
-        group: the ranks, in the order of their shares; None for one.
-        causal: a query sees no later key.
+        group: the ranks, in the order of their shares. None: one rank.
+        causal: whether a query sees no later key.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
-        backend: of :func:`megalight.ops.attention_block.block_attention`.
+        backend: backend of :func:`megalight.ops.attention_block.block_attention`.
 
     Returns:
-        ``[T, H, Dv]``. Outputs of padding have no meaning.
+        ``[T, H, Dv]``. Outputs of padding are undefined.
 
     Raises:
-        LayoutError: the sequences are not cut, or for another number of ranks or another rank.
-        BackendError: no backend of a block can serve, or the named one cannot.
+        LayoutError: the sequences are not cut, or are cut for another number of ranks or another rank.
+        BackendError: no backend of block attention can serve, or the named one cannot.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     share = sequences.context
@@ -93,7 +93,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ranks, and what this one computes."""
+    """The constants of one call."""
 
     group: ProcessGroup | None
     blocks: Blocks
@@ -101,21 +101,21 @@ class _Ring:
     backend: str
 
     def fold(self, x: Tensor) -> Tensor:
-        """``[T, heads, D]`` as ``[B, S, heads, D]``: a view."""
+        """View ``[T, heads, D]`` as ``[B, S, heads, D]``."""
         return x.view(self.blocks.batch, -1, *x.shape[1:])
 
     def columns(self, kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, S, Hkv, D]`` and values ``[B, S, Hkv, Dv]``: views."""
+        """View keys as ``[B, S, Hkv, D]`` and values as ``[B, S, Hkv, Dv]``."""
         return self.fold(kv)[..., :head_dim], self.fold(kv)[..., head_dim:]
 
     def block(self, block: Block, kv: Tensor, head_dim: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """A block's keys and values, and the options of its op."""
+        """Return the keys and values of a block, and the options for its op."""
         keys, values = (block.keys.take(part) for part in self.columns(kv, head_dim))
         options = {"causal": block.causal, "scale": self.scale, "backend": self.backend}
         return (keys, values), {"sequences": block.sequences, **options}
 
     def send(self, x: Tensor) -> _Flight:
-        """Start sending ``x`` to the next rank, and receiving what the previous one sends alike."""
+        """Start to send ``x`` to the next rank, and to receive a tensor of the same shape from the previous rank."""
         assert self.group is not None
         rank, size = self.group.rank(), self.group.size()
         arriving = torch.empty_like(x)
@@ -126,14 +126,14 @@ class _Ring:
 
 @dataclass
 class _Flight:
-    """A tensor under way. What leaves is held until it has left."""
+    """A send and a receive in flight. The tensor that is sent is kept alive until :meth:`wait`."""
 
     works: list[dist.Work]
     leaving: Tensor | None
     arriving: Tensor
 
     def wait(self) -> Tensor:
-        """What arrived; on a GPU the current stream waits, not the host."""
+        """Return the received tensor. On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         self.leaving = None
@@ -141,7 +141,7 @@ class _Flight:
 
 
 class _Taken:
-    """Rows of tensors ``[B, S, ...]`` or ``[B, H, S]``, kept for as long as the same ones are wanted."""
+    """Caches a selection of tokens of tensors ``[B, S, ...]`` or ``[B, H, S]`` while steps need the same selection."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -149,9 +149,9 @@ class _Taken:
         self.found: tuple[Tensor, ...] = ()
 
     def of(self, rows: Rows) -> tuple[Tensor, ...]:
-        """Contiguous: kernels then need no copies of their own, step after step."""
+        """Return the selected tokens, contiguous, so that kernels do not copy them in every step."""
         if rows is not self.rows:
-            self.found = ()  # frees what was taken before
+            self.found = ()  # free the old selection first
             self.found = tuple(rows.take(t, 1 if t.ndim == 4 else 2).contiguous() for t in self.tensors)
             self.rows = rows
         return self.found
@@ -166,12 +166,12 @@ class _Output:
         self.found: tuple[Tensor, Tensor] | None = None
 
     def add(self, block: Block, part: tuple[Tensor, Tensor]) -> None:
-        """Merge in what a block gave."""
+        """Merge the output and log-sum-exp of a block."""
         if block.all_queries and self.found is None:
             self.found = part
             return
         out, lse = self.found or self._nothing(part[1])
-        if block.all_queries:  # the first merge makes sums out of the blocks' narrower outputs
+        if block.all_queries:  # the first merge makes tensors of a wider dtype; later ones reuse them
             self.found = merge(out, lse, *part, into=(out, lse) if out.dtype == wide(self.dtype) else None)
             return
         self.found = out, lse = out.to(wide(self.dtype)), lse
@@ -185,13 +185,13 @@ class _Output:
         return like.new_zeros(self.shape), like.new_full((batch, heads, length), -torch.inf)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output in the inputs' type, and the log-sum-exp."""
-        assert self.found is not None  # there is a first chunk of each sequence, which some step brings
+        """Return the output in the dtype of the inputs, and the log-sum-exp."""
+        assert self.found is not None  # every query sees a key in some step
         return self.found[0].to(self.dtype).contiguous(), self.found[1].contiguous()
 
 
 class _RingAttention(torch.autograd.Function):
-    """``q [T, H, D]`` and ``kv [T, Hkv, D + Dv]``, keys beside values so that they travel as one, to ``[T, H, Dv]``."""
+    """``q [T, H, D], kv [T, Hkv, D + Dv] -> [T, H, Dv]``. Keys and values are one tensor, so one message sends both."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
@@ -239,14 +239,14 @@ class _RingAttention(torch.autograd.Function):
                 for columns, part in zip(ring.columns(grad_kv, q.shape[-1]), parts, strict=True):
                     block.keys.add_(columns, part)
         grad_kv = grad_kv.to(kv.dtype)
-        if last:  # nothing is added any more: the way home, which no block hides, is made in the narrower type
+        if last:  # the sums are complete; no computation hides this last message, so send the narrower dtype
             grad_kv = ring.send(grad_kv).wait()
         assert grad_q is not None
         return grad_q.flatten(0, 1).to(q.dtype), grad_kv, None
 
 
 def _add(total: Tensor | None, like: Tensor, block: Block, part: Tensor) -> Tensor:
-    """The gradient of queries ``like`` with what a block adds."""
+    """Add a block's gradient of the queries to the total."""
     if total is None and block.all_queries:
         return part.to(wide(like.dtype))
     total = torch.zeros_like(like, dtype=wide(like.dtype)) if total is None else total

@@ -1,4 +1,4 @@
-"""Rows of a tensor taken in another order, and put back: each is the other's gradient."""
+"""Selecting rows of a tensor, and putting them back. Each is the gradient of the other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """``x[rows]`` for ``rows`` that are all different: the gradient is copied, where plain indexing would add."""
+    """Return ``x[rows]``. All ``rows`` must be different: the gradient is a copy, where indexing would accumulate."""
     taken: Tensor = _Take.apply(x, rows)  # type: ignore[no-untyped-call]
     return taken
 
 
 def put(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """``count`` rows, of which those at ``rows``, all different, are ``x``, and the others 0."""
+    """Return a tensor of ``count`` rows with ``x`` at ``rows``, which must all be different, and 0 elsewhere."""
     whole: Tensor = _Put.apply(x, rows, count)  # type: ignore[no-untyped-call]
     return whole
 

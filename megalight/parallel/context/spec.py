@@ -1,4 +1,4 @@
-"""What a kind of context-parallel attention must serve, and between which ranks."""
+"""A request to a kind of context-parallel attention, and its process groups."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megalight.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class ContextSpec:
-    """One attention layer, as the kinds are asked whether they can serve it.
+    """An attention layer that a kind must serve.
 
     Attributes:
-        cp: how many ranks share each sequence.
-        inner: ranks of the inner all-to-all of the two-level kind; None where it was not given.
-        heads: query heads and key heads of this rank, or None where the layer does not tell before its first forward.
-        causal: a query sees no later key.
-        window: a query sees a limited number of earlier keys.
-        softcap: scores are capped.
-        dropout: attention weights are dropped while training.
-        backend: of the attention op, as the layer names it.
+        cp: number of ranks that share each sequence.
+        inner: ranks of the inner all-to-all of the two-level kind; None if not given.
+        heads: number of query heads and key heads on this rank; None if unknown before the first forward.
+        causal: whether a query sees no later key.
+        window: whether a query sees only a limited number of earlier keys.
+        softcap: whether scores are capped.
+        dropout: whether attention weights are dropped in training.
+        backend: the layer's backend of the attention op.
     """
 
     cp: int
@@ -38,11 +38,11 @@ class ContextSpec:
 
 
 class ContextGroups:
-    """The process groups along ``cp``, made on first use: a model can be made parallel, and looked at, without them.
+    """The process groups along ``cp``. They are created on first use, so a model can be parallelized without them.
 
     Args:
-        mesh: the grid of ranks.
-        inner: how many neighbouring ranks the two-level kind's all-to-all has.
+        mesh: the mesh.
+        inner: ranks of the inner all-to-all of the two-level kind.
     """
 
     def __init__(self, mesh: ParallelMesh, inner: int | None = None) -> None:
@@ -56,12 +56,12 @@ class ContextGroups:
 
     @cached_property
     def inner(self) -> ProcessGroup | None:
-        """Runs of ``inner_size`` neighbours."""
+        """The run of ``inner_size`` neighbours that this rank is in."""
         return self.mesh.group(f"cp%{self._inner_size}")
 
     @cached_property
     def outer(self) -> ProcessGroup | None:
-        """The ranks at the same place of every run."""
+        """The ranks at the same position of every run."""
         return self.mesh.group(f"cp/{self._inner_size}")
 
     @property
@@ -71,5 +71,5 @@ class ContextGroups:
         return self.inner_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextGroups:
-        """Copies of a model share it: process groups cannot be copied."""
+        """Return this object: process groups cannot be copied, so copies of a model share them."""
         return self

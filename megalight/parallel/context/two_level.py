@@ -1,8 +1,9 @@
-"""Two levels: all-to-all over heads between neighbours, a ring between the runs of neighbours (arXiv 2405.07719).
+"""Two levels: all-to-all over heads between neighbours, and a ring between groups of neighbours.
 
-With ``cp = inner * outer`` ranks, the all-to-all stays among ``inner`` neighbours, say of one host, and needs heads for
-these only. It turns their shares into one larger share, whose ring has ``outer`` steps instead of ``cp``: chunks of
-neighbours are neighbours in the sequence, so what they hold together is again a zigzag share, of ``outer``.
+See https://arxiv.org/abs/2405.07719. With ``cp = inner * outer`` ranks, the all-to-all runs between ``inner``
+neighbours, for example of one host, so only ``inner`` must divide the heads. It joins their shares to one larger share,
+and the ring has ``outer`` steps instead of ``cp``. Chunks of neighbouring ranks are neighbours in the sequence, so the
+joint share is again a zigzag share, one of ``outer``.
 """
 
 from __future__ import annotations
@@ -19,20 +20,18 @@ from megalight.types import ContextShare, PackedSequences
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """The inner size must be given and divide; heads must divide by it; and all that the ring refuses."""
+    """Return why it cannot serve a layer, or None: ``inner`` must divide ``cp`` and the heads; the ring must serve."""
     if spec.inner is None:
         return "needs the size of its all-to-all; set ContextOptions.inner"
     if spec.cp % spec.inner or spec.inner == spec.cp:
-        return (
-            f"cannot cut cp={spec.cp} into rings between runs of inner={spec.inner}; it must divide cp and be smaller"
-        )
+        return f"has inner={spec.inner} for cp={spec.cp}; inner must divide cp and be smaller"
     return heads_why_not(spec, spec.inner) or ring.why_not(spec)
 
 
 def attend(
     inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
 ) -> Tensor:
-    """This rank's share of attention: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
     share = sequences.context
     assert share is not None and groups.inner is not None
     size = groups.inner.size()
@@ -43,7 +42,7 @@ def attend(
 
 
 def _joint(share: ContextShare, size: int) -> tuple[PackedSequences, Tensor]:
-    """What ``size`` neighbours hold together, as one share, and where its tokens lie among theirs."""
+    """Return the joint share of ``size`` neighbours, and the indices of its tokens in their concatenated shares."""
     joint, _ = share.whole.zigzag(share.rank // size, share.size // size)
     assert joint.context is not None
     context = replace(joint.context, real_lengths=share.real_lengths, num_dummies=share.num_dummies)

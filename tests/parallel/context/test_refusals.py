@@ -59,8 +59,8 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         (SDPA, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no attention backend 'sdpa'"),
         ({"backends": BackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),
         ({}, 1, {"kind": "all_to_all_ring"}, r"set ContextOptions\.inner"),
-        ({}, 1, {"kind": "all_to_all_ring", "inner": 4}, r"it must divide cp and be smaller"),
-        ({}, 1, {"kind": "all_to_all_ring", "inner": 3}, r"it must divide cp and be smaller"),
+        ({}, 1, {"kind": "all_to_all_ring", "inner": 4}, r"inner must divide cp and be smaller"),
+        ({}, 1, {"kind": "all_to_all_ring", "inner": 3}, r"inner must divide cp and be smaller"),
         ({"num_heads": 3}, 1, {"kind": "all_to_all_ring", "inner": 2}, r"3 query heads for 2 ranks"),
         (
             {},
@@ -134,10 +134,10 @@ def test_made_parallel_once() -> None:
 
 
 def test_inner_size() -> None:
-    with pytest.raises(LayoutError, match=r"inner=1 ranks; it needs at least 2"):
+    with pytest.raises(LayoutError, match=r"inner=1; it must be at least 2"):
         ContextOptions(inner=1)
     for kind, said in (("auto", "'auto'"), ("ring", "'ring'"), ({"*.1.*": "ring", "*": "all_gather"}, "'all_gather'")):
-        with pytest.raises(LayoutError, match=rf"inner=3 acts in the kind 'all_to_all_ring' alone.*{said}\. Name that"):
+        with pytest.raises(LayoutError, match=rf"inner=3 is used only by .*.*{said}\. Use that"):
             ContextOptions(kind, inner=3)
     assert ContextOptions({"*.1.*": "all_to_all_ring"}, inner=3).kind_of("layers.0.attention.inner") == "auto"
 

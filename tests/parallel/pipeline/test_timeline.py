@@ -123,9 +123,7 @@ def test_order_of_messages_around_the_ring() -> None:
     place = good[0].index(Action(Kind.FORWARD, 1, 0))
     bad = [[*good[0]], good[1]]
     bad[0][place : place + 2] = reversed(bad[0][place : place + 2])
-    with pytest.raises(
-        LayoutError, match=re.escape("rank 1 sends the activations of micro-batch 0 from stage 1")
-    ):
+    with pytest.raises(LayoutError, match=re.escape("rank 1 sends the activations of micro-batch 0 from stage 1")):
         check_transfers(bad)
 
 
