@@ -11,6 +11,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
+from megalight.checkpoint.precision import FullPrecision
 from megalight.checkpoint.ranks import alone
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
@@ -163,7 +164,7 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -
     differences = compare(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
-    return opened
+    return FullPrecision(opened)
 
 
 def _weights(known: Family) -> Weights:

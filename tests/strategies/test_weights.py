@@ -120,6 +120,35 @@ def test_masters_begin_with_what_the_folder_says(folders: Path) -> None:
         assert sum(values.size for _, _, values in masters) < 0.6 * sum(value.size for value in whole.values())
 
 
+class Masters(pl.Callback):
+    """The masters of all parameters when training begins; one rank holds them all."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = [shard.master.detach().clone() for shard in trainer.strategy.engine.shards]
+
+
+def _from_our_own(folder: Path, path: Path) -> list[bool]:
+    module, strategy = WithData(weights=folder, optimizer=ADAM), MegatronStrategy()
+    runner = trainer(strategy, precision="bf16-true", max_steps=2, **OPTIONS)
+    runner.fit(module)
+    runner.save_checkpoint(path)
+    assert strategy.engine is not None
+    trained = [shard.master.detach() for shard in strategy.engine.shards]
+    masters = Masters()
+    trainer(MegatronStrategy(), precision="bf16-true", max_steps=1, callbacks=[masters], **OPTIONS).fit(
+        WithData(weights=path, optimizer=ADAM)
+    )
+    rounded = [master.bfloat16().float() for master in trained]
+    return [
+        all(map(torch.equal, masters.found, trained)),
+        any(not torch.equal(a, b) for a, b in zip(trained, rounded, strict=True)),
+    ]
+
+
+def test_masters_begin_with_those_of_a_checkpoint_of_ours(folders: Path, tmp_path: Path) -> None:
+    assert run(_from_our_own, 1, folders / "llama", tmp_path / "a.ckpt") == [[True, True]]
+
+
 def _resume(folder: Path, path: Path) -> tuple[list[float], list[float]]:
     losses = []
     for steps, source, resumed in ((1, folder, None), (2, folder / "gone", path)):

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.checkpoint import Contents, State
+from megalight.checkpoint.precision import MASTER
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.source import Target, parameter_targets, shard_targets
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 STATE = "optimizer."
 """Names of the optimizer's tensors begin with this, and go on with the state's own and the weight's."""
-MASTER = "optimizer.master."
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 

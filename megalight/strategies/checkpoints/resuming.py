@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Contents
+from megalight.checkpoint.precision import MASTER, FullPrecision
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
-from megalight.parallel.source import Renamed, Source
+from megalight.parallel.source import Source
 from megalight.strategies.checkpoints.contents import (
-    MASTER,
     STATE,
     make_optimizer_state,
     optimizer_states,
@@ -79,11 +78,7 @@ class Resumed:
             assert strategy.lightning_module is not None
             model.read(base_of(strategy.lightning_module, self.saved))
             targets = [target for target in targets if target.name in model.added]
-        self.saved.fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
-        masters = Renamed(self.saved, CANONICAL_PREFIX, MASTER + CANONICAL_PREFIX)
-        if masters.tensors:
-            wide = [target for target in targets if target.data.dtype in (torch.float32, torch.float64)]
-            masters.fill(wide, strict=False)
+        FullPrecision(self.saved).fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
 
     def read_optimizer(self, strategy: MeshStrategy) -> None:
         """Masters, optimizer state, group options and random states.

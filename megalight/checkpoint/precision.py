@@ -1,0 +1,49 @@
+"""The weights of a checkpoint in full precision: masters take the place of the rounded parameters that were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.loading import Checkpoint
+from megalight.parallel.source import Filled, Renamed, Stored, Target
+
+MASTER = "optimizer.master."
+"""Names of masters that are copies begin with this, and go on with the weight's own."""
+
+WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class FullPrecision:
+    """A checkpoint as a :class:`~megalight.parallel.source.Source` of weights.
+
+    Boxes in float32 or wider are read from the masters where the checkpoint has them, all others from the weights.
+    """
+
+    saved: Checkpoint
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """What is there; shapes and dtypes of the weights."""
+        return self.saved.tensors
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        filled = self.saved.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        masters = Renamed(self.saved, prefix, MASTER + prefix)
+        if masters.tensors:
+            wide = [target for target in boxes if target.data.dtype in WIDE]
+            masters.fill(wide, strict=False, process_group=process_group)
+        return filled
