@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.initialise import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel, engine_over
@@ -114,6 +115,8 @@ class Training:
         data_parallel: how replicas share gradients and optimizer state. By default updated parameters are gathered
             inside ``optimizer.step()``; with ``overlap_param_gather=True`` that runs on into the next forward, and
             :meth:`sync_parameters` comes before anything else that reads weights.
+        frozen: models that run beside without being trained, by name; see
+            :class:`~megalight.parallel.frozen.FrozenModel`. All ranks make them here together.
         varying_carry: what ``forward_step`` returns may change shapes between micro-batches of equal shapes.
         context: made around the task's code in each micro-batch (autocast, say).
 
@@ -128,6 +131,7 @@ class Training:
         task: Task,
         *,
         data_parallel: DataParallel | None = None,
+        frozen: Mapping[str, FrozenModel] | None = None,
         varying_carry: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -140,6 +144,10 @@ class Training:
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         self.step = Step(model, task, varying_carry=varying_carry, context=context)
         self.step.engine = self.engine
+        dtype = next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())
+        self.step.frozen = {
+            name: declared.build(name, model.mesh, dtype, model.device) for name, declared in (frozen or {}).items()
+        }
         self._fresh = True
         self._compared = False
 

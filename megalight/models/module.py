@@ -18,6 +18,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.ratio import Ratio
 from megalight.nn.init import initialise
 from megalight.nn.side_losses import KeptSideLosses, collecting
+from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Source, model_targets
@@ -88,6 +89,14 @@ class MegalightModule(pl.LightningModule):
     def plan(self, model: nn.Module) -> Plan:
         """How the model splits. Default: the plan registered for its type; without one, everything is replicated."""
         return plan_for(model) or Plan()
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Models that run beside this one without being trained, by name: a teacher, a reference policy. Default: none.
+
+        With any, :meth:`forward_step` and :meth:`loss_step` get :class:`~megalight.types.WithResults` in place of the
+        batch. Only strategies of Megalight run them.
+        """
+        return {}
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse settings that do not fit the whole model, before it is split. Default: none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,11 +37,28 @@ class RandomStreams:
         self.mesh = mesh
         self.data_seed = 0
         self.persistent: dict[str, torch.Generator] = {}
+        self._apart: list[torch.Generator] = []
 
     def seed(self, seed: int) -> None:
         """Seed the default stream: equal along ``tp``, different along ``dp``, ``cp`` and ``pp``."""
         self.data_seed = key(seed, "data", self.mesh.rank("dp"))
-        torch.manual_seed(key(seed, "random", *(self.mesh.rank(axis) for axis in ("dp", "cp", "pp"))))
+        torch.manual_seed(self._seed_here(seed))
+
+    def seed_apart(self, seed: int, device: torch.device) -> None:
+        """Seed generators of this model's own, by its own mesh, for :meth:`apart`."""
+        kinds = {torch.device("cpu"), device}
+        self._apart = [torch.Generator(kind).manual_seed(self._seed_here(seed)) for kind in kinds]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Torch's default generators draw from this model's own: a second model changes no draws of the first."""
+        with ExitStack() as stack:
+            for generator in self._apart:
+                stack.callback(lend(_default_generator(generator.device), generator))
+            yield
+
+    def _seed_here(self, seed: int) -> int:
+        return key(seed, "random", *(self.mesh.rank(axis) for axis in ("dp", "cp", "pp")))
 
     @contextmanager
     def fork(self, name: str, device: torch.device | str = "cpu") -> Iterator[None]:

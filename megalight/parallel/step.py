@@ -6,7 +6,7 @@ gradients that are scaled by these counts, reduce, and report means over the glo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,13 @@ from megalight.errors import ConfigurationError
 from megalight.nn.side_losses import AttachedSideLosses, ZeroSideLosses, collecting
 from megalight.parallel import coupling
 from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.timetable import Timetable
 from megalight.parallel.totals import GlobalTotals
-from megalight.types import Loss, inverse, mean
+from megalight.types import Loss, WithResults, inverse, mean
 
 
 class Task(Protocol):
@@ -106,6 +107,8 @@ class Step:
 
     Attributes:
         engine: reduces the gradients; needed for training.
+        frozen: models that run before each schedule, by name. With any, ``forward_step`` and ``loss_step`` get
+            :class:`~megalight.types.WithResults` in place of the micro-batch.
         runner: runs the passes of each training step; another one may record and replay them.
         token_shares: ranks among which the tokens of a layer's hidden states are shared (sequence parallelism).
         side_losses: what layers attach. Each rank's counts for its share of the tokens.
@@ -128,6 +131,7 @@ class Step:
         self.around = around
         self.before_backward = before_backward
         self.engine: DataParallelEngine | None = None
+        self.frozen: Mapping[str, FrozenRun] = {}
         self.runner: StepRunner = run_passes
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
         self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry)
@@ -166,9 +170,21 @@ class Step:
         return self._forward(self.joined(micro_batches))[: len(micro_batches)]
 
     def joined(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        """As many micro-batches as all data-parallel ranks run, where these meet inside a forward pass."""
+        """As many micro-batches as all data-parallel ranks run, where these meet inside a forward pass.
+
+        With the results of frozen models, which run over all of them here, before the schedule.
+        """
         peers = self.model.coupling
-        return micro_batches if peers is None else peers.fill_up(micro_batches)
+        joined = micro_batches if peers is None else peers.fill_up(micro_batches)
+        if not self.frozen:
+            return joined
+        batches = [coupling.contents(micro_batch) for micro_batch in joined]
+        with self.context():
+            found = {name: model(batches) for name, model in self.frozen.items()}
+        rows = [{name: results[place] for name, results in found.items()} for place in range(len(batches))]
+        given = [WithResults(batch, results) for batch, results in zip(batches, rows, strict=True)]
+        empty = map(coupling.is_empty, joined)
+        return [coupling.emptied(new) if none else new for new, none in zip(given, empty, strict=True)]
 
     def _forward(self, micro_batches: Sequence[Any]) -> list[Carry]:
         agenda = self.timetable("forward_only", len(micro_batches))
@@ -211,7 +227,9 @@ class Step:
 
     def _tokens(self, micro_batches: Sequence[Any]) -> Tensor:
         """How many count in the loss."""
-        counts = [self.task.loss_tokens(coupling.contents(micro_batch)).detach() for micro_batch in micro_batches]
+        given = [coupling.contents(micro_batch) for micro_batch in micro_batches]
+        batches = [batch.batch if isinstance(batch, WithResults) else batch for batch in given]
+        counts = [self.task.loss_tokens(batch).detach() for batch in batches]
         empty = [coupling.is_empty(micro_batch) for micro_batch in micro_batches]
         return torch.stack([n * 0 if none else n for n, none in zip(counts, empty, strict=True)]).sum()
 

@@ -207,6 +207,7 @@ class MegatronStrategy(FolderCheckpoints):
             model = setup.build(self, module, self._resumed)
             before_backward = partial(_lightning.fire, trainer, "on_before_backward")
             self._stepper = Stepper(module, model, self.precision, self.micro_batch_size, before_backward)
+            self._stepper.step.frozen = setup.build_frozen(self, module)
             self._setup_of = module
         if fitting:
             self._fit_setup(trainer)
@@ -291,7 +292,7 @@ class MegatronStrategy(FolderCheckpoints):
         """The module's own ``predict_step``; where the model is cut, what it makes of the last stage's outputs."""
         assert self._stepper is not None
         self.sync_parameters()
-        if self.mesh.pp * self.mesh.cp > 1:
+        if self.mesh.pp * self.mesh.cp > 1 or self._stepper.step.frozen:
             return self._stepper.predict(args[0])
         return self._stepper.own("predict_step", args)
 

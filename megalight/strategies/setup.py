@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initialise import broadcast_values
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.strategies import _lightning, refusals
@@ -62,6 +63,15 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumed: Resumed |
     model.check_overlap()
     strategy.streams.seed(seed)
     return model
+
+
+def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str, FrozenRun]:
+    """The models that run beside the module's own: held by the strategy, outside of the module's tree."""
+    if not isinstance(module, MegalightModule):
+        return {}
+    dtype, device = strategy.precision.dtype, strategy.root_device
+    declared = module.frozen_models().items()
+    return {name: frozen.build(name, strategy.mesh, dtype, device) for name, frozen in declared}
 
 
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:

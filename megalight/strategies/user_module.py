@@ -49,6 +49,12 @@ def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
     Raises:
         ConfigurationError: names what to write instead.
     """
+    own = [step for step in STEPS if own_steps(module, step)]
+    if own and isinstance(module, MegalightModule) and module.frozen_models():
+        raise ConfigurationError(
+            f"{type(module).__name__} defines {own[0]} and frozen_models, whose results no step of one's own is given. "
+            f"Remove {own[0]}, and read the results in forward_step or loss_step."
+        )
     degrees = [f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", mesh.cp)) if size > 1]
     if not degrees:
         return
@@ -65,7 +71,6 @@ def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
             f"{name} does not define {', '.join(missing)}, which {' and '.join(degrees)} need: they run on every chunk "
             "of the model in turn. Write them; see megalight.models.module.MegalightModule."
         )
-    own = [step for step in STEPS if own_steps(module, step)]
     if own:
         raise ConfigurationError(
             f"{name} defines {own[0]}, which no rank can run whole with {' and '.join(degrees)}. Remove it: return "

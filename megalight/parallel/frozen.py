@@ -1,0 +1,241 @@
+"""A second model of a run on the same ranks, with a layout of its own, which is not trained: a teacher, say.
+
+Before a step's schedule, the frozen model runs forward over all micro-batches of the step. They are divided anew over
+*its* data-parallel replicas, and what it returns goes back, in order, to the ranks that hold the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalight.errors import LayoutError
+from megalight.parallel.exchange import Route, exchange
+from megalight.parallel.graphs.static import tensors_of, with_tensors
+from megalight.parallel.groups import new_group
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel, check_split
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.carry import Carry, Entry, Form, form_of, signature
+from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.timetable import Timetable
+from megalight.parallel.random import RandomStreams
+from megalight.parallel.source import Renamed, Source
+
+
+class FrozenTask(Protocol):
+    """What a frozen model is and returns. A ``MegalightModule`` is one.
+
+    Attributes:
+        token_multiple: set to what the model's layout needs: packed token counts must be multiples of it.
+    """
+
+    token_multiple: int
+
+    def build_model(self) -> nn.Module:
+        """The one-device model, on the meta device."""
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
+        """Run one chunk on one micro-batch. The last one returns the results: whole tensors, equal along ``tp``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """How a frozen model is declared.
+
+    Attributes:
+        task: the model and its forward pass.
+        tensor_parallel, pipeline_parallel: its own degrees; data parallelism takes the ranks that are left.
+        options: how it is split besides; the plan of a ``MegalightModule`` is its own.
+        source: its values; None: initial values of ``seed``.
+        saved_as: what its names begin with in the source.
+        seed: see there; also of random numbers that it draws.
+        dtype: of its parameters; None: that of the run.
+    """
+
+    task: FrozenTask
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    options: ParallelOptions = field(default_factory=ParallelOptions)
+    source: Source | None = None
+    saved_as: str = "model"
+    seed: int = 0
+    dtype: torch.dtype | None = None
+
+    def check(self, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> None:
+        """Refuse a layout that does not fit, before there are process groups.
+
+        Args:
+            mesh: of the model that is trained.
+
+        Raises:
+            LayoutError: the model does not divide so; context parallelism.
+        """
+        with torch.device("meta"):
+            root = self.task.build_model()
+        check_split(root, self.mesh(mesh), self._options(root), self.dtype or dtype, device)
+
+    def mesh(self, mesh: ParallelMesh) -> ParallelMesh:
+        """The same ranks in this model's layout.
+
+        Raises:
+            LayoutError: they do not divide so; context parallelism on either side.
+        """
+        if mesh.cp > 1:
+            raise LayoutError(
+                f"cp={mesh.cp} gives each rank a share of every sequence, and frozen models run on whole ones. Train "
+                "with context_parallel=1 beside a frozen model."
+            )
+        return ParallelMesh(mesh.world_size, mesh.global_rank, tp=self.tensor_parallel, pp=self.pipeline_parallel)
+
+    def build(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> FrozenRun:
+        """The model with its values, on the ranks of the model that is trained. All of them call this together.
+
+        Args:
+            name: begins its canonical names.
+            mesh: of the model that is trained.
+        """
+        with torch.device("meta"):
+            root = self.task.build_model()
+        source = self.source
+        if source is not None and self.saved_as != name:
+            source = Renamed(source, f"{name}.", f"{self.saved_as}.")
+        model = ParallelModel.build(
+            root,
+            self.mesh(mesh),
+            self._options(root),
+            name=name,
+            device=device,
+            dtype=self.dtype or dtype,
+            seed=self.seed,
+            source=source,
+        ).eval()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self.task.token_multiple = model.token_multiple
+        return FrozenRun(model, self.task, mesh, self.seed)
+
+    def _options(self, root: nn.Module) -> ParallelOptions:
+        plan = getattr(self.task, "plan", None)
+        return self.options if plan is None or self.options.plan is not None else replace(self.options, plan=plan(root))
+
+
+class FrozenRun:
+    """Runs a frozen model over the micro-batches of another model's steps.
+
+    Args:
+        model: in evaluation mode.
+        mesh: of the model that is trained, over the same ranks.
+        seed: of the model's random streams. They are its own: what it draws changes nothing for others.
+
+    Attributes:
+        model: held here, outside of the tree of the model that is trained.
+    """
+
+    def __init__(self, model: ParallelModel, task: FrozenTask, mesh: ParallelMesh, seed: int) -> None:
+        self.model = model
+        self.task = task
+        self.streams = RandomStreams(model.mesh)
+        self.streams.seed_apart(seed, model.device)
+        self._executor = Executor(model.chunks, model.layout, model.mesh, model.device)
+        self._timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
+        self._ours = _replicas(mesh)
+        self._theirs = _replicas(model.mesh)
+        last = model.mesh.pp - 1
+        self._answering = [tuple(r for r in ranks if model.mesh.rank("pp", of=r) == last) for ranks in self._theirs]
+        self._replica, self._own = mesh.rank("dp"), model.mesh.rank("dp")
+        self._rank = mesh.global_rank
+        self._forms: dict[Hashable, Form] = {}
+        self._host: dist.ProcessGroup | None = None
+        if mesh.world_size > 1:
+            gloo = dist.get_backend() == "gloo"
+            self._host = mesh.everyone if gloo else new_group(mesh.members, "frozen models", backend="gloo")
+
+    def __call__(self, micro_batches: Sequence[Any]) -> list[Carry]:
+        """What the model returns for each micro-batch, in their order. All ranks call this together.
+
+        Args:
+            micro_batches: of this replica of the model that is trained; the same on all ranks of it.
+        """
+        homes, skeletons = self._all(micro_batches)
+        share = [index * len(self._theirs) // len(skeletons) for index in range(len(skeletons))]
+        inputs = [
+            Route(self._ours[home], self._theirs[replica], _form(tensors_of(skeleton)))
+            for home, replica, skeleton in zip(homes, share, skeletons, strict=True)
+        ]
+        given = iter(micro_batches)
+        held = [tensors_of(next(given)) if home == self._replica else None for home in homes]
+        arrived = exchange(inputs, held, self._rank, self.model.device)
+        mine = [index for index, replica in enumerate(share) if replica == self._own]
+        batches = [with_tensors(skeletons[index], iter(arrived[index] or [])) for index in mine]
+        answers = dict(zip(mine, self._forward(batches), strict=False))
+        forms = self._forms_of(skeletons, share, answers)
+        outputs = [
+            Route(self._answering[replica], self._ours[home], form)
+            for home, replica, form in zip(homes, share, forms, strict=True)
+        ]
+        results = exchange(
+            outputs,
+            [list(answers[index].values()) if index in answers else None for index in range(len(outputs))],
+            self._rank,
+            self.model.device,
+        )
+        found = zip(forms, results, strict=True)
+        return [
+            {entry.name: tensor for entry, tensor in zip(form, tensors, strict=True)}
+            for form, tensors in found
+            if tensors is not None
+        ]
+
+    def _forward(self, batches: Sequence[Any]) -> list[Carry]:
+        if not batches:
+            return []
+        agenda = self._timetable("forward_only", len(batches))
+        with self.streams.apart():
+            return self._executor.forward(agenda, batches, self.task.forward_step)
+
+    def _all(self, micro_batches: Sequence[Any]) -> tuple[list[int], list[Any]]:
+        """Of all replicas in turn: which one a micro-batch is of, and the micro-batch with tensors on meta."""
+        skeletons = [with_tensors(b, (t.to("meta") for t in tensors_of(b))) for b in micro_batches]
+        if len(self._ours) == 1:
+            return [0] * len(skeletons), skeletons
+        speaks = self._rank == self._ours[self._replica][0]
+        told = self._tell(skeletons if speaks else [])
+        rows = [(home, skeleton) for home, ranks in enumerate(self._ours) for skeleton in told[ranks[0]]]
+        return [home for home, _ in rows], [skeleton for _, skeleton in rows]
+
+    def _forms_of(self, skeletons: Sequence[Any], share: Sequence[int], answers: Mapping[int, Carry]) -> list[Form]:
+        """The forms of all answers; those of micro-batches like earlier ones are known."""
+        keys = [signature(skeleton) for skeleton in skeletons]
+        unknown = [index for index, key in enumerate(keys) if key is None or key not in self._forms]
+        here = {index: _form_of(answers[index]) for index in unknown if index in answers}
+        told = self._tell(here) if unknown else {}
+        fresh = {index: told[self._answering[share[index]][0]][index] for index in unknown}
+        self._forms.update({keys[index]: form for index, form in fresh.items() if keys[index] is not None})
+        return [fresh[index] if index in fresh else self._forms[key] for index, key in enumerate(keys)]
+
+    def _tell(self, value: Any) -> dict[int, Any]:
+        """What every rank tells all others, by global rank."""
+        if self._host is None:
+            return {self._rank: value}
+        values: list[Any] = [None] * dist.get_world_size(self._host)
+        dist.all_gather_object(values, value, group=self._host)
+        return dict(zip(dist.get_process_group_ranks(self._host), values, strict=True))
+
+
+def _replicas(mesh: ParallelMesh) -> list[tuple[int, ...]]:
+    """The global ranks of each data-parallel replica."""
+    return [tuple(r for r in mesh.members if mesh.rank("dp", of=r) == place) for place in range(mesh.dp)]
+
+
+def _form(tensors: Sequence[Tensor]) -> Form:
+    return tuple(Entry(str(i), tuple(t.shape), t.dtype, False) for i, t in enumerate(tensors))
+
+
+def _form_of(carry: Carry) -> Form:
+    return tuple(entry._replace(requires_grad=False) for entry in form_of(carry))
