@@ -50,6 +50,9 @@ class PackedSequences:
             tokens (bottom-right causal alignment).
         context: set if these tokens are one context-parallel share of their sequences (:meth:`zigzag`). Attention must
             then see the keys of all shares. None: the sequences are whole.
+        present: ``[n]`` int64, on the device: the number of tokens of each sequence, where only the device knows it.
+            ``lengths`` are then bounds: a sequence has as many rows, and the first ``present`` of them hold a token.
+            For keys alone (:meth:`of_bound`). None: every row holds a token.
     """
 
     lengths: tuple[int, ...]
@@ -59,6 +62,15 @@ class PackedSequences:
     num_padding: int = 0
     keys: PackedSequences | None = None
     context: ContextShare | None = None
+    present: Tensor | None = None
+
+    @classmethod
+    def of_bound(cls, present: Tensor, bound: int) -> PackedSequences:
+        """Describe keys in rows of ``bound`` per sequence, of which the first ``present [n]`` hold a token.
+
+        The host knows the bound alone, and need not wait for the device: a decoding step can be recorded.
+        """
+        return replace(cls.of_uniform(len(present), bound, present.device), present=present)
 
     @classmethod
     def of_uniform(cls, batch: int, length: int, device: torch.device | str = "cpu") -> PackedSequences:
@@ -177,6 +189,8 @@ class PackedSequences:
         return torch.repeat_interleave(values, self.sizes, output_size=self.num_tokens)
 
     def _with_dummy(self, length: int) -> PackedSequences:
+        if self.present is not None:
+            raise DataError("keys of which only a bound is known cannot be padded; pad queries before they get keys.")
         lengths = (*self.lengths, length)
         return PackedSequences(
             lengths,
@@ -195,6 +209,7 @@ class PackedSequences:
             positions=self.positions.to(device, non_blocking=non_blocking),
             keys=self.keys.to(device, non_blocking) if self.keys is not None else None,
             context=self.context.to(device, non_blocking) if self.context is not None else None,
+            present=self.present.to(device, non_blocking=non_blocking) if self.present is not None else None,
         )
 
     def pin_memory(self) -> PackedSequences:
@@ -205,6 +220,7 @@ class PackedSequences:
             positions=self.positions.pin_memory(),
             keys=self.keys.pin_memory() if self.keys is not None else None,
             context=self.context.pin_memory() if self.context is not None else None,
+            present=self.present.pin_memory() if self.present is not None else None,
         )
 
 

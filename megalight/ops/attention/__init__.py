@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import cudnn, reference, sdpa, varlen
+from megalight.ops.attention import bounded, cudnn, reference, sdpa, varlen
 from megalight.ops.common import cuda_why_not, heads_why_not, serve_all
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -119,7 +119,8 @@ def attention(
         ``[Tq, H, Dv]``.
 
     Raises:
-        LayoutError: the numbers of heads do not divide, or the tokens are a context-parallel share.
+        LayoutError: the numbers of heads do not divide, the tokens are a context-parallel share, or keys have a bound
+            and something else is asked for than the reference.
         BackendError: no backend can serve, or the named one cannot.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -133,6 +134,13 @@ def attention(
             "parallelize() on a mesh with cp > 1 and a plan that has ContextRegion() for the model's attention."
         )
     keys = sequences.keys
+    if keys is not None and keys.present is not None:
+        if dropout or backend not in ("auto", "reference"):
+            raise LayoutError(
+                "only the reference serves keys of which the host knows a bound alone, and without dropout; backend is "
+                f"{backend!r}, dropout {dropout}."
+            )
+        return bounded.attention(q, k, v, sequences, causal, scale, window, softcap)
     spec = Spec(
         q.device.type,
         q.dtype,
