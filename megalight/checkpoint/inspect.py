@@ -122,7 +122,7 @@ def _norms(root: Path, manifest: manifests.Manifest, tensors: Mapping[str, Tenso
 
 
 def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
-    """The numbers in raw bytes, also of the types that numpy lacks. Complex numbers count as two."""
+    """The numbers in raw bytes, also of types that numpy lacks. A complex number counts as two."""
     if dtype == "bfloat16":
         return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
     if dtype in _FLOAT8:
@@ -131,7 +131,7 @@ def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
 
 
 def _minifloat(byte: int, mantissa: int, bias: int) -> float:
-    """A sign, exponent and mantissa byte of IEEE 754's making (NaN patterns excepted, see ``_FLOAT8``)."""
+    """The value of a byte of sign, exponent and mantissa, as in IEEE 754; ``_FLOAT8`` handles patterns for NaN."""
     exponent, fraction = (byte & 0x7F) >> mantissa, (byte & ((1 << mantissa) - 1)) / (1 << mantissa)
     size = float(fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias))
     return -size if byte & 0x80 else size

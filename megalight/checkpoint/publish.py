@@ -1,8 +1,8 @@
 """The life of a checkpoint folder: begun beside its final place, published by one rename, removed by another.
 
 ``<path>.partial-<token>`` is being written, ``<path>.old-<token>`` was replaced, ``<path>.removed-<token>`` is being
-deleted. Whoever works in such a folder holds a lock on it, which the operating system drops when the process dies: that
-is how leftovers are told from a save under way. No torch in here.
+deleted. A process holds a lock on the folder that it works in, and the operating system drops the lock when the process
+dies. So a folder without a lock is a leftover, and one with a lock is a save under way. No torch in here.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @contextmanager
 def alone() -> Iterator[ProcessGroup | None]:
-    """A group of this process only: one rank of a run loads a checkpoint for itself, while the others do not."""
+    """A process group of this process alone, for a rank that loads a checkpoint while the others do not."""
     if not (dist.is_available() and dist.is_initialized()):
         yield None
         return
@@ -80,7 +80,7 @@ class Ranks:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error if it is ours, else its text: what travels must be picklable."""
+    """The error if it is ours, else its text: an error must be picklable to be sent to other ranks."""
     return CheckpointError(str(error)) if isinstance(error, CheckpointError) else CheckpointError(repr(error))
 
 

@@ -31,7 +31,7 @@ from megalight.checkpoint.memory import host_buffer
 class Reader(StorageReader):
     """Reads the parts of a checkpoint that a rank's views need, after verifying them.
 
-    Everything is verified while DCP plans, so that a torn file fails all ranks before any tensor has changed.
+    Verification is part of DCP's planning, so that a torn file fails all ranks before any tensor has changed.
     """
 
     def __init__(self, directory: Path, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
@@ -105,5 +105,5 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Not to be chosen by path: folders are opened by :func:`megalight.checkpoint.open`."""
+        """DCP does not choose this reader by path; :func:`megalight.checkpoint.open` opens folders."""
         return False

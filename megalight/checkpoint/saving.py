@@ -45,7 +45,7 @@ def save(
         path: on storage that all ranks share. A checkpoint that is there is replaced.
         views: this rank's views (see :mod:`megalight.checkpoint.view`), by canonical name.
         common: plain values that belong to the whole run; rank 0's are kept.
-        rank_state: plain values of this very rank (random states).
+        rank_state: plain values of this rank (random states).
         files: other files to keep beside, by name: contents, or where to copy from; rank 0's are kept.
         scheme: by which the views were made (see :mod:`megalight.checkpoint.scheme`).
         process_group: who saves; None means the default group, or this process alone.

@@ -1,6 +1,6 @@
 """Nested Python values to JSON and back, exactly, with no code execution: counters, schedules, random states, settings.
 
-What JSON has no word for is tagged: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are not
+Values that JSON cannot express are tagged: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are not
 strings, ``{"$tensor": "0"}`` for tensors, which go to a safetensors file beside.
 """
 
@@ -85,7 +85,7 @@ def decode(value: Any, tensors: list[Tensor], what: str) -> Any:
     """What :func:`encode` was given. Tensors are on the CPU; parameters come back as tensors.
 
     Raises:
-        CheckpointError: a tag nobody knows, or one with the wrong content.
+        CheckpointError: an unknown tag, or one with the wrong content.
     """
     if isinstance(value, list):
         return [decode(item, tensors, what) for item in value]

@@ -48,7 +48,7 @@ class Box:
 class View(Tensor):
     """One canonical tensor: its global shape and dtype, and the boxes of it that this rank holds.
 
-    A tensor only by type, which DCP wants; operations on it are refused.
+    It is a tensor only because DCP asks for tensors; operations on it are refused.
     """
 
     canonical: str
@@ -96,7 +96,7 @@ class View(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """DCP: what this rank holds, to be filled by a load."""
+        """DCP: what this rank holds, for a load to fill."""
         return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -215,7 +215,7 @@ def _share(held: Sequence[_Held], replicas: tuple[int, ...], place: int) -> Iter
 
 
 def _collect(held: Sequence[_Held]) -> dict[str, View]:
-    """One view per name. Parts without elements (ranks that hold only padding) take no place."""
+    """One view per name. Parts without elements (of ranks that hold only padding) are left out."""
     shapes: dict[str, tuple[int, ...]] = {}
     parts: dict[str, list[Box]] = {}
     alike: dict[tuple[tuple[int, ...], int], list[_Held]] = {}
