@@ -1,7 +1,7 @@
 """Nested Python values to JSON and back, exactly, with no code execution: counters, schedules, random states, settings.
 
-Values that JSON cannot express are tagged: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are not
-strings, ``{"$tensor": "0"}`` for tensors, which go to a safetensors file beside.
+Values that JSON cannot express are tagged: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are
+not strings, ``{"$tensor": "0"}`` for tensors, which go to a safetensors file beside.
 """
 
 from __future__ import annotations
