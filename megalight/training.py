@@ -39,6 +39,7 @@ from megalight.parallel.same_batch import check_same
 from megalight.parallel.source import Source
 from megalight.parallel.step import Outcome, Step, Task
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.transform import ModelTransform
 from megalight.types import mean
 
 
@@ -57,6 +58,7 @@ def parallelize(
     pipeline_layout: str | None = None,
     pipeline: Pipeline | None = None,
     recompute: Recompute | None = None,
+    transforms: Sequence[ModelTransform] = (),
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -72,6 +74,7 @@ def parallelize(
         model: changed in place.
         plan: how its modules split; None: the plan registered for its type. The layout options are those of
             :class:`~megalight.strategies.MegatronStrategy`.
+        transforms: changes of the model's structure, in this order.
         device: of the parameters; None: the current GPU where the process group speaks NCCL, else the CPU.
         dtype: of the floating-point parameters; None: as they are. bfloat16 ones get float32 masters when trained.
         seed: of the initial values, and of torch's random generators: equal along ``tp``, different elsewhere.
@@ -94,6 +97,7 @@ def parallelize(
         virtual_pipeline=pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout),
         pipeline_layout=pipeline_layout,
         recompute=recompute or Recompute(),
+        transforms=tuple(transforms),
     )
     place = torch.device(device) if device is not None else _usual_device()
     broadcast_values(model, place)

@@ -106,7 +106,7 @@ def initialise(
         for local, name in wanted.items():
             _take_drawn(name, module._parameters[local], whole._parameters[local], parts[local], specs[name], give)
         for local, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and local in whole._buffers:  # else a transform put it onto the split module
                 _copy_known(_join(path, local), buffer, whole._buffers[local])
         drawn.update(wanted.values())
 

@@ -60,7 +60,7 @@ class ParallelModel:
         coupling: how data-parallel ranks agree on numbers of micro-batches, where they meet inside a forward pass;
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
-        added: canonical names of the tensors that transforms made in the one-device model.
+        added: canonical names of the tensors that transforms made: in the whole model, and on this rank.
         origin: the seed or the source that the values are of, before rounding; None once they may be others.
 
     Raises:
@@ -89,7 +89,9 @@ class ParallelModel:
                 _warn_of_undeferred(root)
             self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
         for transform in self.options.transforms:
-            self.specs |= transform.change_split(self)
+            made = transform.change_split(self)
+            self.specs |= made
+            self.added |= {piece.name for spec in made.values() for piece in spec.pieces}
 
     @classmethod
     def build(

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megalight import checkpoint
-from megalight.callbacks import Adapters
+from megalight.callbacks import Adapters, CUDAGraph
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import generate, load_model
@@ -31,6 +31,7 @@ from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import MegatronStrategy, Pipeline, load_weights
 from megalight.types import PackedSequences
 from tests.environment import trainer
+from tests.parallel.graphs.tape import Tape
 from tests.strategies.training import (
     ADAM,
     CLIP,
@@ -218,7 +219,6 @@ def test_merged_adapters(saved: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         (2, {**SP, "recompute": Recompute(granularity="full")}),
         (2, {**SP, "recompute": Recompute(granularity="selective", modules=["mlp.act", "attention_norm"])}),
         (2, {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
-        (2, {"pipeline_parallel": 2, "virtual_pipeline": 1}),
     ],
 )
 def test_with_recompute_and_schedules(world: int, layout: dict[str, Any]) -> None:
@@ -267,6 +267,26 @@ def test_frozen_weights_multiply_in_8_bits() -> None:
     assert_same_run(two, one)
     for key, value in one["final"].items():
         assert np.array_equal(value, one["initial"][key]) is ("lora" not in key)
+
+
+def graphs(scope: Any, warmup: int, lora: dict[str, Any]) -> dict[str, Any]:
+    callback = CUDAGraph(scope, warmup_steps=warmup)
+    callback.recorder = Tape()
+    found = fit(CONFIGS["gqa"], 4, extra_callbacks=[Adapters(**lora), callback], micro_batch_size=2)
+    return {**found, "replays": callback.replays, "reasons": callback.reasons}
+
+
+@pytest.mark.parametrize("scope", ["iteration", "layer"])
+def test_with_graphs(scope: str) -> None:
+    eager, found = (run(graphs, 1, scope, warmup, LORA)[0] for warmup in (1000, 2))
+    assert found["replays"]
+    assert_same_run(found, eager, 1e-13)
+
+
+def test_a_layer_that_trains_nothing_is_not_recorded_alone() -> None:
+    (found,) = run(graphs, 1, "layer", 2, UPPER)
+    assert not found["replays"]
+    assert "layers.0 returns tensors without gradients" in found["reasons"][0]
 
 
 class Plain(pl.LightningModule):
