@@ -37,20 +37,20 @@ _scatter_into = torch_distributed("reduce_scatter_single", "reduce_scatter_tenso
 
 @dataclass
 class Pending:
-    """A collective under way; :meth:`wait` gives its result. Until then its input must not be written."""
+    """A collective in flight. Do not write to its input before :meth:`wait`."""
 
     work: dist.Work | None
     result: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """The result; on a GPU the current stream waits, not the host."""
+        """Return the result. On a GPU the current stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
         return self.result()
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Sum ``x`` over the group, in place."""
+    """Start to sum ``x`` over the group, in place."""
     if group is None:
         return Pending(None, lambda: x)
     x = x.contiguous()
@@ -58,7 +58,7 @@ def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
-    """Every rank's ``x``, one after another along ``dim``."""
+    """Start to concatenate ``x`` of all ranks along ``dim``."""
     if group is None:
         return Pending(None, lambda: x)
     size = group.size()
@@ -68,7 +68,7 @@ def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pen
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
-    """A slice along ``dim``, this rank's, of the sum of ``x`` over the group.
+    """Start to sum ``x`` over the group; the result is this rank's slice of the sum along ``dim``.
 
     Raises:
         LayoutError: ``dim`` does not divide by the group's size.
@@ -83,7 +83,7 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) ->
 
 
 def start_all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pending:
-    """Slice ``i`` along ``dim`` goes to rank ``i``; what comes back is every rank's slice for this one.
+    """Start to send slice ``i`` along ``dim`` to rank ``i``; the result is the slices of all ranks for this rank.
 
     Raises:
         LayoutError: ``dim`` does not divide by the group's size.
@@ -98,7 +98,7 @@ def start_all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pen
 
 
 def own_slice(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
-    """Own slice of ``x`` along ``dim``: a view.
+    """Return this rank's slice of ``x`` along ``dim``: a view.
 
     Raises:
         LayoutError: ``dim`` does not divide by the group's size.
@@ -107,14 +107,14 @@ def own_slice(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
 
 
 def check_divides(x: Tensor, group: ProcessGroup, dim: int) -> None:
-    """Refuse an ``x`` that a group cannot share along ``dim``.
+    """Check that a group can divide ``x`` along ``dim``.
 
     Raises:
         LayoutError: ``dim`` does not divide by the group's size.
     """
     if x.shape[dim] % group.size():
         raise LayoutError(
-            f"dim {dim} of a tensor {tuple(x.shape)} must divide by the {group.size()} ranks that share it. "
+            f"dim {dim} of a tensor {tuple(x.shape)} must be a multiple of the {group.size()} ranks that share it. "
             f"Pad it: PackedSequences.pad_to({group.size()}) for packed tokens, a sequence length that is a multiple "
             "of tp for rows of tokens."
         )
@@ -128,7 +128,7 @@ def _slices(x: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
 def _region(
     name: str, forward: Callable[[Tensor, Any, int], Tensor], backward: Callable[[Tensor, Any, int], Tensor]
 ) -> Callable[[Tensor, ProcessGroup | None, int], Tensor]:
-    """A differentiable region whose gradient ``backward`` makes."""
+    """Make a differentiable region from a forward and a backward collective."""
 
     class Region(torch.autograd.Function):
         @staticmethod
@@ -179,35 +179,35 @@ _ALL_TO_ALL = _region("AllToAll", _exchange, _exchange)
 
 
 def copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The same ``x`` for ranks that each compute a part with it; gradients are summed."""
+    """Return ``x``, for ranks that each compute a part with it. The backward sums gradients over the group."""
     return x if group is None else _COPY(x, group, 0)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum over the group."""
+    """Sum over the group. The backward is the identity."""
     return x if group is None else _ALL_REDUCE(x, group, 0)
 
 
 def split(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
-    """Own slice of an ``x`` that all ranks hold; gradients are gathered."""
+    """Return this rank's slice of an ``x`` that is equal on all ranks. The backward gathers gradients."""
     return x if group is None else _SPLIT(x, group, dim)
 
 
 def join(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
-    """All slices, for ranks that compute the same with them; each rank takes its slice of the gradient."""
+    """Gather all slices, for ranks that compute the same with them. The backward takes this rank's slice."""
     return x if group is None else _JOIN(x, group, dim)
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
-    """All slices, for ranks that each compute a part with them; gradients are summed and scattered."""
+    """Gather all slices, for ranks that each compute a part with them. The backward reduce-scatters gradients."""
     return x if group is None else _ALL_GATHER(x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
-    """Own slice of the sum over the group; gradients are gathered."""
+    """Return this rank's slice of the sum over the group. The backward gathers gradients."""
     return x if group is None else _REDUCE_SCATTER(x, group, dim)
 
 
 def all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
-    """Slice ``i`` goes to rank ``i``; gradients go back the same way."""
+    """Send slice ``i`` to rank ``i``. The backward sends gradients back the same way."""
     return x if group is None else _ALL_TO_ALL(x, group, dim)

@@ -1,4 +1,4 @@
-"""The end of a process that belongs to a process group: in time, and without an abort."""
+"""Ends a process that belongs to a process group: in time, and without an abort."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 FAILED = threading.Event()
-"""Raised by an error on this rank: messages may be under way that no other rank will ever answer."""
+"""Set after an error on this rank: there may be messages in flight that no other rank will ever answer."""
+
 GRACE_SECONDS = 3.0
-"""How long the process group may then take to close. It would wait for such messages until its timeout, and all other
-ranks for the end of this one."""
+"""Time for the process group to close after an error.
+
+It would wait for unanswered messages until its timeout, and all other ranks would wait for this one.
+"""
+
 SETTLE_SECONDS = 10.0
-"""How long gloo's threads may take to let go of the last tensors."""
+"""Time for gloo's threads to free the last tensors."""
+
 THREADS = Path("/proc/self/task")
 
 
 def end_at_exit() -> None:
-    """Close the process groups before the interpreter goes: their threads must not outlive it, or the exit aborts."""
-    atexit.unregister(_end)  # once, however many groups a process has had
+    """Close process groups at exit, before the interpreter ends. Threads that outlive it abort the process."""
+    atexit.unregister(_end)  # register only once
     atexit.register(_end)
 
 
@@ -45,9 +50,9 @@ def _give_up() -> None:
 def _settle() -> None:
     """Wait until gloo's threads sleep.
 
-    A thread that has done its work lets go of the tensors afterwards, and takes the interpreter's lock for it. Where it
-    asks for the lock of an interpreter that is ending, the process aborts ("terminate called without an active
-    exception"). Whoever still holds a group keeps its threads alive here.
+    A gloo thread frees its tensors after its work is done, and takes the interpreter's lock to do so. If the
+    interpreter is ending, this aborts the process ("terminate called without an active exception"). The threads of a
+    group that is still referenced are alive here.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     before, now = None, _gloo_threads()
@@ -57,13 +62,13 @@ def _settle() -> None:
 
 
 def _gloo_threads() -> list[tuple[str, str, str]]:
-    """Of each worker thread its id, its state, and how often it went to sleep. Known on Linux only."""
+    """Return id, state and number of sleeps of each gloo thread (only on Linux)."""
     threads = []
     for task in THREADS.glob("*"):
         try:
             lines = (task / "status").read_text().splitlines()
         except OSError:
-            continue  # it has just ended
+            continue  # the thread has just ended
         facts = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         if facts["Name"].startswith("pt_gloo"):
             threads.append((task.name, facts["State"][0], facts["voluntary_ctxt_switches"]))

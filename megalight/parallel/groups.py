@@ -1,4 +1,4 @@
-"""Process groups that their members make among themselves, whatever groups other ranks have made before."""
+"""Process groups that only their members create, independent of the groups of other ranks."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def new_group(
     max_ctas: int | None = None,
     urgent: bool = False,
 ) -> ProcessGroup:
-    """A group of global ``ranks``, which all call this at the same time; nobody else takes part.
+    """Create a group of global ``ranks``. Only these ranks call this, all at the same time.
 
-    torch names such a group after its ranks and after how many groups this process has. Pipeline stages have different
-    numbers of groups and would wait for each other under different names; here the name says what the group is for.
+    torch names such a group by its ranks and by the number of groups in the process. Pipeline stages have different
+    numbers of groups, so their names would differ and they would wait forever. Here the name contains the purpose.
 
     Args:
-        purpose: groups of the same ranks for the same purpose are counted.
-        backend: ``"gloo"`` for a group on the host; None: that of the default group.
-        max_ctas: most multiprocessors of a GPU that a message occupies, also while it waits for the other side; None:
-            NCCL's own choice. Other backends occupy none, and need not be told; where a user names a number,
-            :func:`check_max_ctas` comes first.
-        urgent: messages get multiprocessors before computation that waits for them too.
+        ranks: the global ranks.
+        purpose: what the group is for. Groups of the same ranks and purpose are numbered.
+        backend: ``"gloo"`` for a group on the host. None: the backend of the default group.
+        max_ctas: largest number of GPU multiprocessors that a message occupies, also while it waits for the other side.
+            None: NCCL's choice. Other backends ignore it; call :func:`check_max_ctas` for a value that a user gave.
+        urgent: whether messages get multiprocessors before computation that is also waiting for them.
 
     Raises:
         LayoutError: torch.distributed is not initialised.
     """
     if not dist.is_initialized():
         raise LayoutError(
-            f"a group of {len(ranks)} ranks for {purpose} is wanted, but torch.distributed is not initialised; "
+            f"cannot create a group of {len(ranks)} ranks for {purpose}: torch.distributed is not initialised; "
             "call torch.distributed.init_process_group first."
         )
     options = None
@@ -54,9 +54,9 @@ def new_group(
 
 
 def shared_group(ranks: Sequence[int]) -> ProcessGroup:
-    """The group of global ``ranks`` that everyone in this process uses who asks for it here; made for the first.
+    """Return the group of global ``ranks`` that is shared in this process. The first call creates it.
 
-    Its members ask for groups in the same order, as for :func:`new_group`.
+    All members must ask for groups in the same order, as for :func:`new_group`.
 
     Raises:
         LayoutError: torch.distributed is not initialised.
@@ -68,29 +68,30 @@ def shared_group(ranks: Sequence[int]) -> ProcessGroup:
 
 
 _SHARED: WeakKeyDictionary[ProcessGroup | None, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
-"""Groups by ranks, of each default group: another one has others."""
+"""Default group -> ranks -> shared group. A new default group has new shared groups."""
 
 
 def check_max_ctas(name: str, value: int | None, backend: str) -> None:
-    """Refuse a limit on multiprocessors that a user has set where it would do nothing.
+    """Check that a user's limit on multiprocessors has an effect.
 
     Args:
-        name: of the option, for the message.
-        backend: that the default process group has or will have; only NCCL's messages run on multiprocessors.
+        name: name of the option, for the message.
+        value: the limit, or None.
+        backend: backend of the default process group. Only NCCL's messages use multiprocessors.
 
     Raises:
         ConfigurationError: ``value`` is set, and the backend is not ``"nccl"``.
     """
     if value is not None and backend != "nccl":
         raise ConfigurationError(
-            f"{name}={value} limits the multiprocessors of a GPU that NCCL's messages occupy, and messages go by "
-            f"{backend} here. Leave it out, or train on GPUs with the backend nccl."
+            f"{name}={value} limits the GPU multiprocessors of NCCL's messages, but the backend here is {backend}. "
+            "Remove it, or train on GPUs with the backend nccl."
         )
 
 
 @contextmanager
 def _named(wanted: str) -> Iterator[None]:
-    """Give the next group a name made of ``wanted``, and of how many groups have it already."""
+    """Name the next group by ``wanted`` and the number of groups that already have it."""
     taken = set(c10d._world.pg_names.values())
     count = 0
     while (name := hashlib.sha256(f"{wanted} {count}".encode()).hexdigest()) in taken:

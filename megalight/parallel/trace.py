@@ -1,12 +1,11 @@
-"""Named spans of a training step: where profilers, timers and reports look in. Off, a span costs a call and no more.
+"""Named spans of a training step, for profilers, timers and reports. Without a listener, a span is one function call.
 
-What runs a step says what it is doing::
+The code of a step marks its parts::
 
     with span("forward", chunk=0, micro_batch=3):
         ...
 
-and whoever wants to know listens, usually a callback, by :func:`listen`. Which spans there are is listed in
-:data:`SPANS`; code of one's own may add others.
+Listeners, usually callbacks, register with :func:`listen`. :data:`SPANS` lists the spans; your own code may add others.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ from typing import ParamSpec, Protocol, TypeVar
 SPANS = {
     "forward": "one micro-batch through one chunk of layers; on the last stage its loss too",
     "backward": "the gradients of one micro-batch in one chunk",
-    "input_gradient": "of those, the part that the previous stage waits for (zero-bubble schedules)",
-    "weight_gradient": "the other part",
+    "input_gradient": "the part of the backward that the previous stage waits for (zero-bubble schedules)",
+    "weight_gradient": "the other part of the backward",
     "receive": "waiting for a pipeline neighbour, inside one of the above",
-    "reduce_gradients": "one bucket of gradients over the data-parallel ranks, on a stream of its own",
-    "finish_gradients": "what is left to reduce when all micro-batches are through",
+    "reduce_gradients": "the reduction of one bucket of gradients, on its own stream",
+    "finish_gradients": "the reductions that are left after all micro-batches",
     "clip": "the global gradient norm, and scaling by it",
     "optimizer": "the update of this rank's shards of the weights",
-    "gather_parameters": "starting to bring the updated weights to all data-parallel ranks",
+    "gather_parameters": "the start of the all-gather of the updated weights",
     "checkpoint": "writing a checkpoint",
 }
-"""The spans of Megalight's own steps, in about the order in which they come."""
+"""The spans of Megalight's own steps, roughly in order."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Listener(Protocol):
-    """Whoever is told of spans. Within one thread, spans end in the reverse order of their beginnings.
+    """Receives the begin and end of spans. Within a thread, spans are nested.
 
-    Under CUDA, parts of the backward pass run in threads of autograd.
+    On CUDA, autograd runs parts of the backward in its own threads.
     """
 
     def begin(self, name: str, where: dict[str, int]) -> None:
-        """A span begins; ``where`` tells it from others of its name."""
+        """Called when a span begins. ``where`` distinguishes spans of the same name."""
 
     def end(self, name: str) -> None:
-        """It ends, perhaps by an error."""
+        """Called when a span ends, also after an error."""
 
 
 class Span:
-    """A span that somebody listens to."""
+    """A span with listeners."""
 
     __slots__ = ("listeners", "name", "where")
 
@@ -69,7 +68,7 @@ class Span:
 
 
 class Silence:
-    """A span that nobody listens to: the same object always."""
+    """A span without listeners. There is only one such object."""
 
     __slots__ = ()
 
@@ -85,12 +84,12 @@ _listeners: list[Listener] = []
 
 
 def span(name: str, **where: int) -> Span | Silence:
-    """A context manager: listeners are told when it is entered and left, also where it is left by an error."""
+    """Return a context manager that tells listeners when it is entered and left, also after an error."""
     return Span(name, where, tuple(_listeners)) if _listeners else SILENCE
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose calls are spans. Whether anybody listens is asked at each call, not when it is decorated."""
+    """Decorator that makes every call of a function a span. Listeners are looked up at each call."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -104,7 +103,7 @@ def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Tell ``listener`` of every span from now on; returns what stops it (and may be called twice)."""
+    """Report every span to ``listener`` from now on. Returns a function that stops this."""
     _listeners.append(listener)
 
     def stop() -> None:
@@ -115,7 +114,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nobody is told of spans inside: what runs there is recorded, and its time is none that a step takes."""
+    """Context manager without listeners: a graph is recorded inside, which is not part of a step's time."""
     listeners, _listeners[:] = list(_listeners), []
     try:
         yield

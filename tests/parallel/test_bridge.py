@@ -385,10 +385,10 @@ def test_gradients_of_context_shares_are_summed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (({"world_size": 2, "offset": 0}, {"world_size": 2, "offset": 1}), "both meshes of the bridge hold ranks 1"),
-        (({"world_size": 2, "offset": 0}, {"world_size": 3, "offset": 2}), "degrees 2 .source. and 3 .destination."),
+        (({"world_size": 2, "offset": 0}, {"world_size": 2, "offset": 1}), "both meshes of the bridge have ranks 1"),
+        (({"world_size": 2, "offset": 0}, {"world_size": 3, "offset": 2}), "are 2 .source. and 3 .destination."),
         (({"world_size": 2, "cp": 2, "offset": 0}, {"offset": 2}), "source mesh of the bridge has cp = 2"),
-        (({"global_rank": 0, "offset": 0}, {"global_rank": 1, "offset": 1}), "are of ranks 0 and 1"),
+        (({"global_rank": 0, "offset": 0}, {"global_rank": 1, "offset": 1}), "have the global ranks 0 and 1"),
         (({"world_size": 2, "tp": 2, "offset": 0}, {"offset": 2}), "torch.distributed is not initialised"),
     ],
 )
@@ -408,7 +408,7 @@ def refusals() -> list[str]:
             getattr(bridge, call)(*args)
         told.append(str(caught.value))
 
-    with pytest.raises(LayoutError, match="reach to rank 4, but there are 4 processes"):
+    with pytest.raises(LayoutError, match="use ranks up to 4, but there are only 4 processes"):
         BridgeCommunicator(src_mesh, replace(dest_mesh, world_size=3))
     x = torch.ones(2, 3, requires_grad=True)
     if bridge.is_source:
@@ -439,17 +439,17 @@ def refusals() -> list[str]:
 def test_refusals() -> None:
     first, last, behind, elsewhere = run(refusals, 4)
     assert "rank 3 is in neither mesh" in elsewhere[0]
-    assert "send_forward is a call of the source mesh's last pipeline stage, and rank 0 is in stage 0 of 2" in first[0]
+    assert "last pipeline stage of the source mesh, but rank 0 is in stage 0 of 2" in first[0]
     for text, message in zip(
         last,
         [
             "recv_backward: no message waits",
-            r"x [3] has no dim 1",
-            "batch_dim names no 'y'",
-            "lies on meta, but the bridge carries cpu",
-            "parts of x are [2]; they must be 1 numbers",
-            "parts are given for z",
-            "recv_forward is a call of the destination mesh's first pipeline stage, and rank 1 is in stage 1 of 2 of",
+            r"x [3] has no batch dim 1",
+            "batch_dim of the bridge has no 'y'",
+            "is on meta, but the bridge sends cpu",
+            "parts of x are [2]; give 1 numbers",
+            "parts has z",
+            "first pipeline stage of the destination mesh, but rank 1 is in stage 1 of 2 of",
             "backward: no message waits",
         ],
         strict=True,
@@ -459,9 +459,9 @@ def test_refusals() -> None:
         behind,
         [
             "send_backward: no message waits",
-            "the gradient of x has shape torch.Size([3, 2]), but the tensor that it answers has torch.Size([2, 3])",
+            "the gradient of x has shape torch.Size([3, 2]), but the tensor has torch.Size([2, 3])",
             "has dtype torch.float64",
-            "gradients of ids were not asked for; the message being answered wants those of x",
+            "gradients of ids were not requested; the message needs those of x",
         ],
         strict=True,
     ):

@@ -93,5 +93,5 @@ def indivisible() -> list[str]:
 def test_token_counts_that_do_not_divide() -> None:
     for texts in run(indivisible, 2):
         for text in texts:
-            assert "(3, 2) must divide by the 2 ranks" in text
+            assert "(3, 2) must be a multiple of the 2 ranks" in text
             assert "PackedSequences.pad_to(2)" in text

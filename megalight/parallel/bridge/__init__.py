@@ -1,4 +1,4 @@
-"""Two models on disjoint meshes, joined: activations cross in the forward, their gradients come back."""
+"""A bridge between two models on disjoint meshes: it sends activations forward and their gradients back."""
 
 from megalight.parallel.bridge.communicator import BridgeCommunicator
 

@@ -1,4 +1,4 @@
-"""The calls that carry messages from one model's mesh to another's, and gradients back."""
+"""The calls that send messages from the mesh of one model to the mesh of another, and gradients back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megalight.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class _Crossed:
-    """A message whose gradients are still to come back: its tensors that want one."""
+    """A message whose gradients have not come back yet, with its tensors that require a gradient."""
 
     tensors: dict[str, Tensor]
     header: Header
@@ -39,7 +39,7 @@ class _Crossed:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A message under way to this rank. All ranks of a replica wait for it, once, and for messages in their order."""
+    """A message that this rank is receiving. All ranks of a replica must call :meth:`wait` once, in message order."""
 
     bridge: BridgeCommunicator
     tensors: dict[str, Tensor]
@@ -47,7 +47,7 @@ class Arriving:
     receiving: Receiving | None
 
     def wait(self) -> dict[str, Tensor]:
-        """Its tensors; on a GPU the current stream waits, not the host."""
+        """Return the tensors of the message. On a GPU the current stream waits, not the host."""
         if self.receiving is not None:
             self.receiving.wait()
         self.bridge.share(self.tensors)
@@ -57,10 +57,10 @@ class Arriving:
 
 
 class BridgeCommunicator:
-    """Joins two models on disjoint meshes: a vision tower and a language model, a teacher and a student.
+    """Connects two models on disjoint meshes, such as a vision tower and a language model.
 
-    Messages are dicts of tensors. They leave the last pipeline stage of the source mesh and arrive at the first stage
-    of the destination mesh; all ranks of these two stages make the same calls in the same order::
+    Messages are dicts of tensors. They go from the last pipeline stage of the source mesh to the first stage of the
+    destination mesh. All ranks of these two stages make the same calls in the same order::
 
         # the source                                  # the destination
         bridge.send_forward({"x": encoder(images)})   x = bridge.recv_forward()["x"]
@@ -68,36 +68,37 @@ class BridgeCommunicator:
         bridge.backward()                             bridge.send_backward()
         bridge.finish()                               bridge.finish()
 
-    **Replicas.** One of the data-parallel degrees must divide the other. Several source replicas that face one
-    destination replica have their rows joined along the batch dim (fan-in), in the order of replicas; the rows of one
-    that faces several are split (fan-out). Replicas may send different numbers of rows. Gradients go back in exactly
-    the parts that came.
+    **Replicas.** One of the data-parallel degrees must divide the other. If several source replicas send to one
+    destination replica, their rows are concatenated along the batch dim in the order of replicas (fan-in). If one
+    source replica sends to several, its rows are split (fan-out). Replicas may send different numbers of rows.
+    Gradients go back in the same parts.
 
-    **Inside a replica** one leader communicates. The source's tensors must be the same on all its ``tp`` ranks (after
-    the layer that ends a sequence-parallel region, say), and all of them get the gradients. All ``tp x cp`` ranks of
-    the destination get the whole tensors; their gradients must be whole and equal on all ``tp`` ranks, as those of
-    split layers are, and each ``cp`` rank's is taken for one term of a sum. Nothing is scaled.
+    **Inside a replica** one leader communicates. The source's tensors must be equal on all its ``tp`` ranks (for
+    example after the layer that ends a sequence-parallel region), and all of these ranks get the gradients. All ``tp x
+    cp`` ranks of the destination get the whole tensors. Their gradients must be whole and equal on all ``tp`` ranks, as
+    those of split layers are; gradients of ``cp`` ranks are summed. Nothing is scaled.
 
-    **Gradients.** A received tensor requires a gradient where the sent one did. A message with such a tensor must be
-    answered by one ``send_backward``; answers come in the order of the messages. Other messages are never answered.
+    **Gradients.** A received tensor requires a gradient if the sent tensor did. A message with such a tensor must be
+    answered by one ``send_backward``, in the order of the messages. Other messages are not answered.
 
-    **Order.** Sends do not wait, and each direction has a channel of its own: both sides may send first. A receive
-    waits for the message's header (names, shapes, dtypes; host memory); for its data, a GPU's stream waits, not the
-    host. Tensors that were sent must not be written before :meth:`finish`.
+    **Order.** Sends do not block, and each direction has its own channel, so both sides may send first. A receive waits
+    for the header of the message (names, shapes, dtypes) in host memory. For the data, the stream of a GPU waits, not
+    the host. Do not write to tensors that were sent before :meth:`finish`.
 
     Args:
-        src_mesh, dest_mesh: both with this process's ``global_rank``; all ranks of both make the bridge at the same
-            time. Ranks in neither may make it too, but not use it.
-        batch_dim: along which rows are joined and split, of all tensors or by name; the sender's counts.
-        device: of received tensors. None: the current CUDA device, or the CPU where the backend is gloo.
+        src_mesh, dest_mesh: the meshes, both with the ``global_rank`` of this process. All ranks of both must create
+            the bridge at the same time. Ranks of neither mesh may create it too, but cannot use it.
+        batch_dim: the dim along which rows are concatenated and split, for all tensors or by name. The sender's value
+            counts.
+        device: device of received tensors. None: the current CUDA device, or the CPU if the backend is gloo.
 
     Raises:
-        LayoutError: the meshes share ranks or reach beyond the world; neither data-parallel degree divides the other;
-            the source has ``cp > 1``, whose ranks would each hold a share of every sequence.
+        LayoutError: the meshes share ranks or have ranks beyond the world size, neither data-parallel degree divides
+            the other, or the source has ``cp > 1`` (its ranks would hold only shares of sequences).
 
     Attributes:
-        is_source: this rank is in the last stage of the source mesh.
-        is_destination: this rank is in the first stage of the destination mesh.
+        is_source: whether this rank is in the last stage of the source mesh.
+        is_destination: whether this rank is in the first stage of the destination mesh.
     """
 
     def __init__(
@@ -110,14 +111,15 @@ class BridgeCommunicator:
     ) -> None:
         if src_mesh.global_rank != dest_mesh.global_rank:
             raise LayoutError(
-                f"the bridge's meshes are of ranks {src_mesh.global_rank} and {dest_mesh.global_rank}; "
-                "both must be given this process's global rank."
+                f"the meshes of the bridge have the global ranks {src_mesh.global_rank} and {dest_mesh.global_rank}; "
+                "both must have the global rank of this process."
             )
         found = lanes(src_mesh, dest_mesh)
         last = max(src_mesh.members[-1], dest_mesh.members[-1])
         if dist.is_initialized() and last >= dist.get_world_size():
             raise LayoutError(
-                f"the bridge's meshes reach to rank {last}, but there are {dist.get_world_size()} processes."
+                f"the meshes of the bridge use ranks up to {last}, but there are only {dist.get_world_size()} "
+                "processes; start more, or make a mesh smaller."
             )
         self.src_mesh, self.dest_mesh = src_mesh, dest_mesh
         self.batch_dim = batch_dim
@@ -133,10 +135,10 @@ class BridgeCommunicator:
         self._connect(self._lane, rank)
 
     def _connect(self, lane: Lane, rank: int) -> None:
-        """Make the groups: the replica's own, one on the host for headers, one for each direction's data.
+        """Create the groups: one for the replica, one on the host for headers, one per direction for data.
 
-        On a GPU two directions need two communicators: the operations of one run one after another, so that two sides
-        that both send first would wait for each other.
+        On a GPU, each direction needs its own communicator. The operations of one communicator run one after another,
+        so two sides that both send first would wait for each other.
         """
         replica = next(replica for replica in lane.sources + lane.destinations if rank in replica)
         mesh = self.src_mesh if self.is_source else self.dest_mesh
@@ -149,20 +151,21 @@ class BridgeCommunicator:
         if self._leads:
             leaders = sorted(lane.source_leaders + lane.destination_leaders)
             self._forward, self._backward = (new_group(leaders, f"a bridge, {way}") for way in ("forward", "backward"))
-            for group in (self._forward, self._backward):  # connects all members, before one may have nothing to send
+            # Connect all members now: later some may have nothing to send.
+            for group in (self._forward, self._backward):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def send_forward(self, tensors: Mapping[str, Tensor], parts: Rows | None = None) -> None:
-        """Send a message from the source; returns at once.
+        """Send a message from the source, without waiting.
 
         Args:
-            tensors: equal on all ``tp`` ranks; of any dtype, with the batch dim.
-            parts: name -> rows for each destination replica, where these are not as even as can be (packed
-                tokens, which are split between sequences).
+            tensors: tensors of any dtype with the batch dim. They must be equal on all ``tp`` ranks.
+            parts: name -> number of rows for each destination replica. By default rows are divided as evenly as
+                possible; give parts for packed tokens, which must be split between sequences.
 
         Raises:
-            LayoutError: this rank is not in the source's last stage; a tensor has no batch dim or lies on another kind
-                of device; ``parts`` do not add up.
+            LayoutError: this rank is not in the last stage of the source, a tensor has no batch dim or is on another
+                type of device, or ``parts`` do not sum to the rows.
         """
         lane = self._ends("send_forward", source=True)
         tensors = dict(sorted(tensors.items()))
@@ -176,18 +179,19 @@ class BridgeCommunicator:
         self._remember(tensors, header, rows)
 
     def recv_forward(self) -> dict[str, Tensor]:
-        """The next message, at the destination: whole tensors, equal on all ranks of a replica.
+        """Receive the next message at the destination: whole tensors, equal on all ranks of a replica.
 
         Raises:
-            LayoutError: this rank is not in the destination's first stage; source replicas sent different tensors.
+            LayoutError: this rank is not in the first stage of the destination, or source replicas sent different
+                tensors.
         """
         return self.start_recv_forward().wait()
 
     def start_recv_forward(self) -> Arriving:
-        """Wait for the next message's header alone; its data travels while this rank computes something else.
+        """Wait only for the header of the next message. Its data arrives while this rank computes something else.
 
         Raises:
-            LayoutError: as :meth:`recv_forward`.
+            LayoutError: as in :meth:`recv_forward`.
         """
         lane = self._ends("recv_forward", source=False)
         headers = {leader: receive_header(leader, self._headers) for leader in lane.source_leaders}
@@ -201,16 +205,16 @@ class BridgeCommunicator:
         return Arriving(self, tensors, header, receiving)
 
     def send_backward(self, grads: Mapping[str, Tensor | None] | None = None) -> None:
-        """Answer the oldest message that is still to be answered; returns at once.
+        """Send the gradients of the oldest message that has not been answered, without waiting.
 
         Args:
-            grads: by name, for the tensors that require one; None, or a name left out, is a gradient of zeros. Not
-                given: the ``grad`` of the received tensors.
+            grads: gradients by name, for tensors that require one. None for a name, or a missing name, means zeros.
+                Default: the ``grad`` of the received tensors.
 
         Raises:
-            MegalightError: no message waits for an answer.
-            LayoutError: this rank is not in the destination's first stage; a gradient that nobody asked for, or that
-                does not look like its tensor.
+            MegalightError: no message waits for gradients.
+            LayoutError: this rank is not in the first stage of the destination, a gradient was not requested, or it
+                does not have the shape, dtype and device of its tensor.
         """
         lane = self._ends("send_backward", source=False)
         message = self._oldest("send_backward")
@@ -225,11 +229,11 @@ class BridgeCommunicator:
         self._crossed.popleft()
 
     def recv_backward(self) -> dict[str, Tensor]:
-        """The gradients of the oldest message that has none yet, at the source: those of its tensors that require one.
+        """Receive, at the source, the gradients of the oldest message that has none yet.
 
         Raises:
-            MegalightError: no message waits for an answer.
-            LayoutError: this rank is not in the source's last stage.
+            MegalightError: no message waits for gradients.
+            LayoutError: this rank is not in the last stage of the source.
         """
         lane = self._ends("recv_backward", source=True)
         message = self._oldest("recv_backward")
@@ -243,26 +247,26 @@ class BridgeCommunicator:
         return grads
 
     def send_forward_recv_backward(self, tensors: Mapping[str, Tensor], parts: Rows | None = None) -> dict[str, Tensor]:
-        """Send a message and take the oldest answer still to come: an earlier message's, or its own."""
+        """Send a message, and receive the gradients of the oldest message that has none yet."""
         self.send_forward(tensors, parts)
         return self.recv_backward()
 
     def send_backward_recv_forward(self, grads: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
-        """Answer the oldest message and take the next one."""
+        """Send the gradients of the oldest message and receive the next message."""
         self.send_backward(grads)
         return self.recv_forward()
 
     def backward(self) -> None:
-        """At the source: receive the oldest message's gradients and run the backward pass of its tensors with them."""
+        """At the source, receive the gradients of the oldest message and run the backward pass of its tensors."""
         self._ends("backward", source=True)
         message = self._oldest("backward")
         grads = self.recv_backward()
         torch.autograd.backward(list(message.tensors.values()), list(grads.values()))
 
     def finish(self) -> None:
-        """Wait until all that was sent has left; call it once per step, after the last receive.
+        """Wait until all messages are sent. Call it once per step, after the last receive.
 
-        Tensors that were sent are kept until then, or under NCCL until a later send finds that they have left.
+        Sent tensors are kept alive until then. With NCCL, a later send frees those that have already been sent.
         """
         for sending in self._sending:
             sending.wait()
@@ -280,20 +284,20 @@ class BridgeCommunicator:
     def _oldest(self, call: str) -> _Crossed:
         if not self._crossed:
             raise MegalightError(
-                f"{call}: no message waits for gradients. Each message with a tensor that requires a gradient is "
-                "answered once, and others never; send or receive one first."
+                f"{call}: no message waits for gradients. Only messages with a tensor that requires a gradient are "
+                "answered, each once; send or receive such a message first."
             )
         return self._crossed[0]
 
     def share(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a replica's tensors from its leader to its other ranks, which hold memory for them."""
+        """Broadcast tensors from the leader of a replica to its other ranks."""
         if self._replica is not None:
             for tensor in tensors.values():
                 if tensor.numel():
                     dist.broadcast(as_bytes(tensor), self._leader, group=self._replica)
 
     def _ends(self, call: str, source: bool) -> Lane:
-        """This rank's lane, if it stands on the right side."""
+        """Return the lane of this rank, and check that the rank is on the right side for ``call``."""
         if self.is_source if source else self.is_destination:
             return self._lane
         rank = self.src_mesh.global_rank
@@ -303,8 +307,8 @@ class BridgeCommunicator:
                 place = f"stage {mesh.rank('pp')} of {mesh.pp} of the {side} mesh"
         side, stage, flag = ("source", "last", "is_source") if source else ("destination", "first", "is_destination")
         raise LayoutError(
-            f"{call} is a call of the {side} mesh's {stage} pipeline stage, and rank {rank} is in {place}. "
-            f"Ask bridge.{flag} first."
+            f"{call} is a call for the {stage} pipeline stage of the {side} mesh, but rank {rank} is in {place}; "
+            f"check bridge.{flag} first."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a message says about itself before its data comes: names, shapes, dtypes, and which tensors want a gradient."""
+"""The header of a message: names, shapes, dtypes, and which tensors require a gradient."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class TensorSpec:
     """One tensor of a message.
 
     Attributes:
-        dim: the batch dim, along which replicas' tensors are joined and split.
-        gradient: whether the sender wants a gradient for it.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        dim: the batch dim, along which tensors are concatenated and split.
+        gradient: whether the sender needs its gradient.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +33,7 @@ class TensorSpec:
         return self.shape[self.dim]
 
     def with_rows(self, rows: int) -> TensorSpec:
-        """The same with so many rows."""
+        """Return the same spec with another number of rows."""
         return replace(self, shape=(*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
 
     def __str__(self) -> str:
@@ -39,17 +41,17 @@ class TensorSpec:
 
 
 Header = dict[str, TensorSpec]
-"""Tensors by name, in the order in which all ranks send and receive them."""
+"""Specs by name, in the order in which all ranks send and receive the tensors."""
 
 
 def encode(header: Header) -> bytes:
-    """A header as it travels."""
+    """Encode a header as bytes."""
     table = {name: (spec.shape, _name(spec.dtype), spec.dim, spec.gradient) for name, spec in header.items()}
     return json.dumps(table).encode()
 
 
 def decode(text: bytes) -> Header:
-    """The header that :func:`encode` wrote."""
+    """Decode a header written by :func:`encode`."""
     return {
         name: TensorSpec(tuple(shape), getattr(torch, dtype), dim, gradient)
         for name, (shape, dtype, dim, gradient) in json.loads(text).items()
@@ -57,21 +59,21 @@ def decode(text: bytes) -> Header:
 
 
 def joined(headers: Mapping[int, Header]) -> Header:
-    """The header of all senders' rows, one after another.
+    """Return the header of the concatenated rows of all senders.
 
     Args:
-        headers: by global rank of the sender.
+        headers: global rank of the sender -> its header.
 
     Raises:
-        LayoutError: they differ in more than their rows.
+        LayoutError: the headers differ in more than their rows.
     """
     (first, reference), *others = headers.items()
     for rank, header in others:
         if _without_rows(header) != _without_rows(reference):
             raise LayoutError(
                 f"ranks {first} and {rank} sent messages that cannot be joined: {_shown(reference)}; {_shown(header)}. "
-                "Names, dtypes, which tensors want a gradient, and all sizes but the batch dim's must agree; a replica "
-                "that skipped or repeated a message is the usual cause."
+                "Names, dtypes, required gradients and all sizes except the batch dim must be equal. Check that no "
+                "replica skipped or repeated a message."
             )
     return {
         name: spec.with_rows(sum(header[name].rows for header in headers.values())) for name, spec in reference.items()

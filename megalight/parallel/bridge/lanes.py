@@ -1,4 +1,4 @@
-"""Which ranks of two meshes talk to each other. Arithmetic only; nothing here communicates."""
+"""Lanes: which ranks of two meshes exchange messages. This is arithmetic only, without communication."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Lane:
 
     @property
     def source_leaders(self) -> tuple[int, ...]:
-        """Who sends activations and receives gradients: one rank per source replica."""
+        """The ranks that send activations and receive gradients, one per source replica."""
         return tuple(replica[-1] for replica in self.sources)
 
     @property
     def destination_leaders(self) -> tuple[int, ...]:
-        """Who receives activations and sends gradients: one rank per destination replica."""
+        """The ranks that receive activations and send gradients, one per destination replica."""
         return tuple(replica[0] for replica in self.destinations)
 
 
 def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
-    """Cut both sides' replicas into the same number of runs of neighbours, so that rows keep their order.
+    """Divide the replicas of both sides into the same number of runs of neighbours, so that rows keep their order.
 
     Raises:
-        LayoutError: the meshes share ranks; neither data-parallel degree divides the other; the source has context
+        LayoutError: the meshes share ranks, neither data-parallel degree divides the other, or the source has context
             parallelism.
     """
     shared = sorted(set(src.members) & set(dest.members))
     if shared:
         raise LayoutError(
-            f"both meshes of the bridge hold ranks {_shown(shared)}; they must be disjoint. Give the second one an "
+            f"both meshes of the bridge have ranks {_shown(shared)}; they must be disjoint. Give the second mesh an "
             "offset: ParallelMesh(..., offset=n) begins at global rank n."
         )
     if src.dp % dest.dp and dest.dp % src.dp:
         raise LayoutError(
-            f"data-parallel degrees {src.dp} (source) and {dest.dp} (destination) of the bridge do not divide one "
-            "another; every replica must face a whole number of others. Change a degree of one mesh."
+            f"the data-parallel degrees of the bridge are {src.dp} (source) and {dest.dp} (destination); one must "
+            "divide the other. Change a degree of one mesh."
         )
     if src.cp > 1:
         raise LayoutError(
@@ -60,7 +60,7 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
 
 
 def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, ...], ...]]:
-    """The replicas' ranks in one pipeline stage, in ``count`` runs of neighbouring replicas."""
+    """Return the ranks of the replicas in one pipeline stage, in ``count`` runs of neighbouring replicas."""
     replicas: list[list[int]] = [[] for _ in range(mesh.dp)]
     for rank in mesh.members:
         if mesh.rank("pp", of=rank) == stage:

@@ -1,4 +1,4 @@
-"""What may cross a bridge: raised before anything moves."""
+"""Checks of messages and gradients before they are sent."""
 
 from __future__ import annotations
 
@@ -13,56 +13,58 @@ from megalight.parallel.bridge.transfer import Rows
 
 
 def spec_of(name: str, tensor: Tensor, batch_dim: int | Mapping[str, int], device: torch.device) -> TensorSpec:
-    """How a tensor is announced.
+    """Return the spec of a tensor.
 
     Raises:
-        LayoutError: it has no batch dim, or lies on another kind of device than the bridge's.
+        LayoutError: the tensor has no batch dim, or is on another type of device than the bridge.
     """
     dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name)
     if dim is None:
-        raise LayoutError(f"the bridge's batch_dim names no {name!r}; add it: batch_dim={{..., {name!r}: 0}}.")
+        raise LayoutError(f"batch_dim of the bridge has no {name!r}; add it: batch_dim={{..., {name!r}: 0}}.")
     if not -tensor.ndim <= dim < tensor.ndim:
         raise LayoutError(
-            f"{name} {list(tensor.shape)} has no dim {dim}, along which replicas are joined and split. "
-            "Give it one (a number becomes a tensor of one row), or state batch_dim by name."
+            f"{name} {list(tensor.shape)} has no batch dim {dim}; add one (make a number a tensor of one row), or give "
+            "batch_dim by name."
         )
     if tensor.device.type != device.type:
         raise LayoutError(
-            f"{name} lies on {tensor.device}, but the bridge carries {device.type} tensors. Move it, or state the "
-            "bridge's device."
+            f"{name} is on {tensor.device}, but the bridge sends {device.type} tensors; move it, or set the device of "
+            "the bridge."
         )
     return TensorSpec(tuple(tensor.shape), tensor.dtype, dim % tensor.ndim, tensor.requires_grad)
 
 
 def rows_of(header: Header, parts: Rows, count: int) -> dict[str, Sequence[int]]:
-    """Rows of each tensor for each of ``count`` replicas: as told, or as even as can be.
+    """Return the number of rows of each tensor for each of ``count`` replicas: from ``parts``, or as even as possible.
 
     Raises:
-        LayoutError: ``parts`` name what is not there, or do not add up.
+        LayoutError: ``parts`` has an unknown name, or numbers that do not sum to the rows.
     """
     if unknown := parts.keys() - header.keys():
-        raise LayoutError(f"parts are given for {', '.join(sorted(unknown))}, which the message does not hold.")
+        raise LayoutError(
+            f"parts has {', '.join(sorted(unknown))}, but the message has no such tensor; remove it from parts."
+        )
     rows: dict[str, Sequence[int]] = {}
     for name, spec in header.items():
         even = [spec.rows // count + (place < spec.rows % count) for place in range(count)]
         rows[name] = own = list(parts.get(name, even))
         if len(own) != count or sum(own) != spec.rows or min(own) < 0:
             raise LayoutError(
-                f"parts of {name} are {own}; they must be {count} numbers, one per destination replica, that add up to "
-                f"its {spec.rows} rows."
+                f"parts of {name} are {own}; give {count} numbers, one per destination replica, that sum to its "
+                f"{spec.rows} rows."
             )
     return rows
 
 
 def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of all ``tensors``, in their order; zeros where none is given.
+    """Return the gradients of all ``tensors``, in their order; missing gradients are zeros.
 
     Raises:
-        LayoutError: one that nobody asked for, or that does not look like its tensor.
+        LayoutError: a gradient was not requested, or does not have the shape, dtype and device of its tensor.
     """
     if unknown := grads.keys() - tensors.keys():
         raise LayoutError(
-            f"gradients of {', '.join(sorted(unknown))} were not asked for; the message being answered wants those of "
+            f"gradients of {', '.join(sorted(unknown))} were not requested; the message needs those of "
             f"{', '.join(tensors)}."
         )
     checked = {}
@@ -72,8 +74,8 @@ def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, 
         for what in ("shape", "dtype", "device"):
             if getattr(grad, what) != getattr(tensor, what):
                 raise LayoutError(
-                    f"the gradient of {name} has {what} {getattr(grad, what)}, but the tensor that it answers has "
-                    f"{getattr(tensor, what)}. Answers come in the order of the messages."
+                    f"the gradient of {name} has {what} {getattr(grad, what)}, but the tensor has "
+                    f"{getattr(tensor, what)}; send gradients in the order of the messages."
                 )
         checked[name] = grad
     return checked

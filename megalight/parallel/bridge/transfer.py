@@ -1,4 +1,4 @@
-"""What moves between the two sides: headers from host to host, rows of tensors as bytes."""
+"""Transfers between the two sides: headers between hosts, rows of tensors as bytes."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from torch.distributed import P2POp, ProcessGroup
 from megalight.parallel.bridge.header import Header, decode, encode
 
 Rows = Mapping[str, Sequence[int]]
-"""Name of a tensor -> how many of its rows belong to each peer."""
+"""Name of a tensor -> number of its rows for each peer."""
 
 Parts = Sequence[tuple[int, Tensor]]
-"""Contiguous tensors, each with the global rank that it goes to or comes from."""
+"""Tensors, each with the global rank that it goes to or comes from."""
 
 
 @dataclass(frozen=True)
 class Sending:
-    """Sends under way, and the memory that they read."""
+    """Sends in flight, and the memory that they read."""
 
     works: list[dist.Work]
     parts: Parts
 
     @property
     def done(self) -> bool:
-        """Whether all are known to have left. gloo knows only after :meth:`wait`."""
+        """Whether all are known to be sent. gloo knows this only after :meth:`wait`."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """Until all have left; on a GPU the current stream waits, not the host."""
+        """Wait until all are sent. On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
 
 
 @dataclass(frozen=True)
 class Receiving:
-    """Receives under way, and the rows that landed beside their place because their memory has gaps."""
+    """Receives in flight, and buffers for rows that are not contiguous in their tensor."""
 
     works: list[dist.Work]
     strided: Sequence[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
-        """Until all are in their place; on a GPU the current stream waits, not the host."""
+        """Wait for all, and copy the buffers to their rows. On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         for place, buffer in self.strided:
@@ -62,7 +62,7 @@ def send_header(header: Header, peers: Sequence[int], group: ProcessGroup) -> Se
 
 
 def receive_header(peer: int, group: ProcessGroup) -> Header:
-    """Wait for the next header of a global rank."""
+    """Wait for the next header from a global rank."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(as_bytes(length), peer, group=group)
     text = torch.zeros(int(length), dtype=torch.uint8)
@@ -73,7 +73,7 @@ def receive_header(peer: int, group: ProcessGroup) -> Header:
 def send_rows(
     tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
 ) -> Sending:
-    """Start to send each of the global ranks ``peers`` its rows."""
+    """Start to send each global rank in ``peers`` its rows."""
     parts = [(peer, part.contiguous()) for peer, part in _cut(tensors, header, rows, peers)]
     return Sending(_start(dist.isend, parts, group), parts)
 
@@ -81,7 +81,7 @@ def send_rows(
 def start_receive_rows(
     tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
 ) -> Receiving:
-    """Start to fill ``tensors`` with the rows of each of the global ranks ``peers``."""
+    """Start to receive the rows of ``tensors`` from each global rank in ``peers``."""
     parts = _cut(tensors, header, rows, peers)
     buffers = [part if part.is_contiguous() else part.new_empty(part.shape) for _, part in parts]
     landing = [(peer, buffer) for (peer, _), buffer in zip(parts, buffers, strict=True)]
@@ -90,12 +90,12 @@ def start_receive_rows(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: backends need not know its dtype."""
+    """View a contiguous tensor as bytes, so that the backend need not support its dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int]) -> Parts:
-    """Views of each peer's rows, in an order that both sides share."""
+    """Return views of the rows of each peer, in the same order on both sides."""
     return [
         (peer, part)
         for name, tensor in tensors.items()
@@ -104,6 +104,6 @@ def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Seque
 
 
 def _start(operation: Callable[..., Any], parts: Parts, group: ProcessGroup) -> list[dist.Work]:
-    """All at once: what is meant for one peer must not wait for what is meant for another. Nothing empty travels."""
+    """Start all operations together, so that one peer does not wait for another. Empty tensors are skipped."""
     operations = [P2POp(operation, as_bytes(part), peer, group) for peer, part in parts if part.numel()]
     return dist.batch_isend_irecv(operations) if operations else []
