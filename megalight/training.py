@@ -27,7 +27,7 @@ from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
 from megalight.parallel.frozen import FrozenModel
-from megalight.parallel.initialise import broadcast_values
+from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.parallel.options import ParallelOptions, check_sequence_parallel

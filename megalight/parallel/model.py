@@ -28,7 +28,7 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions

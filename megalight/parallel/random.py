@@ -15,7 +15,9 @@ from megalight.nn.init import key
 from megalight.parallel.mesh import ParallelMesh
 
 STREAMS: dict[str, tuple[str, ...]] = {"tensor": ("tp",)}
-"""Stream -> the mesh axes along which it differs."""
+"""Stream -> the mesh axes along which it differs, beside ``dp``, ``cp`` and ``pp``, along which all do.
+
+``tensor`` therefore differs between any two ranks: it also serves what differs along expert axes."""
 
 
 class RandomStreams:

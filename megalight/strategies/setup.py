@@ -21,7 +21,7 @@ from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
-from megalight.parallel.initialise import broadcast_values
+from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.resuming import Resumed

@@ -21,7 +21,7 @@ from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.state_dict import config_from_transformers, from_transformers, weight_map
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import materialise
+from megalight.parallel.initial_values import materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Target, parameter_targets

@@ -15,7 +15,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize, whole_tokens
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for

@@ -14,7 +14,7 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import ParallelDropout

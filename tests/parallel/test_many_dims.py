@@ -15,7 +15,7 @@ from megalight.nn.canonical import Part, canonical_tensors
 from megalight.nn.init import Normal
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import Piece, ShardSpec, check_cover

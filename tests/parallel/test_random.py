@@ -12,7 +12,7 @@ from megalight.models.gpt.config import DropoutConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout
@@ -40,7 +40,8 @@ def test_streams_are_equal_along_tp_but_for_the_fork() -> None:
     assert first[1] != second[1]
     assert first[2] == second[2]
     assert first[0] != other_data[0]
-    assert len({tuple(drawn(rank, 8)[1]) for rank in range(8)}) == 8
+    for tp in (1, 2, 8):
+        assert len({tuple(drawn(rank, tp)[1]) for rank in range(8)}) == 8, "two ranks draw the same"
 
 
 def test_two_forks_differ() -> None:

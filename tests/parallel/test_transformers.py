@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for, transformers
 from tests.parallel.gathering import gather_canonical, relative_error

@@ -256,7 +256,7 @@ class DataParallelEngine:
     def fill_masters(self, name: str, values: Tensor) -> None:
         """Set the masters of one parameter from values of its shape, wider than the parameter can hold.
 
-        Made for the float32 draws of ``parallel.initialise``; names the engine does not know are passed over.
+        Made for the float32 draws of ``parallel.initial_values``; names the engine does not know are passed over.
         """
         self._parameters.fill_masters(name, values)
 

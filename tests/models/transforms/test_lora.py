@@ -15,7 +15,7 @@ from megalight.models.transforms.lora import merge
 from megalight.nn import Linear, Section
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Replicated, Row

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from math import lcm
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ from megalight.errors import LayoutError
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.initialise import initialise, materialise
+from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import check_cover
 from megalight.types import PackedSequences
-from tests.parallel.expert.model import build, plan
+from tests.parallel.expert.model import CONFIG, build, plan
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
 from tests.workers import run
@@ -92,18 +96,25 @@ def test_steps_equal_one_device(degrees: dict[str, int], level: str) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(
-    tp=st.sampled_from([1, 2]), cp=st.sampled_from([1, 2]), dp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2, 4])
+    tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    ep=st.sampled_from([1, 2, 4]),
+    tied=st.booleans(),
 )
-def test_specs_cover_the_mesh(tp: int, cp: int, dp: int, ep: int) -> None:
-    world = lcm(tp * cp * dp, ep)
+def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, tied: bool) -> None:
+    """Whole models: fused sections, KV heads that ranks share, a padded vocabulary, tied ends, experts."""
+    world = pp * lcm(2 * tp * cp, ep)
     specs = []
     with torch.device("meta"):
-        whole = build()
+        whole = build(replace(CONFIG, tie_embeddings=tied))
     for rank in range(world):
-        mesh = ParallelMesh(world, rank, tp=tp, cp=cp, ep=ep)
-        model = copy.deepcopy(whole)
-        specs.append(parallelize(model, plan(model), mesh, sequence_parallel=tp > 1))
-    check_cover(ParallelMesh(world, tp=tp, cp=cp, ep=ep), specs)
+        root = copy.deepcopy(whole)
+        mesh = ParallelMesh(world, rank, tp=tp, cp=cp, pp=pp, ep=ep)
+        options = ParallelOptions(plan=plan(root), sequence_parallel=tp > 1)
+        with patch.object(ParallelMesh, "group"):  # stages with tied weights make a group at once
+            specs.append(ParallelModel(root, mesh, options).specs)
+    check_cover(mesh, specs)
 
 
 @pytest.mark.parametrize(
