@@ -9,10 +9,12 @@
         outcome = training.forward_backward(micro_batches)
         training.clip_grad_norm(1.0)
         optimizer.step()
+    training.save("checkpoint")
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megalight import checkpoint
+from megalight.checkpoint import SCHEMES
+from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.run import Run
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
@@ -187,6 +193,35 @@ class Training:
         """
         totals = self.step.evaluate("evaluate", self._shares(micro_batches))
         return {name: mean(total, count) for name, (total, count) in totals.items()}
+
+    def save(self, path: str | os.PathLike[str], **values: Any) -> None:
+        """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
+
+        Args:
+            values: plain values to keep along (``step=100``); :meth:`load` returns them.
+        """
+        self.sync_parameters()
+        common = {"values": values, "optimizer": self._run.group_options()}
+        views = SCHEMES[FULLY_RESHARDABLE](self._run.contents(optimizer=True))
+        checkpoint.save(path, views, common=common, rank_state=self._run.rank_state(), scheme=FULLY_RESHARDABLE)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a folder that :meth:`save` wrote, under any layout; returns the values that were kept along.
+
+        Raises:
+            CheckpointError: missing, torn, of another model or another optimizer.
+        """
+        self.sync_parameters()
+        saved = checkpoint.open(path)
+        self.model.read(saved)
+        self.engine.refresh_masters()
+        self._run.resume(saved)
+        self.engine.recast()
+        return dict(saved.common.get("values", {}))
+
+    @property
+    def _run(self) -> Run:
+        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)
 
     def sync_parameters(self) -> None:
         """Wait until every parameter holds the values of the last step; costs nothing where they do."""

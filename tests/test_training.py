@@ -77,6 +77,43 @@ def test_half_precision_keeps_masters_of_the_draws() -> None:
     assert not torch.equal(master, rounded.float())
 
 
+def _adam(tensor_parallel: int) -> megalight.Training:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64))
+    plan = Plan({"0": Column(gather_output=True)})
+    model = megalight.parallelize(net, plan, tensor_parallel=tensor_parallel)
+    return megalight.Training(model, torch.optim.AdamW(model.parameters(), lr=0.1), Weighted())
+
+
+def _train(training: megalight.Training, steps: range) -> None:
+    mesh = training.model.mesh
+    for step in steps:
+        training.forward_backward(micro_batches(1.0 + step)[mesh.rank("dp") :: mesh.dp])
+        training.optimizer.step()
+
+
+def _resumed(path: str) -> None:
+    """Two steps under tensor parallelism, a third one under data parallelism."""
+    first = _adam(2)
+    _train(first, range(2))
+    first.save(path, step=2)
+    _train(first, range(2, 3))
+    second = _adam(1)
+    second.optimizer.param_groups[0]["lr"] = 0.7
+    values = second.load(path)
+    assert values == {"step": 2}
+    assert second.optimizer.param_groups[0]["lr"] == 0.1
+    _train(second, range(values["step"], 3))
+    whole = dict(second.model.root.named_parameters())
+    for name, tensor in first.model.root.named_parameters():
+        for piece in first.model.specs[name].pieces:
+            torch.testing.assert_close(piece.view(tensor), whole[name][piece.box], rtol=1e-9, atol=1e-12)
+
+
+def test_another_layout_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+    run(_resumed, 2, str(tmp_path / "saved"))
+
+
 class Alone:
     """A batch that cannot be cut."""
 

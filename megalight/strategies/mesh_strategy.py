@@ -7,6 +7,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
+from megalight.checkpoint.run import Run
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.mesh import ParallelMesh
@@ -85,6 +86,13 @@ class MeshStrategy(Collectives, ParallelStrategy):
             pp=self.pipeline_parallel,
             ep=self.expert_parallel,
         )
+
+    @property
+    def run(self) -> Run:
+        """What checkpoints know of the run."""
+        assert self.parallel_model is not None and self.streams is not None
+        optimizer = self.optimizers[0] if self.engine is not None else None
+        return Run(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
 
     @property
     def options(self) -> ParallelOptions:

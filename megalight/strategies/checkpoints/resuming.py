@@ -9,18 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 
 from megalight import checkpoint
-from megalight.checkpoint import Contents
-from megalight.checkpoint.precision import MASTER, FullPrecision
+from megalight.checkpoint.precision import FullPrecision
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
 from megalight.parallel.source import Source
-from megalight.strategies.checkpoints.contents import (
-    STATE,
-    make_optimizer_state,
-    optimizer_states,
-    weight_targets,
-)
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 
@@ -73,7 +66,7 @@ class Resumed:
         assert strategy.parallel_model is not None
         model = strategy.parallel_model
         model.clear_padding()
-        targets = weight_targets(strategy)
+        targets = strategy.run.weight_targets()
         if not holds_base(self.saved.common):
             assert strategy.lightning_module is not None
             model.read(base_of(strategy.lightning_module, self.saved))
@@ -86,32 +79,4 @@ class Resumed:
         Raises:
             CheckpointError: no optimizer state in it, or of another optimizer.
         """
-        options, optimizer = self.saved.common.get("optimizer"), strategy.optimizers[0]
-        if options is None:
-            raise CheckpointError(
-                f"{self.saved.path} holds weights only; it cannot resume training. Choose a full checkpoint."
-            )
-        groups, kind = options["groups"], type(optimizer).__name__
-        if options["class"] != kind or len(groups) != len(optimizer.param_groups):
-            raise CheckpointError(
-                f"{self.saved.path} was trained with {options['class']} in {len(groups)} parameter groups; this run "
-                f"uses {kind} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load the weights "
-                "alone."
-            )
-        make_optimizer_state(strategy, groups)
-        held = Contents({}, strategy.specs, strategy.mesh, list(optimizer_states(strategy)))
-        views = {self._found(name): view for name, view in checkpoint.SCHEMES[self.saved.scheme](held).items()}
-        missing = sorted(name for name in views.keys() - self.saved.tensors.keys() if name.startswith(STATE))
-        if missing:
-            raise CheckpointError(
-                f"{self.saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
-            )
-        self.saved.fill(checkpoint.targets_of(views), strict=False)
-        random = self.saved.rank_state(strategy.global_rank)
-        if random is not None:
-            assert strategy.streams is not None
-            strategy.streams.load_state_dict(random["random"])
-
-    def _found(self, name: str) -> str:
-        """Masters go by the weights' own names where the run that saved them needed no copies."""
-        return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in self.saved.tensors else name
+        strategy.run.resume(self.saved)

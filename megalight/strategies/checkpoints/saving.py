@@ -7,7 +7,6 @@ from typing import Any
 from megalight import __version__, checkpoint
 from megalight.checkpoint.manifest import FULLY_RESHARDABLE
 from megalight.imports import version
-from megalight.strategies.checkpoints.contents import contents, group_options
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 NOT_STORED = ("state_dict", "optimizer_states")
@@ -25,14 +24,15 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
     }
     resumable = "optimizer_states" in entries and strategy.engine is not None
     if resumable:
-        common["optimizer"] = group_options(strategy)
-    assert strategy.streams is not None
+        common["optimizer"] = strategy.run.group_options()
+    saves_base = getattr(strategy.lightning_module, "saves_base", True)
+    only = None if saves_base else strategy.run.model.added  # the base of adapters stays where it is
     scheme = FULLY_RESHARDABLE
     checkpoint.save(
         path,
-        checkpoint.SCHEMES[scheme](contents(strategy, optimizer=resumable)),
+        checkpoint.SCHEMES[scheme](strategy.run.contents(optimizer=resumable, only=only)),
         common=common,
-        rank_state={"random": strategy.streams.state_dict()},
+        rank_state=strategy.run.rank_state(),
         files=_files(strategy),
         scheme=scheme,
     )

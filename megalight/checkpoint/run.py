@@ -1,0 +1,178 @@
+"""What a rank of a training run saves and resumes from: weights, masters, optimizer state, random states."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.precision import MASTER
+from megalight.checkpoint.scheme import SCHEMES, Contents, State
+from megalight.checkpoint.view import targets_of
+from megalight.errors import CheckpointError
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.random import RandomStreams
+from megalight.parallel.source import Target, parameter_targets, shard_targets
+
+STATE = "optimizer."
+"""Names of the optimizer's tensors begin with this, and go on with the state's own and the weight's."""
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a training run that checkpoints know.
+
+    Attributes:
+        model: the model.
+        streams: random streams of the run.
+        engine: None outside of training; then there is no optimizer state.
+        optimizer: on the engine's shards.
+        extra: name -> one flat tensor per engine shard, kept beside the optimizer's state.
+    """
+
+    model: ParallelModel
+    streams: RandomStreams
+    engine: DataParallelEngine | None = None
+    optimizer: Optimizer | None = None
+    extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    def contents(self, *, optimizer: bool, only: Container[str] | None = None) -> Contents:
+        """What is to be saved.
+
+        Parameters that are held as codes are shown by their masters, in the type that they have outside training.
+
+        Args:
+            optimizer: with masters that are copies, optimizer state, and what is kept per shard beside it.
+            only: canonical names of the weights to save; None: all.
+        """
+        tensors, coded = self._weights()
+        if only is not None:
+            tensors = {name: t for name, t in tensors.items() if self.model.specs[name].pieces[0].name in only}
+        masters = [bucket.shard.master.detach().to(bucket.layout.kind.param_dtype) for bucket in coded]
+        states = [State("", masters, [bucket.shard for bucket in coded])] if coded else []
+        if optimizer:
+            states += self._states()
+        return Contents(tensors, self.model.specs, self.model.mesh, states)
+
+    def rank_state(self) -> dict[str, Any]:
+        """What belongs to this rank alone."""
+        return {"random": self.streams.state_dict()}
+
+    def weight_targets(self) -> list[Target]:
+        """Where weights are read into: parameters and buffers, and the masters of what is held as codes."""
+        tensors, coded = self._weights()
+        shards = [bucket.shard for bucket in coded]
+        masters = [shard.master for shard in shards]
+        return [*parameter_targets(tensors.items(), self.model.specs), *shard_targets(masters, shards)]
+
+    def group_options(self) -> dict[str, Any]:
+        """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states.
+
+        Some pipeline stages have no parameter in a group: the first that has one speaks for it.
+        """
+        engine, optimizer = self._training
+        groups: list[dict[str, Any]] = []
+        for index, group in enumerate(optimizer.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            shards = [shard for shard in engine.shards if shard.group == index]
+            states = optimizer.state.get(shards[0].master, {}) if shards else {}
+            flat = {name for name, value in states.items() if _flat(value, shards[0].master)}
+            groups.append(
+                {
+                    "options": options,
+                    "scalars": {name: value for name, value in states.items() if name not in flat},
+                    "tensors": {name: str(states[name].dtype) for name in sorted(flat)},
+                }
+            )
+        pipeline = self.model.mesh.group("pp")
+        if pipeline is not None:
+            stages: list[Any] = [None] * pipeline.size()
+            dist.all_gather_object(stages, groups, group=pipeline)
+            groups = [
+                next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in zip(*stages, strict=True)
+            ]
+        return {"class": type(optimizer).__name__, "groups": groups}
+
+    def resume(self, saved: Checkpoint) -> None:
+        """Read masters, optimizer state, group options and random states. Weights are read before.
+
+        Raises:
+            CheckpointError: no optimizer state in it, or of another optimizer.
+        """
+        options, optimizer = saved.common.get("optimizer"), self._training[1]
+        if options is None:
+            raise CheckpointError(
+                f"{saved.path} holds weights only; it cannot resume training. Choose a full checkpoint."
+            )
+        groups, kind = options["groups"], type(optimizer).__name__
+        if options["class"] != kind or len(groups) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"{saved.path} was trained with {options['class']} in {len(groups)} parameter groups; this run uses "
+                f"{kind} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load the weights alone."
+            )
+        self._make_states(groups)
+        held = Contents({}, self.model.specs, self.model.mesh, list(self._states()))
+        views = {_found(name, saved): view for name, view in SCHEMES[saved.scheme](held).items()}
+        missing = sorted(name for name in views.keys() - saved.tensors.keys() if name.startswith(STATE))
+        if missing:
+            raise CheckpointError(
+                f"{saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
+            )
+        saved.fill(targets_of(views), strict=False)
+        random = saved.rank_state(self.model.mesh.global_rank)
+        if random is not None:
+            self.streams.load_state_dict(random["random"])
+
+    @property
+    def _training(self) -> tuple[DataParallelEngine, Optimizer]:
+        assert self.engine is not None and self.optimizer is not None
+        return self.engine, self.optimizer
+
+    def _weights(self) -> tuple[dict[str, Tensor], list[Bucket]]:
+        """The tensors that hold weights themselves, and the buckets whose parameters are codes."""
+        coded = [] if self.engine is None else [bucket for bucket in self.engine.buckets if bucket.holds_codes]
+        hidden = {info.name for bucket in coded for info in bucket.infos}
+        return {name: tensor for name, tensor in self.model.tensors().items() if name not in hidden}, coded
+
+    def _states(self) -> Iterator[State]:
+        """Masters that are copies, element-wise optimizer states, and what is kept per shard beside them."""
+        engine, optimizer = self._training
+        shards = engine.shards
+        copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
+        yield State(MASTER, [shard.master for shard in copies], copies)
+        held = [(shard, optimizer.state[shard.master]) for shard in shards]
+        for name in sorted({name for shard, state in held for name in state if _flat(state[name], shard.master)}):
+            having = [(shard, state[name]) for shard, state in held if name in state]
+            yield State(f"{STATE}{name}.", [tensor for _, tensor in having], [shard for shard, _ in having])
+        for name, tensors in self.extra.items():
+            yield State(f"{name}.", tensors, shards)
+
+    def _make_states(self, groups: list[dict[str, Any]]) -> None:
+        """Give the optimizer the options and counters that were saved, and room for its tensors."""
+        engine, optimizer = self._training
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update(saved["options"])
+        for shard in engine.shards:
+            states, saved = optimizer.state[shard.master], groups[shard.group]
+            for name, value in saved["scalars"].items():
+                states[name] = value.clone() if isinstance(value, Tensor) else value
+            for name, dtype in saved["tensors"].items():
+                states[name] = torch.zeros_like(shard.master, dtype=DTYPES[dtype])
+
+
+def _flat(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.shape and value.ndim == 1
+
+
+def _found(name: str, saved: Checkpoint) -> str:
+    """Masters go by the weights' own names where the run that saved them needed no copies."""
+    return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in saved.tensors else name
