@@ -19,6 +19,7 @@ from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.step import Outcome, Passes, StepRunner, run_passes
 from megalight.parallel.tensor.dropout import streams_of
+from megalight.parallel.tensor.shared import steps_recorded
 from megalight.strategies.megatron import MegatronStrategy
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class CUDAGraph(pl.Callback):
             streams.persist(strategy.root_device)
         assert strategy.engine is not None
         whole = self.scope == "iteration"
+        for chunk in strategy.chunks:
+            steps_recorded(chunk, whole)
         strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
 
     def _look_ahead(
@@ -242,6 +245,8 @@ class CUDAGraph(pl.Callback):
         if recorder is None:
             return
         if self._graphs is not None:
+            for chunk in _strategy(trainer).chunks:
+                steps_recorded(chunk, False)
             _strategy(trainer).run_steps_by(run_passes)
             self._graphs.close()
         recorder.leave()

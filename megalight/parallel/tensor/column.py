@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,8 @@ class _GatheredInput(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.overlap, ctx.dim = weight, bias, overlap, dim
         ctx.kept = keep and ctx.needs_input_grad[1] and recipe_of(x) is None
         y, whole = overlap.gather_product(x, Product.forward(weight, bias), dim, keep=ctx.kept)
+        if whole is not None:
+            whole = overlap.hold(whole)
         save_input(ctx, x if whole is None else whole, ctx.needs_input_grad[1])
         return y
 
@@ -140,9 +142,16 @@ class _GatheredInput(torch.autograd.Function):
             scattering = overlap.start_product_scatter(grad_y, Product.of_input(ctx.weight), dim, covered=covered)
         if share is not None and later is not None and again:
             # only the share waits; it is gathered when its turn comes
-            later.put(ctx.weight, grad_y, lambda: overlap.start_gather(share, dim).wait)
+            later.put(ctx.weight, grad_y, lambda: _lasting(overlap, share, dim))
         elif share is not None:
             x = share if gathering is None else gathering.wait()
             grad_weight = accumulate_weight_gradient(grad_y, x, ctx.weight)
+            overlap.done(x)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None
+
+
+def _lasting(overlap: Overlap, share: Tensor, dim: int) -> Callable[[], Tensor]:
+    """Start to gather; what is returned waits, and gives shares that nobody writes over."""
+    gathering = overlap.start_gather(share, dim)
+    return lambda: overlap.hold(gathering.wait())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, product_and_save
+from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.ops.parameter import precision_of
 from megalight.parallel.collectives import all_reduce, reduce_scatter
@@ -82,13 +83,17 @@ class _ScatteredSum(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_x, whole, grad_weight = None, None, None
+        saved = saved_input(ctx) if need_weight else None  # may run a forward pass, which gathers too
         if need_x:
             product = Product.of_input(ctx.weight)
             grad_x, whole = ctx.overlap.gather_product(grad_y, product, ctx.dim, keep=need_weight)
             grad_x = grad_x.to(ctx.x_dtype)
-        if need_weight:
+        if saved is not None:
             whole = ctx.overlap.start_gather(grad_y, ctx.dim).wait() if whole is None else whole
-            grad_weight = accumulate_weight_gradient(whole, saved_input(ctx), ctx.weight)
+            if queue_for(ctx.weight) is not None:
+                whole = ctx.overlap.hold(whole)
+            grad_weight = accumulate_weight_gradient(whole, saved, ctx.weight)
+            ctx.overlap.done(whole)
         return grad_x, grad_weight, None, None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.ops.parameter import precision_of
@@ -40,6 +40,7 @@ class Shared:
         tensor: how split layers hide their communication.
         context_groups: the ranks along ``cp``.
         streams: random streams for dropout.
+        recorded: training steps are recorded as CUDA graphs (:func:`steps_recorded`).
     """
 
     mesh: ParallelMesh
@@ -49,6 +50,7 @@ class Shared:
     tensor: TensorOptions = field(default_factory=TensorOptions)
     context_groups: ContextGroups = field(init=False)
     streams: RandomStreams = field(init=False)
+    recorded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.context_groups = ContextGroups(self.mesh, self.context.inner)
@@ -120,6 +122,7 @@ class Shared:
             weight.dtype,
             low_precision=precision_of(weight) is not None,
             autocast=torch.is_autocast_enabled(device.type),
+            recorded=self.recorded,
             group=group,
         )
 
@@ -130,3 +133,13 @@ class Shared:
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         """Copies of a model share it: process groups cannot be copied."""
         return self
+
+
+def steps_recorded(model: nn.Module, recorded: bool) -> None:
+    """Tell the split layers of ``model`` whether its training steps are recorded as CUDA graphs.
+
+    It decides how they hide communication under ``overlap="auto"``, so call it before the first step, on all ranks.
+    """
+    for module in model.modules():
+        if isinstance(shared := getattr(module, "shared", None), Shared):
+            shared.recorded = recorded

@@ -48,13 +48,22 @@ OVERLAPS.register(
 )
 
 
+def automatic(spec: OverlapSpec) -> str:
+    """The way that ``auto`` takes, by what was measured on H200s (``docs/performance/log.md``).
+
+    Copies and flags take the host longer to launch than collectives. Where a CUDA graph launches them, ``symmetric``
+    gains 6 to 10 % of a step; step by step the host comes too late, and it loses as much.
+    """
+    return "symmetric" if spec.recorded and symmetric.why_not(spec) is None else "plain"
+
+
 def choose(layer: str, spec: OverlapSpec, kind: str) -> Backend[OverlapSpec, Make]:
-    """The way that serves a layer; ``auto`` takes the first by priority that can.
+    """The way that serves a layer.
 
     Raises:
-        LayoutError: none can, or the named one cannot or does not exist; says why of each.
+        LayoutError: the named one cannot, or does not exist; says why of each.
     """
     try:
-        return OVERLAPS.select(spec, kind)
+        return OVERLAPS.select(spec, automatic(spec) if kind == "auto" else kind)
     except BackendError as error:
         raise LayoutError(f"{layer}: {error}") from error

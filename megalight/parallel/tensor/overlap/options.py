@@ -17,9 +17,10 @@ class TensorOptions:
     """How the collectives of split layers run beside their products. With tp=1 nothing acts.
 
     Attributes:
-        overlap: a way's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: the first by priority that can
-            serve the layer. Or a mapping from globs over names of split linear layers (``"*.mlp.gate_up"``) to ways;
-            the first that matches decides, and ``auto`` serves what none matches.
+        overlap: a way's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: ``symmetric`` where whole steps
+            are recorded as CUDA graphs and it can serve the layer, else ``plain``. Or a mapping from globs over names
+            of split linear layers (``"*.mlp.gate_up"``) to ways; the first that matches decides, and ``auto`` serves
+            what none matches.
         pieces: products that one product is cut into, where its communication runs under it; under sequence
             parallelism a divisor of tp. None: by the sizes of each product
             (:mod:`megalight.parallel.tensor.overlap.pieces`).

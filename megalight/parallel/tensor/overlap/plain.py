@@ -33,6 +33,13 @@ class Plain:
         whole = start_all_gather(share, self.group, dim).wait()
         return product.call(whole, None), whole if keep else None
 
+    def hold(self, whole: Tensor) -> Tensor:
+        """Nothing is ever written over."""
+        return whole
+
+    def done(self, whole: Tensor) -> None:
+        """Nothing to do."""
+
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
         """The reduce-scatter runs until the caller waits."""
         return start_reduce_scatter(product.call(x, None), self.group, dim)

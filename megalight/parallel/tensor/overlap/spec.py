@@ -26,6 +26,7 @@ class OverlapSpec:
         weight_dtype: of its weight.
         low_precision: its products are formed in 8 or 4 bits.
         autocast: they are formed in another type than the tensors have.
+        recorded: steps are recorded as CUDA graphs.
         group: the ranks; None: not made yet.
     """
 
@@ -36,6 +37,7 @@ class OverlapSpec:
     weight_dtype: torch.dtype
     low_precision: bool
     autocast: bool
+    recorded: bool = False
     group: ProcessGroup | None = field(default=None, repr=False)
 
 
@@ -74,6 +76,14 @@ class Overlap(Protocol):
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """The product of all ranks' shares; and the gathered shares where they are to be kept."""
+        ...
+
+    def hold(self, whole: Tensor) -> Tensor:
+        """Gathered shares in memory that nobody writes over; instead of :meth:`done`."""
+        ...
+
+    def done(self, whole: Tensor) -> None:
+        """Gathered shares have been read: from here on they may be written over. Every caller says so, soon."""
         ...
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:

@@ -1,65 +1,47 @@
 """Shares copied between GPUs of one host by their copy engines, through symmetric memory: no multiprocessor is taken.
 
-Every rank can read and write its peers' part of a buffer (``torch.distributed._symmetric_memory``). Products stay on
-the current stream; copies run on one stream of their own. What must not be overtaken is fenced by two barriers per
-call, both on the current stream, where no product holds the multiprocessors that a barrier's kernel needs. Multicast
-is never used: torch is told so before the first buffer is made.
+Products stay on the current stream; copies run on one stream of their own. Each rank pushes: its share into the slots
+of all that gather, each partial sum into the slot of the rank that owns its rows. Flags say that something has arrived,
+and that a slot may be written again (:mod:`megalight.parallel.peers`). The current stream waits for arrivals, between
+products; the copies' stream never waits for what peers have still to do.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from functools import lru_cache
+from collections.abc import Callable
+from importlib import import_module
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.imports import has_symmetric_memory, symmetric_memory
-from megalight.ops.common import HALF, cuda_why_not
+from megalight.ops.common import HALF
 from megalight.parallel.collectives import Pending, check_divides
+from megalight.parallel.graphs.state import capturing
+from megalight.parallel.peers import driver, memory
+from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
+from megalight.parallel.tensor.overlap.plain import Plain
 from megalight.parallel.tensor.overlap.rounds import Round, rounds_of
 from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
-NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-BUFFERS = "TORCH_SYMMMEM"
-"""Environment variables that torch reads when it makes symmetric memory."""
-MOST_VIEWS = 256
-"""Tensors in a buffer that are remembered; each shape of micro-batch has its own."""
+LEAST_BYTES = 1 << 20
+"""Of a share. Smaller ones go by the plain way: flags and copies take longer to begin than a collective."""
 
 
 def why_not(spec: OverlapSpec) -> str | None:
     """Copies need GPUs that reach each other's memory, and pieces need plain half products."""
-    if (reason := cuda_why_not(spec.device)) is not None:
+    if (reason := memory.why_not(spec.device)) is not None:
         return reason
-    if not has_symmetric_memory():
-        return (
-            f"needs torch.distributed._symmetric_memory with CUDA peer buffers, which torch {torch.__version__} lacks"
-        )
-    if os.environ.get(NO_MULTICAST, "1") != "1":
-        return f"goes without NVLink multicast, which {NO_MULTICAST}={os.environ[NO_MULTICAST]} asks for; set it to 1"
-    if os.environ.get(BUFFERS, "CUDA") != "CUDA":
-        return f"uses torch's own peer buffers, and {BUFFERS}={os.environ[BUFFERS]} asks for others; unset it"
     if not spec.sequence_parallel:
         return "needs sequence parallelism: without it sums go to all ranks, which pipelined overlaps"
     if spec.weight_dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.weight_dtype}"
-    if spec.group is not None and hosts_of(spec.group) > 1:
-        return f"needs all ranks on one host, and tp={spec.tp} spans {hosts_of(spec.group)}"
+    if spec.group is not None and (reason := memory.unreachable(spec.group)) is not None:
+        return reason
     return pieces_why_not(spec)
-
-
-@lru_cache
-def hosts_of(group: ProcessGroup) -> int:
-    """Over how many hosts a group spreads; its ranks ask together, once."""
-    names: list[Any] = [None] * group.size()
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    return len(set(names))
 
 
 class Symmetric(Pipelined):
@@ -77,66 +59,57 @@ class Symmetric(Pipelined):
 
     def start_gather(self, share: Tensor, dim: int) -> Pending:
         """Copies run until the caller waits."""
+        if share.nbytes < LEAST_BYTES:
+            return super().start_gather(share, dim)
         flat, back = as_rows(share, dim)
         arriving = self.carrier.gather(flat, rounds_of(self.group.rank(), self.group.size(), 1), place_own=True)
 
         def finish() -> Tensor:
             arriving.wait(0)
-            return back(arriving.whole)
+            return self._whole(arriving.whole, back)
 
         return Pending(None, finish)
 
+    def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """In pieces as the shares arrive, or as one; small ones the plain way."""
+        if share.nbytes < LEAST_BYTES:
+            return Plain.gather_product(self, share, product, dim, keep=keep)
+        flat, back = as_rows(share, dim)
+        y, whole = self.gather_in_pieces(flat, product, self.pieces_of("gather", len(flat), product, flat), keep=keep)
+        if not keep:
+            self.done(whole)
+        return back(y), self._whole(whole, back) if keep else None
+
+    def _whole(self, rows: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gathered rows in the form of the share; their slot is free where that is another tensor."""
+        whole = back(rows)
+        if whole.data_ptr() != rows.data_ptr():
+            self.done(rows)
+        return whole
+
+    def hold(self, whole: Tensor) -> Tensor:
+        """A copy, where they lie in a slot."""
+        if whole.data_ptr() not in self.carrier.open:
+            return whole
+        copy = whole.clone()
+        self.done(whole)
+        return copy
+
+    def done(self, whole: Tensor) -> None:
+        """Peers may write into the slot again."""
+        if (slot := self.carrier.open.pop(whole.data_ptr(), None)) is not None:
+            self.carrier.free(slot)
+
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """In pieces; as one where the caller covers the copies."""
-        if not covered:
-            return super().start_product_scatter(x, product, dim, covered=False)
+        """In pieces; as one where the caller covers the copies; small ones the plain way."""
         check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
-        leaving = self.scatter_in_pieces(flat, product, 1)
+        rows = len(flat) // self.group.size()
+        if rows * product.width * x.itemsize < LEAST_BYTES:
+            return Plain.start_product_scatter(self, x, product, dim, covered=covered)
+        pieces = 1 if covered else self.pieces_of("scatter", rows, product, flat)
+        leaving = self.scatter_in_pieces(flat, product, pieces)
         return Pending(None, lambda: back(leaving.finish()))
-
-
-class Buffer:
-    """Symmetric memory that grows; ranks ask for equal sizes at the same time.
-
-    Args:
-        group: the ranks.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.outgrown: list[Tensor] = []
-        """Kept: peers may still read them."""
-        self.memory: Tensor | None = None
-        self.handle: Any = None
-        self._views: dict[tuple[Any, ...], Tensor] = {}
-
-    def reserve(self, size: int) -> None:
-        """Make sure of so many bytes on every rank. A size larger than ever before is agreed upon by all of them."""
-        if self.memory is None or self.memory.numel() < size:
-            os.environ[NO_MULTICAST] = "1"
-            if self.memory is not None:
-                self.outgrown.append(self.memory)
-            rounded = 1 << (size - 1).bit_length()
-            device = torch.device("cuda", torch.cuda.current_device())
-            self.memory = symmetric_memory().empty(rounded, dtype=torch.uint8, device=device)
-            # torch clears it on the default stream and does not wait: behind other work, a peer's first signal is lost
-            torch.cuda.default_stream(device).synchronize()
-            self.handle = symmetric_memory().rendezvous(self.memory, self.group)
-            self._views.clear()
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A tensor in the memory of a rank, from element ``offset`` on."""
-        key = rank, shape, dtype, offset
-        if key not in self._views:
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            self._views[key] = self.handle.get_buffer(rank, shape, dtype, offset)
-        return self._views[key]
-
-    def barrier(self) -> None:
-        """The current streams of all ranks wait for each other."""
-        self.handle.barrier(channel=0)
 
 
 class PeerCopies:
@@ -144,12 +117,16 @@ class PeerCopies:
 
     Args:
         group: ranks of one host.
+
+    Attributes:
+        open: slots with gathered shares that are still to be read, by the address of these.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.shares, self.sums = Buffer(group), Buffer(group)
+        self.shares, self.sums = PeerMemory(group), PeerMemory(group)
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.open: dict[int, Slot] = {}
+        self.spin: Any = import_module("megalight.parallel.peers.spin")
 
     def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringCopies:
         """Start to bring all shares here."""
@@ -159,67 +136,85 @@ class PeerCopies:
         """Be ready for partial sums."""
         return ScatteringCopies(self, (rows, width), like.dtype, rounds)
 
+    def push(self, slot: Slot, to: int, place: Tensor, source: Tensor) -> None:
+        """Copy into the slot of a rank, and tell it."""
+        driver.copy(self.stream, place, source)
+        driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
+
+    def await_free(self, slot: Slot) -> None:
+        """Before the first push: until all others have read what lay in their slots."""
+        driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
+
+    def free(self, slot: Slot) -> None:
+        """Let peers write into a slot here, once the current stream has come so far."""
+        current = torch.cuda.current_stream()
+        flags = slot.flags_at(Flag.FREE, slot.memory.others)
+        if capturing():  # nothing may be left on another stream when a recording ends
+            driver.raise_flags(current, flags)
+            return
+        self.stream.wait_stream(current)
+        driver.raise_flags(self.stream, flags)
+
 
 class GatheringCopies:
-    """Each rank lays its share open and pulls those of the others."""
+    """Each rank pushes its share into a slot of every other."""
 
     def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
-        rank, size, shape = carrier.group.rank(), carrier.group.size(), tuple(share.shape)
-        current, aside, laid_open = torch.cuda.current_stream(), carrier.stream, carrier.shares
-        laid_open.reserve(share.nbytes)
-        aside.wait_stream(current)  # so that a CUDA graph that is being recorded knows both
-        current.wait_stream(aside)  # what this rank still pulls
-        laid_open.barrier()  # and with that everybody: the shares of the call before may be overwritten
-        laid_open.view(rank, shape, share.dtype).copy_(share)
-        laid_open.barrier()  # all shares are there
-        self.whole = share.new_empty(size * shape[0], *shape[1:])
-        shares = self.whole.view(size, *shape)
-        aside.wait_stream(current)
-        self.arrived = []
-        with torch.cuda.stream(aside):
-            for each in rounds:
-                for ahead, _ in each.pairs:
-                    shares[ahead].copy_(laid_open.view(ahead, shape, share.dtype), non_blocking=True)
-                self.arrived.append(aside.record_event())
+        rank, size, shape = carrier.shares.rank, carrier.shares.size, tuple(share.shape)
+        self.carrier, self.rounds = carrier, rounds
+        self.share = share  # held until it has left
+        self.slot = carrier.shares.slot(size * share.nbytes, {slot.place for slot in carrier.open.values()})
+        carrier.stream.wait_stream(torch.cuda.current_stream())
+        carrier.await_free(self.slot)
+        for each in rounds:
+            for _, behind in each.pairs:
+                place = self.slot.view(behind, shape, share.dtype, rank * share.numel())
+                carrier.push(self.slot, behind, place, share)
+        self.left = carrier.stream.record_event()
+        self.whole = self.slot.view(rank, (size * shape[0], *shape[1:]), share.dtype)
+        carrier.open[self.whole.data_ptr()] = self.slot
         if place_own:
-            shares[rank].copy_(share)
+            self.whole.view(size, *shape)[rank].copy_(share)
 
     def wait(self, number: int) -> None:
-        """The current stream waits for the shares of a round."""
-        torch.cuda.current_stream().wait_event(self.arrived[number])
+        """The current stream waits for the shares of a round; in the end, until the own one has left."""
+        self.carrier.spin.wait(self.slot.flags(Flag.READY, [ahead for ahead, _ in self.rounds[number].pairs]))
+        if number == len(self.rounds) - 1:
+            torch.cuda.current_stream().wait_event(self.left)
 
 
 class ScatteringCopies:
-    """Each rank pushes partial sums into the buffers of the ranks that own their rows."""
+    """Each rank pushes partial sums into the slots of the ranks that own their rows."""
 
     def __init__(
         self, carrier: PeerCopies, shape: tuple[int, int], dtype: torch.dtype, rounds: tuple[Round, ...]
     ) -> None:
         self.carrier, self.shape, self.dtype, self.rounds = carrier, shape, dtype, rounds
-        self.rank, self.size = carrier.group.rank(), carrier.group.size()
-        self.buffer = carrier.sums
-        self.buffer.reserve(self.size * prod(shape) * dtype.itemsize)
-        self.parts = self.buffer.view(self.rank, (self.size, *shape), dtype)
+        self.rank, self.size = carrier.sums.rank, carrier.sums.size
+        self.slot = carrier.sums.slot(self.size * prod(shape) * dtype.itemsize)
+        self.parts = self.slot.view(self.rank, (self.size, *shape), dtype)
         self.own = self.parts[self.rank]
         self.leaving: list[Tensor] = []
-        self.buffer.barrier()  # everybody has summed up what came in the call before
 
     def send(self, number: int, piece: Tensor) -> None:
         """Start to push the rows of a piece."""
-        run, aside = self.size // len(self.rounds), self.carrier.stream
+        run = self.size // len(self.rounds)
         by_owner = piece.view(run, *self.shape)
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for ahead, _ in self.rounds[number].pairs:
-                slot = self.buffer.view(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
-                slot.copy_(by_owner[ahead % run], non_blocking=True)
+        self.carrier.stream.wait_stream(torch.cuda.current_stream())
+        if not self.leaving:
+            self.carrier.await_free(self.slot)
+        for ahead, _ in self.rounds[number].pairs:
+            place = self.slot.view(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
+            self.carrier.push(self.slot, ahead, place, by_owner[ahead % run])
+        self.left = self.carrier.stream.record_event()
         self.leaving.append(piece)  # freed when the current stream has waited
 
     def finish(self) -> Tensor:
         """Wait until everybody has pushed, and sum in float32."""
-        torch.cuda.current_stream().wait_stream(self.carrier.stream)
-        self.buffer.barrier()
+        torch.cuda.current_stream().wait_event(self.left)
         self.leaving.clear()
-        if self.size == 2:
-            return torch.add(self.parts[0], self.parts[1])  # the same number, without a reduction
-        return torch.sum(self.parts, 0)
+        self.carrier.spin.wait(self.slot.flags(Flag.READY, self.slot.memory.others))
+        # of two, the same number without a reduction
+        total = torch.add(self.parts[0], self.parts[1]) if self.size == 2 else torch.sum(self.parts, 0)
+        self.carrier.free(self.slot)
+        return total

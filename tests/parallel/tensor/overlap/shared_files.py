@@ -1,14 +1,16 @@
 """Symmetric memory of processes on one host without a GPU: files that all map, with streams that do everything at once.
 
-What it shows is the arithmetic of shares, slots and offsets, and that every rank meets the same barriers.
+What it shows is the arithmetic of shares, slots and offsets, that no flag is raised twice before it is seen, and that
+ranks come to an end although a wait holds up everything else that its rank has queued.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -17,7 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.common import HALF
+from megalight.parallel.peers import driver
+from megalight.parallel.peers import memory as peers
 from megalight.parallel.tensor.overlap import symmetric
+
+PATIENCE = 60.0
 
 
 class Stream:
@@ -32,44 +38,69 @@ class Stream:
 
 
 class Handle:
-    def __init__(self, folder: str, size: int, group: dist.ProcessGroup) -> None:
-        self.group = group
-        rank = group.rank()
+    def __init__(self, folder: str, number: int, memory: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = group.rank(), memory.numel()
         paths = [f"{folder}/{other}" for other in range(group.size())]
-        self.memory = {rank: torch.from_file(paths[rank], shared=True, size=size, dtype=torch.uint8)}
+        self.memory = {rank: torch.from_file(paths[rank], shared=True, size=size, dtype=torch.uint8).copy_(memory)}
         dist.barrier(group)
         for other, path in enumerate(paths):
             if other != rank:
                 self.memory[other] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        self.buffer_ptrs = [number << 40 | other << 32 for other in range(group.size())]
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
         count = torch.Size(sizes).numel()
         return self.memory[rank].view(dtype)[storage_offset : storage_offset + count].view(sizes)
 
-    def barrier(self, channel: int = 0) -> None:
-        dist.barrier(self.group)
-
 
 class Memory:
-    """Stands for the module ``torch.distributed._symmetric_memory``."""
+    """Stands for the module ``torch.distributed._symmetric_memory``, and for the driver."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.count = 0
+        self.handles: list[Handle] = []
 
     def empty(self, size: int, dtype: torch.dtype, device: object) -> Tensor:
-        return torch.empty(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype)
 
     def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> Handle:
-        self.count += 1
-        folder = f"{self.folder}/{self.count}"
+        number = len(self.handles)
+        folder = f"{self.folder}/{number}"
         os.makedirs(folder, exist_ok=True)
-        return Handle(folder, memory.numel(), group)
+        self.handles.append(Handle(folder, number, memory, group))
+        return self.handles[-1]
+
+    def _word(self, flag: int) -> Tensor:
+        memory = self.handles[flag >> 40].memory[flag >> 32 & 0xFF]
+        return memory.view(torch.int32)[(flag & 0xFFFFFFFF) // 4]
+
+    def wait(self, stream: object, flags: tuple[int, ...]) -> None:
+        self.spin(flags)
+
+    def spin(self, flags: tuple[int, ...]) -> None:
+        """What waits holds up all else of its rank, as if it had one hardware queue."""
+        for flag in flags:
+            word, end = self._word(flag), time.monotonic() + PATIENCE
+            while not word.item():
+                assert time.monotonic() < end, "a flag is never raised"
+                time.sleep(0)
+            word.zero_()
+
+    def raise_flags(self, stream: object, flags: tuple[int, ...]) -> None:
+        for flag in flags:
+            word = self._word(flag)
+            assert not word.item(), "a flag is raised twice"
+            word.fill_(1)
+
+    def copy(self, stream: object, target: Tensor, source: Tensor) -> None:
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        target.copy_(source)
 
 
 @contextmanager
 def symmetric_on_cpu() -> Iterator[None]:
-    """The way ``symmetric`` serves CPU tensors of any floating type meanwhile; all ranks of the world enter."""
+    """The way ``symmetric`` serves CPU tensors of any float type and size meanwhile; all ranks of the world enter."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     memory = Memory(str(folder[0]))
@@ -78,15 +109,18 @@ def symmetric_on_cpu() -> Iterator[None]:
         current_stream=lambda: stream,
         default_stream=lambda device: stream,
         Stream=Stream,
-        stream=lambda _: nullcontext(),
         current_device=lambda: 0,
     )
     with ExitStack() as stack:
-        for name, value in (
-            ("cuda_why_not", lambda device: None),
-            ("HALF", (*HALF, torch.float32, torch.float64)),
-            ("symmetric_memory", lambda: memory),
+        for module, name, value in (
+            (symmetric, "HALF", (*HALF, torch.float32, torch.float64)),
+            (symmetric, "LEAST_BYTES", 0),
+            (peers, "why_not", lambda device: None),
+            (peers, "unreachable", lambda group: None),
+            (peers, "symmetric_memory", lambda: memory),
+            (symmetric, "import_module", lambda name: SimpleNamespace(wait=memory.spin)),
         ):
-            stack.enter_context(patch.object(symmetric, name, value))
+            stack.enter_context(patch.object(module, name, value))
+        stack.enter_context(patch.multiple(driver, wait=memory.wait, raise_flags=memory.raise_flags, copy=memory.copy))
         stack.enter_context(patch.multiple(torch.cuda, **vars(cuda)))
         yield

@@ -1,7 +1,8 @@
 """No copy of the symmetric way overtakes what it must not: its calls, played on streams that only keep vector clocks.
 
-Every rank is a thread. Streams do nothing but count; waiting for a stream, an event or a barrier merges clocks. Two
-accesses to one row of memory, one of them a write, must be ordered by the clocks.
+Every rank is a thread. Streams do nothing but count; waiting for a stream, an event or a flag merges clocks. Two
+accesses to one row of memory, one of them a write, must be ordered by the clocks, and no flag may be raised twice
+before it is seen.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +18,13 @@ import numpy as np
 import pytest
 import torch
 
+from megalight.parallel.peers import driver
+from megalight.parallel.peers import memory as peers
+from megalight.parallel.peers.memory import Flag
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.rounds import rounds_of
 from megalight.parallel.tensor.overlap.spec import Product
-from megalight.parallel.tensor.overlap.symmetric import Buffer, Symmetric
+from megalight.parallel.tensor.overlap.symmetric import Symmetric
 
 ROWS, INNER, WIDTH = 2, 3, 5
 Clock = dict[int, int]
@@ -48,36 +50,65 @@ class Stream:
     def record_event(self) -> Clock:
         return dict(self.clock)
 
+    def synchronize(self) -> None: ...
+
 
 class World:
-    """What the ranks of one play share."""
+    """What the ranks of one play share.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many ranks.
+        forgotten: flags that nobody waits for: the number of the memory that they lie in, and their kind.
+    """
+
+    def __init__(self, size: int, forgotten: tuple[int, Flag] | None) -> None:
         self.size = size
+        self.forgotten = forgotten
         self.local = threading.local()
-        self.meeting = threading.Barrier(size, timeout=30)
-        self.clocks: dict[int, Clock] = {}
+        self.change = threading.Condition()
+        self.raised: dict[int, Clock] = {}
+        self.lost = 0
         self.accesses: list[tuple[Any, bool, int, int, Clock]] = []
         self.fresh = itertools.count()
 
-    def access(self, place: Place, write: bool) -> None:
-        stream = self.local.stream
+    def access(self, place: Place, write: bool, stream: Stream | None = None) -> None:
+        stream = stream or self.local.stream
         stream.clock[stream.number] += 1
         now = dict(stream.clock)
         self.accesses += [(cell, write, stream.number, now[stream.number], now) for cell in place.cells.flat]
 
-    def barrier(self, channel: int = 0) -> None:
-        self.clocks[self.local.rank] = dict(self.local.stream.clock)
-        self.meeting.wait()
-        for clock in self.clocks.values():
-            self.local.stream.merge(clock)
-        self.meeting.wait()
+    def copy(self, stream: Stream, target: Place, source: Place) -> None:
+        assert source.shape == target.shape
+        self.access(source, write=False, stream=stream)
+        self.access(target, write=True, stream=stream)
+
+    def wait(self, stream: Stream, flags: tuple[int, ...]) -> None:
+        for flag in flags:
+            assert flag >> 32 & 0xFF == self.local.rank, "streams wait for flags on their own device"
+            kind = (flag & 0xFFFFFFFF) // 4 // self.size % len(Flag)
+            with self.change:
+                if (flag >> 40, kind) == self.forgotten:
+                    self.raised.pop(flag, None)
+                    continue
+                assert self.change.wait_for(lambda flag=flag: flag in self.raised or self.lost, 30)  # type: ignore[misc]
+                stream.merge(self.raised.pop(flag, {}))  # once one is lost, anything goes
+
+    def spin(self, flags: tuple[int, ...]) -> None:
+        self.wait(self.local.stream, flags)
+
+    def raise_flags(self, stream: Stream, flags: tuple[int, ...]) -> None:
+        with self.change:
+            for flag in flags:
+                self.lost += flag in self.raised
+                self.raised[flag] = dict(stream.clock)
+            self.change.notify_all()
 
     def races(self) -> list[Any]:
+        """Cells with accesses out of order, and a word for each flag that was lost."""
         by_cell = defaultdict(list)
         for cell, *access in self.accesses:
             by_cell[cell].append(access)
-        return [
+        return ["lost"] * self.lost + [
             cell
             for cell, found in by_cell.items()
             for (write, stream, count, clock), (other_write, other, other_count, other_clock) in itertools.combinations(
@@ -111,6 +142,12 @@ class Place:
     def __len__(self) -> int:
         return len(self.cells)
 
+    def numel(self) -> int:
+        return int(np.prod(self.shape))
+
+    def data_ptr(self) -> Any:
+        return self.cells.flat[0]
+
     def __getitem__(self, index: Any) -> Place:
         return Place(self.world, self.cells[index], self.width)
 
@@ -136,7 +173,7 @@ class Place:
 class Handle:
     def __init__(self, world: World, name: int) -> None:
         self.world, self.name = world, name
-        self.barrier = world.barrier
+        self.buffer_ptrs = [name << 40 | rank << 32 for rank in range(world.size)]
 
     def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Place:
         count, first = int(np.prod(shape[:-1])), offset // shape[-1]
@@ -146,7 +183,7 @@ class Handle:
 
 
 def calls(world: World, pieces: int) -> None:
-    """What forward and backward passes of two layers do, in their order, on one rank."""
+    """What passes of two layers do, in their order, on one rank; and as much at once as there are slots for."""
     rank, size = world.local.rank, world.size
     group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: size)
     way = Symmetric(group, pieces)
@@ -166,28 +203,35 @@ def calls(world: World, pieces: int) -> None:
         world.access(y, write=False)  # type: ignore[arg-type]
         if keep:
             world.access(gathered, write=False)  # type: ignore[arg-type]
+        way.done(gathered)
         way.scatter_in_pieces(whole, product, pieces).finish()  # type: ignore[arg-type]
         way.scatter_in_pieces(whole, product, pieces).finish()  # type: ignore[arg-type]
         arriving = way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True)  # type: ignore[arg-type]
         leaving = way.scatter_in_pieces(whole, product, 1)  # type: ignore[arg-type]
         arriving.wait(0)
         world.access(arriving.whole, write=False)  # type: ignore[arg-type]
+        way.done(arriving.whole)
         leaving.finish()
+    several = [way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True) for _ in range(2)]  # type: ignore[arg-type]
+    for arriving in several:
+        arriving.wait(0)
+        world.access(arriving.whole, write=False)  # type: ignore[arg-type]
+    for arriving in several:
+        way.done(arriving.whole)
+    for leaving in [way.scatter_in_pieces(whole, product, 1) for _ in range(2)]:  # type: ignore[arg-type]
+        leaving.finish()
+    way.scatter_in_pieces(whole, product, 1).finish()  # type: ignore[arg-type]
     for _ in range(2):  # weight gradients that come later gather one input after another
-        way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True).wait(0)  # type: ignore[arg-type]
+        arriving = way.carrier.gather(share, rounds_of(rank, size, 1), place_own=True)  # type: ignore[arg-type]
+        arriving.wait(0)
         world.access(share, write=True)
+        world.access(arriving.whole, write=False)  # type: ignore[arg-type]
+        way.done(arriving.whole)
 
 
-@contextmanager
-def on(world: World, stream: Stream) -> Iterator[None]:
-    before, world.local.stream = world.local.stream, stream
-    yield
-    world.local.stream = before
-
-
-def play(size: int, pieces: int) -> list[Any]:
+def play(size: int, pieces: int, forgotten: tuple[int, Flag] | None = None) -> list[Any]:
     """The races of all ranks' calls."""
-    world = World(size)
+    world = World(size, forgotten)
     errors: list[BaseException] = []
 
     def rank_of(rank: int) -> None:
@@ -196,29 +240,39 @@ def play(size: int, pieces: int) -> list[Any]:
             calls(world, pieces)
         except BaseException as error:
             errors.append(error)
-            world.meeting.abort()
 
     def empty(size: int, dtype: Any, device: Any) -> Any:
         world.local.clearing = True  # behind whatever the default stream has to do
-        return SimpleNamespace(numel=lambda: size)
+        return torch.zeros(size, dtype=dtype)
 
     def cleared() -> None:
         world.local.clearing = False
 
+    together = threading.Barrier(size, timeout=30)
+
     def rendezvous(memory: Any, group: Any) -> Handle:
-        assert not world.local.clearing, "a peer's first signal would be cleared away"
+        assert not world.local.clearing, "a peer's first flag would be cleared away"
         world.local.made += 1
-        return Handle(world, world.local.made)
+        handle = Handle(world, world.local.made)
+        for word in memory.view(torch.int32).nonzero().flatten().tolist():
+            world.raised[handle.buffer_ptrs[world.local.rank] + 4 * word] = {}
+        together.wait()
+        return handle
 
     memory = SimpleNamespace(empty=empty, rendezvous=rendezvous)
     fakes = {
         "current_stream": lambda: world.local.stream,
         "Stream": Stream,
-        "stream": lambda stream: on(world, stream),
         "current_device": lambda: 0,
         "default_stream": lambda device: SimpleNamespace(synchronize=cleared),
     }
-    with patch.multiple(torch.cuda, **fakes), patch.object(symmetric, "symmetric_memory", lambda: memory):
+    calls_of = {"wait": world.wait, "raise_flags": world.raise_flags, "copy": world.copy}
+    with (
+        patch.multiple(torch.cuda, **fakes),
+        patch.multiple(driver, **calls_of),
+        patch.object(peers, "symmetric_memory", lambda: memory),
+        patch.object(symmetric, "import_module", lambda name: SimpleNamespace(wait=world.spin)),
+    ):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()
@@ -234,21 +288,10 @@ def test_everything_is_ordered(size: int, pieces: int) -> None:
     assert play(size, pieces) == []
 
 
-@pytest.mark.parametrize("buffer", [1, 2], ids=["shares", "sums"])
-@pytest.mark.parametrize("second", [0, 1], ids=["before", "after"])
-def test_every_barrier_is_needed(buffer: int, second: int) -> None:
-    """Before shares are laid open, and after; before sums may come, and after."""
-    seen = threading.local()
-    whole = Buffer.barrier
-
-    def forgetful(self: Buffer) -> None:
-        counts = seen.__dict__.setdefault("counts", defaultdict(int))
-        counts[self.handle.name] += 1
-        if self.handle.name != buffer or counts[buffer] % 2 == second:
-            whole(self)
-
-    with patch.object(Buffer, "barrier", forgetful):
-        assert play(2, 2)
+@pytest.mark.parametrize("memory", [1, 3], ids=["shares", "sums"])
+@pytest.mark.parametrize("kind", [Flag.FREE, Flag.READY])
+def test_every_flag_is_needed(memory: int, kind: Flag) -> None:
+    assert play(2, 2, (memory, kind))
 
 
 @pytest.mark.parametrize("name", ["wait_stream", "wait_event"])

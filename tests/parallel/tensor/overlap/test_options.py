@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,13 +17,14 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import state_of
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers import memory as peers
 from megalight.parallel.tensor import shared as shared_module
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
-from megalight.parallel.tensor.overlap.kinds import OVERLAPS
+from megalight.parallel.tensor.overlap.kinds import OVERLAPS, choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import OverlapSpec
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.tensor.shared import Shared, steps_recorded
 from tests.parallel.test_apply import BASE
 from tests.workers import run
 
@@ -76,8 +76,8 @@ def test_refusals(make: Any, message: str) -> None:
     ],
 )
 def test_reasons(name: str, changes: dict[str, Any], reason: str) -> None:
-    here = symmetric.cuda_why_not if "device" in changes else lambda device: None
-    with patch.object(symmetric, "cuda_why_not", here):
+    here = peers.why_not if "device" in changes else lambda device: None
+    with patch.object(peers, "why_not", here):
         answers = {backend.name: answer for backend, answer in OVERLAPS.table(SPEC)}
         assert answers["pipelined"] is None
         found = {backend.name: answer for backend, answer in OVERLAPS.table(replace(SPEC, **changes))}
@@ -85,21 +85,23 @@ def test_reasons(name: str, changes: dict[str, Any], reason: str) -> None:
     assert found["plain"] is None
 
 
-def test_multicast_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "cuda_why_not", lambda device: None)
-    monkeypatch.setenv(symmetric.NO_MULTICAST, "0")
-    assert "set it to 1" in str(symmetric.why_not(SPEC))
-    monkeypatch.delenv(symmetric.NO_MULTICAST)
+def test_peers_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "why_not", lambda device: None)
+    monkeypatch.setattr(peers, "unreachable", lambda group: f"{group} is far away")
+    assert symmetric.why_not(replace(SPEC, group="somebody")) == "somebody is far away"  # type: ignore[arg-type]
     assert symmetric.why_not(SPEC) is None
-    monkeypatch.setenv(symmetric.BUFFERS, "NVSHMEM")
-    assert "TORCH_SYMMMEM=NVSHMEM asks for others; unset it" in str(symmetric.why_not(SPEC))
 
 
-def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "cuda_why_not", lambda device: None)
-    monkeypatch.setattr(symmetric, "hosts_of", lambda group: 2)
-    spec = replace(SPEC, tp=4, group=SimpleNamespace())
-    assert "needs all ranks on one host, and tp=4 spans 2" in str(symmetric.why_not(spec))
+def test_auto_takes_copy_engines_for_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "why_not", lambda device: None)
+    assert choose("", SPEC, "auto").name == "plain"
+    assert choose("", replace(SPEC, recorded=True), "auto").name == "symmetric"
+    assert choose("", replace(SPEC, recorded=True, low_precision=True), "auto").name == "plain"
+    model = split(TensorOptions())
+    layer = next(module for module in model.modules() if isinstance(module, ColumnLinear))
+    for recorded in (True, False):
+        steps_recorded(model, recorded)
+        assert layer.shared._spec(torch.zeros(1), torch.device("cpu"), None, None).recorded is recorded
 
 
 def per_layer(limit: int | None) -> tuple[list[str], list[int | None]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.row import RowLinear
 from megalight.parallel.tensor.shared import Shared
@@ -59,6 +60,7 @@ def step(module: nn.Sequential, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 
 def _compare(options: TensorOptions) -> None:
+    symmetric.LEAST_BYTES = 0  # in a process of the test's own
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = ParallelMesh(size, rank, tp=size)
     plain = Shared(mesh, True, tensor=TensorOptions(overlap="plain"))
@@ -85,6 +87,42 @@ def _compare(options: TensorOptions) -> None:
             assert error < 2e-2, f"{options}: {name} is off by {error:.2e}"
 
 
+def _recorded(overlap: str) -> None:
+    """Copies and flags that a CUDA graph replays."""
+    symmetric.LEAST_BYTES = 0
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh, tokens = ParallelMesh(size, rank, tp=size), 256
+    modules = [mlp(Shared(mesh, True, tensor=TensorOptions(overlap=way)), torch.bfloat16) for way in ("plain", overlap)]
+    for mine, theirs in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    x = torch.randn(tokens, WIDTH, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn(tokens, WIDTH, device="cuda").bfloat16()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(modules[1](x), x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    dist.barrier()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        y = modules[1](x)
+        (found,) = torch.autograd.grad(y, x, grad)
+    for index in range(4):
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * index + rank)))
+        wanted = step(modules[0], x, grad)
+        for parameter in modules[1].parameters():
+            parameter.main_grad.zero_()
+        if rank == index % size:
+            torch.cuda._sleep(20_000_000)
+        graph.replay()
+        results = {"output": y.detach(), "input": found}
+        results |= {name: parameter.main_grad for name, parameter in modules[1].named_parameters()}
+        for name, value in wanted.items():
+            error = ((results[name].float() - value.float()).norm() / value.float().norm()).item()
+            assert error < 2e-2, f"{name} is off by {error:.2e} in replay {index}"
+
+
 def _limited(limit: int) -> None:
     """The limit reaches NCCL."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -95,7 +133,8 @@ def _limited(limit: int) -> None:
 
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(_compare, (options,)) for options in OPTIONS if world % (options.pieces or 1) == 0] + [(_limited, (3,))]
+    compared = [(_compare, (options,)) for options in OPTIONS if world % (options.pieces or 1) == 0]
+    return [*compared, (_limited, (3,)), (_recorded, ("symmetric",))]
 
 
 def world_of(options: TensorOptions) -> int:
@@ -105,6 +144,11 @@ def world_of(options: TensorOptions) -> int:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_numbers_of_the_plain_way(options: TensorOptions) -> None:
     runs_of(jobs, world_of(options)).outcome((options,))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_graphs_record_copies_and_flags(world: int) -> None:
+    runs_of(jobs, world).outcome(("symmetric",))
 
 
 def test_a_group_of_few_multiprocessors() -> None:

@@ -1,0 +1,67 @@
+"""When a process can have memory that its peers reach, and when a group's ranks reach each other's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalight.parallel.peers import driver, memory
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(memory, "cuda_why_not", lambda device: None)
+    monkeypatch.setattr(memory, "has", lambda package: True)
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace())
+    return monkeypatch
+
+
+def test_multicast_stays_off(able: pytest.MonkeyPatch) -> None:
+    able.setenv(memory.NO_MULTICAST, "0")
+    assert "set it to 1" in str(memory.why_not("cuda"))
+    able.delenv(memory.NO_MULTICAST)
+    assert memory.why_not("cuda") is None
+    able.setenv(memory.BUFFERS, "NVSHMEM")
+    assert "TORCH_SYMMMEM=NVSHMEM asks for others; unset it" in str(memory.why_not("cuda"))
+
+
+def test_an_old_driver(able: pytest.MonkeyPatch) -> None:
+    able.setattr(driver, "library", lambda: None)
+    assert "cuStreamBatchMemOp_v2" in str(memory.why_not("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("places", "links", "reason"),
+    [
+        ([("a", 0), ("a", 1)], True, None),
+        ([("a", 0), ("b", 0)], True, "needs all 2 ranks on one host, and they are on 2"),
+        ([("a", 0), ("a", 0)], True, "CUDA_VISIBLE_DEVICES"),
+        ([("a", 0), ("a", 1)], False, "reach each other's memory"),
+    ],
+)
+def test_who_reaches_whom(
+    places: list[tuple[str, int]], links: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    def gather(found: list[Any], own: Any, group: Any) -> None:
+        found[:] = places if isinstance(own, tuple) else [own, []]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: links)
+    found = memory.unreachable(Group())  # type: ignore[arg-type]
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_operations_are_laid_out_as_the_driver_reads_them() -> None:
+    """``CUstreamBatchMemOpParams`` has 48 bytes: operation, address, value, flags, alias, each at a multiple of 8."""
+    words = torch.frombuffer(bytearray(driver._waits((0x7F00, 0x7F04))), dtype=torch.int64).view(4, 6).tolist()
+    wait, lower = [driver.WAIT, 0x7F00, 1, driver.EQUAL, 0, 0], [driver.WRITE, 0x7F00, 0, 0, 0, 0]
+    assert words == [wait, lower, [wait[0], 0x7F04, *wait[2:]], [lower[0], 0x7F04, *lower[2:]]]
