@@ -20,7 +20,7 @@ PARTS = ("gemm", "attention", "optimizer", "other", "exposed")
 """Parts of a step but idleness. Each instant belongs to the first of them that has a kernel running."""
 
 NAMES: tuple[tuple[str, str], ...] = (
-    ("exposed", r"nccl|gloo|symm_mem|multimem|all_?reduce|all_?gather|reduce_scatter|c10d|memcpy ptop"),
+    ("exposed", r"nccl|gloo|symm_mem|multimem|all_?reduce|all_?gather|reduce_scatter|c10d|memcpy ptop|^_wait$"),
     ("attention", r"flash|fmha|sdpa|attention|attn|dot_do_o|convert_dq|^_merge$"),
     (
         "optimizer",

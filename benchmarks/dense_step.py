@@ -6,8 +6,9 @@
 Every peer (a file of benchmarks/peers/) trains the same shape with AdamW, clipping at norm 1 and float32 gradients or
 masters, on random tokens. Model FLOPs per token are 6 x matmul parameters (with the head, without the input embedding)
 + causal attention. Before it times anything the script checks Megalight's losses against float32 (`--unchecked` skips
-the part of it that comes first). Prints and writes seconds per optimizer step (median), TFLOP/s, tokens/s, peak memory
-per GPU and the roofline; `megalight bench` runs the rows of a table by this.
+the part of it that comes first). Prints and writes seconds per optimizer step (median of steps that follow each other;
+beside it that of steps that each begin with an idle device), TFLOP/s, tokens/s, peak memory per GPU and the roofline;
+`megalight bench` runs the rows of a table by this.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def measure(a: argparse.Namespace, name: str, peer: str, step: Step) -> dict[str
         "seconds": median,
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
+        "seconds_alone": statistics.median(meter.alone()),
         "tflops": rate,
         "share_of_sustained": rate / SUSTAINED_TFLOPS[device] if device in SUSTAINED_TFLOPS else None,
         "tokens_per_second": step.tokens_per_gpu / median,
@@ -125,7 +127,8 @@ def say(row: dict[str, Any]) -> None:
         print(f"REFUSED {row['peer']}: {row['refused']}", flush=True)
         return
     print(
-        f"RESULT {row['peer']}: {row['seconds']:.4f} s/step, {row['tflops']:.1f} TFLOP/s, "
+        f"RESULT {row['peer']}: {row['seconds']:.4f} s/step ({row['seconds_alone']:.4f} alone), "
+        f"{row['tflops']:.1f} TFLOP/s, "
         f"{row['tokens_per_second']:.0f} tokens/s, peak {row['peak_gib']:.1f} GiB",
         flush=True,
     )

@@ -43,13 +43,36 @@ def peak_gib(step: Step) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def mark(step: Step) -> Any:
+    """A point in the device's time; on CPU the host's."""
+    if step.device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(before: Any, after: Any) -> float:
+    """Seconds from one mark to another."""
+    return float(after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3)
+
+
 def random_rows(step: Step, count: int, seed: int) -> torch.Tensor:
     """``[count, seq + 1]`` tokens."""
     return torch.randint(0, step.vocab, (count, step.seq + 1), generator=torch.Generator().manual_seed(seed))
 
 
+ALONE = 3
+"""Steps that are timed one by one, after the others."""
+
+
 class Meter:
     """Counts a run's steps: call :meth:`start` before the first and :meth:`tick` after each of :attr:`total`.
+
+    Timed steps follow each other as in training, where nobody waits for a step to end before the next one begins: on a
+    GPU a step's seconds are those between two events, each recorded when the host is through with a step. Then come
+    :data:`ALONE` steps that begin with an idle device and end when it is idle again (:meth:`alone`): nothing that a
+    step leaves behind runs under the next one, and the first kernels wait for the host.
 
     :meth:`close` comes last, before the ranks part; then ``ranks`` holds each one's peak in GiB and its breakdown.
 
@@ -61,9 +84,12 @@ class Meter:
 
     def __init__(self, step: Step, profiled: bool = False, table: str | None = None) -> None:
         self.step = step
-        self.total = step.warmup + step.steps + 2 * profiled
+        self.together = step.warmup + step.steps
+        self.total = self.together + ALONE + 2 * profiled
         self.table = table
         self.ranks: list[tuple[float, dict[str, Any]]] = []
+        self._ticks = 0
+        self._marks: list[Any] = []
         self._readings: list[float] = []
         self._profiler: Any = None
         if profiled:
@@ -75,23 +101,28 @@ class Meter:
 
     def start(self) -> None:
         synchronize()
-        self._readings.append(time.perf_counter())
         if self._profiler:
             self._profiler.start()
 
     def tick(self) -> None:
-        synchronize()
-        self._readings.append(time.perf_counter())
-        ticks = len(self._readings) - 1
-        if self._profiler and ticks <= self.total:
+        self._ticks += 1
+        if self.step.warmup <= self._ticks <= self.together:
+            self._marks.append(mark(self.step))
+        if self._ticks >= self.together:
+            synchronize()
+            self._readings.append(time.perf_counter())
+        if self._profiler and self._ticks <= self.total:
             self._profiler.step()
-            if ticks < self.total:
+            if self.together <= self._ticks < self.total:
                 self._readings[-1] = time.perf_counter()  # what the profiler takes to begin belongs to no step
 
     def seconds(self) -> list[float]:
         """Of each timed step."""
-        readings = self._readings[self.step.warmup : self.step.warmup + self.step.steps + 1]
-        return [after - before for before, after in pairwise(readings)]
+        return [between(before, after) for before, after in pairwise(self._marks)]
+
+    def alone(self) -> list[float]:
+        """Of each step that began and ended with an idle device."""
+        return [after - before for before, after in pairwise(self._readings[: ALONE + 1])]
 
     def close(self) -> None:
         """Bring together what the ranks found; again, it does nothing."""

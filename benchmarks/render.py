@@ -117,7 +117,7 @@ def page_table(found: dict[str, Record]) -> str:
         ours = entry["peers"][OURS]
         bound = least(row, entry["device"])
         beside = [
-            f"{peer} {fitting(it['tflops'])} ({it['peak_gib']:.1f} GiB)"
+            f"{peer} {fitting(it['tflops'])} ({it['peak_gib']:.1f} GiB): {ours['tflops'] / it['tflops']:.2f} x"
             for peer, it in entry["peers"].items()
             if peer != OURS
         ]
@@ -126,6 +126,7 @@ def page_table(found: dict[str, Record]) -> str:
                 f"`{name}`",
                 f"{entry['gpus']} x {entry['device'].removeprefix('NVIDIA ')}",
                 number(ours["seconds"], ".3f"),
+                number(ours.get("seconds_alone"), ".3f"),
                 fitting(ours["tflops"]),
                 number(ours["tokens_per_second"]),
                 number(ours["peak_gib"], ".1f"),
@@ -138,7 +139,7 @@ def page_table(found: dict[str, Record]) -> str:
                 f"[json](../../benchmarks/results/{entry['file']})",
             ]
         )
-    columns = ["row", "on", "s per step", "TFLOP/s", "tokens/s", "GiB", "roofline", "of it", "aim", "checked",
+    columns = ["row", "on", "s per step", "alone", "TFLOP/s", "tokens/s", "GiB", "roofline", "of it", "aim", "checked",
                "beside it", "earlier", "from"]  # fmt: skip
     return markdown(columns, lines)
 
@@ -207,6 +208,7 @@ def row_table(record: Record) -> str:
             [
                 row["peer"],
                 number(row["seconds"], ".4f"),
+                number(row.get("seconds_alone"), ".4f"),
                 fitting(row["tflops"]),
                 number(row["tokens_per_second"]),
                 number(row["peak_gib"], ".1f"),
@@ -215,13 +217,13 @@ def row_table(record: Record) -> str:
                 *(number(parts(row).get(part), ".1%") for part in PLACES),
             ]
         )
-    columns = ["peer", "s/step", "TFLOP/s", "tokens/s", "GiB", "ours / it", "of roofline", "products", "attention",
-               "optimizer", "other", "computing", "exposed", "idle", "sum"]  # fmt: skip
+    columns = ["peer", "s/step", "alone", "TFLOP/s", "tokens/s", "GiB", "ours / it", "of roofline", "products",
+               "attention", "optimizer", "other", "computing", "exposed", "idle", "sum"]  # fmt: skip
     return "\n".join([markdown(columns, lines), *notes])
 
 
 def verdict(row: Row, record: Record, folder: Path) -> str:
-    """Roofline and aim of one run, in a line; nothing where there is neither.
+    """Roofline and aim of one run, and how many times as fast as each peer, in a line; what there is of it.
 
     Args:
         folder: where the results of other rows are.
@@ -231,6 +233,9 @@ def verdict(row: Row, record: Record, folder: Path) -> str:
     ours = next((found for found in record["rows"] if found["peer"] == OURS and "seconds" in found), None)
     if (row.aim or row.against) and ours:
         words.append(f"aim {aim_of(row, ours['tflops'], rate_of(collect(folder), row))}")
+    if ours:
+        others = [found for found in record["rows"] if found is not ours and "seconds" in found]
+        words += [f"{ours['tflops'] / it['tflops']:.2f} x {it['peer']}" for it in others]
     words += [f"measured earlier: {peer} {rate:.0f}" for peer, rate in row.figures.items()]
     return "; ".join(words) + "\n" if words else ""
 

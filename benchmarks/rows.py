@@ -137,6 +137,19 @@ ROWS: dict[str, Row] = {
         )
         for way in ("pipelined", "symmetric")
     },
+    **{
+        f"llama3-8b-{name}-graph-{way}": _row(
+            f"{about}, steps as CUDA graphs, collectives {way}",
+            f"{LLAMA3_8B} {layout} graph=1 overlap={way}",
+            gpus=4,
+            aim=aim,
+        )
+        for name, about, layout, aim in (
+            ("tp4", "Llama-3-8B, TP=4 with SP", "tp=4", 510),
+            ("tp2dp2", "Llama-3-8B, TP=2 with SP, DP=2", "tp=2 mbs=1", 530),
+        )
+        for way in ("plain", "symmetric")
+    },
     "llama3-8b-pp4": _row("Llama-3-8B, PP=4, 1F1B", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B}", gpus=4),
     "llama3-8b-pp4-zb": _row("the same, zero bubble", f"{LLAMA3_8B} {FEW} {ONE_F_ONE_B} schedule=zero_bubble", gpus=4),
     "llama3-8b-pp4-vpp4": _row(

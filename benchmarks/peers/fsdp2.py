@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,19 +56,15 @@ class Runner:
             meter.close()
 
 
-class process_group:
-    """All ranks that torchrun started, or this process alone; gives the rank."""
+@contextmanager
+def process_group(backend: str) -> Iterator[int]:
+    """All ranks that torchrun started, or this process alone; gives the rank.
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def __enter__(self) -> int:
-        if "RANK" in os.environ:
-            dist.init_process_group(self.backend)
-        else:
-            dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1)
+    A group that is there already serves, and stays for whoever comes next: :mod:`megalight.parallel.ending` closes it.
+    """
+    if not dist.is_initialized():
+        store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **store)
         end_at_exit()
-        return dist.get_rank()
-
-    def __exit__(self, *problem: object) -> None:
-        dist.destroy_process_group()
+    yield dist.get_rank()
+    dist.barrier()

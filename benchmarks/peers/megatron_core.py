@@ -169,6 +169,6 @@ def micro_batches(step: Step, replica: int) -> Iterator[tuple[torch.Tensor, torc
     """Random tokens and labels without end, other ones for each replica."""
     seed = 10**6 * replica
     while True:
-        ids = random_rows(step, step.mbs, seed).cuda()
+        ids = random_rows(step, step.mbs, seed).pin_memory().cuda(non_blocking=True)
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         seed += 1

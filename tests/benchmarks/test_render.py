@@ -51,9 +51,9 @@ def test_results_find_their_rows(tmp_path):
     }
     first, second = render.page_table(found).splitlines()[2:]
     cells = [cell.strip() for cell in first.split("|")[1:-1]]
-    assert cells[:11] == [
-        "`8b-16l-bf16`", "1 x H200", "1.000", "580", "10,000", "80.0", "596", "97%", "580: met", "",
-        "hf-compile 490 (80.0 GiB)",
+    assert cells[:12] == [
+        "`8b-16l-bf16`", "1 x H200", "1.000", "", "580", "10,000", "80.0", "596", "97%", "580: met", "",
+        "hf-compile 490 (80.0 GiB): 1.18 x",
     ]  # fmt: skip
     assert "| 850: 5.9% short |" in second
     assert "`8b-8l-8k-fp8`" in render.missing(found)
