@@ -1,1 +1,1 @@
-"""Lightning plugins and one folder for each optional package."""
+"""Lightning plugins, and one folder for each optional package."""

@@ -1,4 +1,4 @@
-"""Adam by multi-tensor kernels: Apex's, and TransformerEngine's, which were made from them."""
+"""Adam with the multi-tensor kernels of Apex, or of TransformerEngine, which derive from them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ CORRECT_BIAS = 1
 
 @lru_cache
 def _no_overflow(device: torch.device) -> Tensor:
-    """The flag by which a step could be skipped: never set."""
+    """Return the flag with which the kernels skip a step; it is never set."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
 class MultiTensorAdam:
-    """A backend of the op: one kernel; scaling the gradient is a pass of its own.
+    """A backend of the op ``adam`` with one kernel. To scale the gradient takes a separate pass over memory.
 
     Attributes:
-        applier: gives what calls kernels on lists of tensors.
-        kernel: gives a kernel by its name.
-        writes_out: the kernel writes the low-precision copy too, where ``lr`` and ``step`` are numbers.
+        applier: returns the function that calls a kernel on lists of tensors.
+        kernel: returns a kernel by name.
+        writes_out: whether the kernel also writes the low-precision copy if ``lr`` and ``step`` are numbers.
     """
 
     applier: Callable[[], Any]
@@ -50,7 +50,7 @@ class MultiTensorAdam:
         grad_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """One step."""
+        """Implement :func:`megalight.ops.adam.adam_step`."""
         if not param.numel():
             return
         on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
@@ -58,7 +58,7 @@ class MultiTensorAdam:
         own = grad if grad_scale is None else grad.float() * grad_scale.float()
         lists = [[own], [param], [exp_avg], [exp_avg_sq]]
         if on_device:
-            # This kernel multiplies by a last argument, and writes the product back: it gets a copy that it may write.
+            # This kernel multiplies the gradient by its last argument in place, so it gets a copy.
             lists[0] = [own.to(torch.float32, copy=own is grad)]
             lr = torch.as_tensor(lr, dtype=torch.float32, device=param.device)
             step = torch.as_tensor(step, device=param.device).to(torch.int32)

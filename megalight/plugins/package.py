@@ -1,4 +1,4 @@
-"""An optional package behind its fence: whether it is here, new enough and whole, and what it offers."""
+"""Access to an optional package: whether it is installed, new enough and complete, and its functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalight.ops.common import cuda_why_not
 
 
 def release(version: str) -> tuple[int, ...]:
-    """``"2.12.0+cu13"`` as ``(2, 12, 0)``: what versions are compared by."""
+    """Parse ``"2.12.0+cu13"`` to ``(2, 12, 0)``, to compare versions."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()
 
@@ -25,9 +25,9 @@ class Package:
     """One optional package.
 
     Attributes:
-        name: what is imported.
-        distribution: what is installed.
-        how: the command, or the place, that brings it.
+        name: import name.
+        distribution: name of the distribution that is installed.
+        how: how to install it: a command, or where to find it.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Package:
 
     @property
     def version(self) -> str | None:
-        """The installed version; None where nothing tells it. Imports the package where its metadata is missing."""
+        """The installed version, or None if it is unknown. Without metadata, the package is imported."""
         found = imports.version(self.distribution)
         if found is None and imports.has(self.name.partition(".")[0]):
             try:
@@ -46,13 +46,13 @@ class Package:
         return found
 
     def why_not(self, device: str, feature: str, *paths: str, minimum: str | None = None) -> str | None:
-        """Why the package cannot serve ``feature``, or None. What can be told without importing it is told first.
+        """Return why the package cannot serve ``feature``, or None. The package is imported only if all else is fine.
 
         Args:
-            device: type of the tensors' device; these packages know CUDA alone.
-            feature: what is wanted, for the message.
-            paths: modules, or ``module:attribute``, that it takes; imported in this order.
-            minimum: the first version that has it.
+            device: device type of the tensors; these packages serve only CUDA.
+            feature: the feature, for the message.
+            paths: modules, or ``module:attribute``, that the feature needs. They are imported in this order.
+            minimum: the first version that has the feature.
         """
         if not imports.has(self.name.partition(".")[0]):
             return f"needs the package {self.name}, which is not installed. Next: {self.how}"
@@ -69,23 +69,23 @@ class Package:
         return None
 
     def load(self, path: str) -> Any:
-        """A module, or ``module:attribute``.
+        """Import a module, or ``module:attribute``, and return it.
 
         Raises:
-            MissingPackageError: it cannot be had; the message says why, and what to do.
+            MissingPackageError: it is not available. The message has the reason and the next step.
         """
         return _load(self, path)
 
 
 @functools.lru_cache(maxsize=256)
 def _load(package: Package, path: str) -> Any:
-    """Remembered: kernels are looked up in every call, in threads of autograd's own too."""
+    """Import and cache: kernels are looked up in every call, also in autograd's threads."""
     module, _, attribute = path.partition(":")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a package warns of while it is imported is its own concern
+            warnings.simplefilter("ignore")  # users cannot change what a package does when it is imported
             found = importlib.import_module(module)
-    except Exception as error:  # a missing shared library, a failed build, another torch: packages raise anything
+    except Exception as error:  # packages raise anything: a missing shared library, a failed build, another torch
         reason = (str(error).splitlines() or [""])[0]
         raise MissingPackageError(
             f"{module} could not be imported ({type(error).__name__}: {reason}). Next: {package.how}"

@@ -1,6 +1,6 @@
-"""NVIDIA Apex: norms, weight gradients and Adam by its kernels.
+"""NVIDIA Apex: backends for norms, weight gradients and Adam.
 
-Importing this folder imports nothing of the package; a backend does when its name is asked for.
+This folder does not import the package; a backend does when it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megalight.registry import Backend
 
 NAME = "apex"
 PRIORITY = 0
-"""Asked for by name, never by rank."""
+"""Unused: backends of plugins are chosen only by name."""
 
 
 def register() -> None:

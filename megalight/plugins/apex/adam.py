@@ -1,4 +1,4 @@
-"""Adam by Apex's multi-tensor kernels."""
+"""Adam with Apex's multi-tensor kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTENSION = "amp_C"
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why a step cannot be served."""
+    """Return why it cannot serve a step, or None."""
     if not spec.contiguous:
         return "needs contiguous tensors"
     if {spec.dtype, spec.grad_dtype, *spec.state_dtypes} != {torch.float32}:

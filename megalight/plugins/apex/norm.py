@@ -24,12 +24,12 @@ def _why_not(spec: Spec, function: str) -> str | None:
 
 
 def rms_why_not(spec: Spec) -> str | None:
-    """Why RMS norm cannot be served."""
+    """Return why it cannot serve RMS norm, or None."""
     return _why_not(spec, "fused_rms_norm_affine")
 
 
 def layer_why_not(spec: Spec) -> str | None:
-    """Why layer norm cannot be served."""
+    """Return why it cannot serve layer norm, or None."""
     return _why_not(spec, "fused_layer_norm_affine")
 
 
@@ -40,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last dim. The kernel always adds a bias: zeros where there is none."""
+    """Layer norm over the last dim. The kernel always adds a bias; without one it gets zeros."""
     shift = torch.zeros_like(weight) if bias is None else bias
     out: Tensor = PACKAGE.load(f"{MODULE}:fused_layer_norm_affine")(x, weight, shift, tuple(weight.shape), eps)
     return out

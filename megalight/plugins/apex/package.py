@@ -1,4 +1,4 @@
-"""The package. Its version has been 0.1 for years, so what it can do is told by which extensions were built."""
+"""The package Apex. Its version has been 0.1 for years, so we look for the extensions that were built."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ PACKAGE = Package(
 
 
 def why_not(device: str, feature: str, *paths: str) -> str | None:
-    """Why the package cannot serve ``feature``, or None. Extensions are modules of their own in ``paths``."""
+    """Return why the package cannot serve ``feature``, or None. Extensions are separate modules in ``paths``."""
     return PACKAGE.why_not(device, feature, *paths)

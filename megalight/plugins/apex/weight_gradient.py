@@ -19,7 +19,7 @@ def _kernel(dtype: torch.dtype) -> str:
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why an accumulation cannot be served."""
+    """Return why it cannot serve an accumulation, or None."""
     if spec.dtype not in HALF or spec.main_dtype not in (torch.float32, spec.dtype):
         return "needs half operands, and a main gradient in float32 or their type"
     return package_why_not(spec.device, "the fused weight gradient", "apex", _kernel(spec.main_dtype))

@@ -10,7 +10,7 @@ from megalight.plugins.flash_attn import version_2, version_3, version_4
 from megalight.registry import Backend
 
 PRIORITY = 0
-"""Asked for by name, never by rank."""
+"""Unused: backends of plugins are chosen only by name."""
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""What the releases share: the same two functions, one for equally long sequences and one for packed ones."""
+"""Common code of all releases: two functions, one for equally long sequences and one for packed sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
 WIDEST = 256
 ARGUMENTS = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-"""Releases 3 and 4 have no reliable version numbers: their functions tell what they can do."""
+"""Arguments that the functions must have. Releases 3 and 4 have no reliable version numbers to check instead."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Release:
     """One release of flash-attn.
 
     Attributes:
-        package: behind its fence.
-        module: of the package, which holds its functions.
-        minimum: the first version that serves; None: any whose functions take the arguments.
-        unlimited: how it is told of a window without an end.
+        package: the package.
+        module: the module with its functions.
+        minimum: the first version that serves. None: any version whose functions have the arguments.
+        unlimited: the value for a window without a limit.
         dropout: whether it can drop attention weights.
     """
 
@@ -40,7 +40,7 @@ class Release:
     dropout: bool = False
 
     def why_not(self, spec: Spec) -> str | None:
-        """Why no release can serve, or why this one does not or is not here."""
+        """Return why this release cannot serve, or None."""
         if spec.dropout and not self.dropout:
             return "has no dropout"
         if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:
@@ -66,7 +66,7 @@ class Release:
         softcap: float | None,
         dropout: float,
     ) -> Tensor:
-        """The backend. All releases align causal masks and windows bottom-right, and take fewer key heads."""
+        """Compute attention. All releases align masks and windows bottom-right, and support grouped key heads."""
         keys = sequences.keys or sequences
         options: dict[str, Any] = {
             "softmax_scale": scale,

@@ -1,4 +1,4 @@
-"""flash-attn 2 (https://arxiv.org/abs/2307.08691): serves everything that the op can ask for."""
+"""flash-attn 2 (https://arxiv.org/abs/2307.08691). It has all features of the op."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megalight.plugins.package import Package
 
 PACKAGE = Package("flash_attn", "flash-attn", "pip install --no-build-isolation 'megalight[flash-attn]'")
 MINIMUM = "2.6"
-"""The first with a soft cap on scores."""
+"""The first version with a soft cap on scores."""
 RELEASE = Release(PACKAGE, "flash_attn", MINIMUM, dropout=True)
 why_not = RELEASE.why_not
 attention = RELEASE.attention

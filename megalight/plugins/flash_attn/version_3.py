@@ -11,13 +11,13 @@ from megalight.plugins.package import Package
 MODULE = "flash_attn_interface"
 PACKAGE = Package(MODULE, "flash-attn-3", "build the folder hopper/ of https://github.com/Dao-AILab/flash-attention")
 ARCHITECTURES = (8, 9)
-"""Major compute capabilities that it was written for."""
+"""Major compute capabilities that it serves."""
 RELEASE = Release(PACKAGE, MODULE)
 attention = RELEASE.attention
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why attention cannot be served."""
+    """Return why it cannot serve attention, or None."""
     reason = RELEASE.why_not(spec)
     if reason is None and (major := torch.cuda.get_device_capability()[0]) not in ARCHITECTURES:
         return f"serves sm_80 to sm_90, not sm_{major}x"

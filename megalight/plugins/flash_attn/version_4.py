@@ -1,4 +1,4 @@
-"""flash-attn 4, written in CuTe for Hopper and Blackwell, compiled at its first use."""
+"""flash-attn 4, for Hopper and Blackwell. It is written in CuTe and compiled at its first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ attention = RELEASE.attention
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why attention cannot be served."""
+    """Return why it cannot serve attention, or None."""
     reason = RELEASE.why_not(spec)
     if reason is None and spec.head_dim > 128 and torch.cuda.get_device_capability()[0] > 9:
         return f"serves heads up to 128 on this device, not {spec.head_dim}"

@@ -25,7 +25,7 @@ from megalight.registry import Backend
 
 NAME = "transformer_engine"
 PRIORITY = 0
-"""Asked for by name, never by rank."""
+"""Unused: backends of plugins are chosen only by name."""
 
 
 def register() -> None:

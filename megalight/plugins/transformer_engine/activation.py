@@ -20,7 +20,7 @@ KINDS = {
     "relu": ("relu", "reglu"),
     "squared_relu": ("srelu", "sreglu"),
 }
-"""Our name -> the kernel's, plain and gated; the backward has a ``d`` before it. Its GELU is the one with tanh."""
+"""Our name -> names of the plain and the gated kernel. The backward kernel has a ``d`` in front. GELU is with tanh."""
 
 
 def _why_not(spec: Spec, gates: bool) -> str | None:
@@ -34,12 +34,12 @@ def _why_not(spec: Spec, gates: bool) -> str | None:
 
 
 def gated_why_not(spec: Spec) -> str | None:
-    """Why the gated form cannot be served."""
+    """Return why it cannot serve the gated form, or None."""
     return _why_not(spec, True)
 
 
 def activation_why_not(spec: Spec) -> str | None:
-    """Why the plain form cannot be served."""
+    """Return why it cannot serve the plain form, or None."""
     return _why_not(spec, False)
 
 
@@ -66,6 +66,6 @@ def activation(x: Tensor, kind: str) -> Tensor:
 
 
 def gated(x: Tensor, kind: str) -> Tensor:
-    """``act(gate) * up`` with ``x = gate | up`` along the last dim; the kernels gate by the first half too."""
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim, as the kernels define it."""
     out: Tensor = _Activation.apply(x, KINDS[kind][1])  # type: ignore[no-untyped-call]
     return out

@@ -1,4 +1,4 @@
-"""Adam by TransformerEngine's multi-tensor kernels, which also write the low-precision copy."""
+"""Adam with TransformerEngine's multi-tensor kernels, which also write the low-precision copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ APPLY = "transformer_engine.pytorch.optimizers:multi_tensor_applier"
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why a step cannot be served."""
+    """Return why it cannot serve a step, or None."""
     if not spec.contiguous:
         return "needs contiguous tensors"
     if spec.dtype != torch.float32 or set(spec.state_dtypes) != {torch.float32}:

@@ -17,11 +17,11 @@ from megalight.types import PackedSequences
 MINIMUM = "2.3"
 WIDEST = 256
 STEP = 64
-"""Longest lengths of ragged batches are rounded up to a multiple: cuDNN prepares itself anew for each."""
+"""Longest lengths of ragged batches are rounded up to a multiple of this: cuDNN compiles a kernel for each length."""
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why attention cannot be served."""
+    """Return why it cannot serve attention, or None."""
     if spec.softcap:
         return "has no soft cap on scores"
     if spec.window and not spec.causal:
@@ -37,7 +37,7 @@ def why_not(spec: Spec) -> str | None:
 def _module(
     heads: int, kv_heads: int, dims: tuple[int, int], dropout: float, scale: float | None, kind: str, trains: bool
 ) -> Any:
-    """A module without parameters; layers that ask for the same share it."""
+    """Make a module without parameters. Layers with equal arguments share it."""
     make = PACKAGE.load(f"{TORCH}:DotProductAttention")
     made = make(
         heads, dims, num_gqa_groups=kv_heads, attention_dropout=dropout, softmax_scale=scale, attention_type=kind
@@ -66,7 +66,7 @@ def attention(
         dropout,
         scale,
         "self" if sequences.keys is None else "cross",
-        needs_gradient or dropout > 0,  # a layer that is recomputed drops weights without a graph first
+        needs_gradient or dropout > 0,  # under recompute, the first forward drops weights without a graph
     )
     mask = ("causal" if sequences.keys is None else "causal_bottom_right") if causal else "no_mask"
     options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0 if causal else -1)}

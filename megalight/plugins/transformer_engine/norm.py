@@ -15,7 +15,7 @@ from megalight.plugins.transformer_engine.package import why_not as package_why_
 
 MINIMUM = "2.1"
 NO_MARGIN, NOT_CENTRED = 0, False
-"""All multiprocessors work; the weight is the factor itself, and not the factor less one."""
+"""Use all multiprocessors, and a weight that is the factor itself, not the factor minus one."""
 
 
 def _why_not(spec: Spec, kind: str) -> str | None:
@@ -28,12 +28,12 @@ def _why_not(spec: Spec, kind: str) -> str | None:
 
 
 def rms_why_not(spec: Spec) -> str | None:
-    """Why RMS norm cannot be served."""
+    """Return why it cannot serve RMS norm, or None."""
     return _why_not(spec, "rmsnorm")
 
 
 def layer_why_not(spec: Spec) -> str | None:
-    """Why layer norm cannot be served."""
+    """Return why it cannot serve layer norm, or None."""
     return _why_not(spec, "layernorm")
 
 

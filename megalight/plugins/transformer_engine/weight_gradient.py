@@ -20,7 +20,7 @@ WORKSPACE = "transformer_engine.pytorch.module.base:get_workspace"
 
 
 def why_not(spec: Spec) -> str | None:
-    """Why an accumulation cannot be served."""
+    """Return why it cannot serve an accumulation, or None."""
     if spec.dtype not in (*HALF, torch.float32):
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.main_dtype not in (torch.float32, spec.dtype):
@@ -30,17 +30,17 @@ def why_not(spec: Spec) -> str | None:
 
 @lru_cache
 def _takes_workspace(gemm: Any) -> bool:
-    """Releases before 2.10 or so let the caller bring the workspace."""
+    """Return whether the caller must pass a workspace, as in releases before about 2.10."""
     return "workspace" in inspect.signature(gemm).parameters
 
 
 def workspace(gemm: Any) -> dict[str, Any]:
-    """What a product must be handed, besides its operands, in the release that is here."""
+    """Return the extra arguments that the product needs in the installed release."""
     return {"workspace": PACKAGE.load(WORKSPACE)()} if _takes_workspace(gemm) else {}
 
 
 def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``, summed in float32; ``write``: ``=``."""
+    """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``, with sums in float32. With ``write``: ``=``."""
     gemm = PACKAGE.load(GEMM)
     gemm(
         x.contiguous(),
