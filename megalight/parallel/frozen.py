@@ -154,6 +154,8 @@ class FrozenRun:
         self._host: dist.ProcessGroup | None = None
         if mesh.world_size > 1:
             gloo = dist.get_backend() == "gloo"
+            # NCCL makes a group's communicator with its first collective; point-to-point messages of some ranks cannot
+            dist.all_reduce(torch.zeros(1, device=model.device))
             self._host = mesh.everyone if gloo else new_group(mesh.members, "frozen models", backend="gloo")
 
     def __call__(self, micro_batches: Sequence[Any]) -> list[Carry]:
