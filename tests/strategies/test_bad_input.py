@@ -184,11 +184,11 @@ WORDS = {
     ),
     "a limit for NCCL without it": (
         ["--trainer.devices=2", f"{STRATEGY}data_parallel.max_ctas=4"],
-        ["data_parallel.max_ctas=4", "messages go by gloo here", "Leave it out"],
+        ["data_parallel.max_ctas=4", "the backend here is gloo", "Remove it"],
     ),
     "the same of tensor parallelism": (
         ["--trainer.devices=2", f"{STRATEGY}tensor_parallel=2", f"{STRATEGY}tensor.max_ctas=16"],
-        ["TensorOptions.max_ctas=16", "messages go by gloo here", "Leave it out"],
+        ["TensorOptions.max_ctas=16", "the backend here is gloo", "Remove it"],
     ),
     "batch over ranks": (
         ["--trainer.devices=3"],

@@ -68,7 +68,7 @@ def test_limits_on_multiprocessors_that_act(ctas: int | None, device: str, backe
 def _limited_among_ranks() -> None:
     """The process group that is there already decides, whatever the strategy would have made."""
     for strategy in limited(4, "cuda", "nccl"):
-        with pytest.raises(ConfigurationError, match="messages go by gloo here"):
+        with pytest.raises(ConfigurationError, match="the backend here is gloo"):
             look(strategy)
 
 

@@ -71,7 +71,7 @@ def test_small_buckets_at_the_edge_and_a_limit_on_multiprocessors() -> None:
 
 
 def _limited_without_nccl() -> None:
-    with pytest.raises(ConfigurationError, match=r"^max_ctas=3 limits.*messages go by gloo here\. Leave it out"):
+    with pytest.raises(ConfigurationError, match=r"^max_ctas=3 limits.*the backend here is gloo\. Remove it"):
         DataParallelEngine(infos(build()), mesh(), max_ctas=3)
 
 

@@ -131,7 +131,7 @@ def test_patterns_and_the_limit_on_multiprocessors_act() -> None:
 def limited(way: str) -> None:
     shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=TensorOptions(overlap=way, max_ctas=5))
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=r"TensorOptions\.max_ctas=5 limits.*gloo here\. Leave it out"):
+        with pytest.raises(ConfigurationError, match=r"TensorOptions\.max_ctas=5 limits.*here is gloo\. Remove it"):
             shared.overlap("qkv", torch.zeros(2, 4), torch.zeros(6, 4))
 
 
