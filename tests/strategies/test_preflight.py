@@ -52,7 +52,7 @@ def look(strategy: MegatronStrategy) -> None:
 def test_limits_on_multiprocessors_need_nccl(device: str, backend: str | None) -> None:
     carrier = backend or "gloo"
     for strategy, name in zip(limited(4, device, backend), ("data_parallel", "TensorOptions"), strict=True):
-        message = rf"^{name}\.max_ctas=4 limits.*messages go by {carrier} here\. Leave it out, or train on GPUs"
+        message = rf"^{name}\.max_ctas=4 limits.*the backend here is {carrier}\. Remove it, or train on GPUs"
         with pytest.raises(ConfigurationError, match=message):
             look(strategy)
 
