@@ -26,14 +26,14 @@ from tests.workers import run
     [
         ({"pipeline_parallel": 0}, "pipeline_parallel=0; it must be at least 1."),
         ({"virtual_pipeline": 2}, "vpp=2 chunks per rank with pp=1; there is no pipeline to interleave"),
-        ({"pipeline_layout": "Et|L"}, "2 stages for pp=1. Raise pp, or write one stage"),
+        ({"pipeline_layout": "Et|L"}, "2 stages, but pp is 1. Increase pp, or write one stage"),
         ({"pipeline": Pipeline(first_layers=0)}, "first_layers=0 with pp=1; there is no pipeline to divide. Raise"),
         ({"pipeline": Pipeline(last_layers=2)}, "last_layers=2 with pp=1; there is no pipeline to divide"),
         (
             {"pipeline": Pipeline(count_embedding=True, count_loss=True)},
             "count_embedding=True, count_loss=True with pp=1; there is no pipeline to divide",
         ),
-        ({"pipeline_parallel": 2, "pipeline_layout": "Et|t|L"}, "3 stages, no multiple of pp=2. Write 2 or 4"),
+        ({"pipeline_parallel": 2, "pipeline_layout": "Et|t|L"}, "3 stages, which is no multiple of pp=2. Write 2 or 4"),
         ({"pipeline_parallel": 2, "pipeline_layout": "Et|xL"}, "Et|xL"),
         ({"context_parallel": 0}, "context_parallel=0; it must be at least 1."),
         ({"expert_parallel": 0}, "expert_parallel=0; it must be at least 1"),
