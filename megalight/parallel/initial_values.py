@@ -19,11 +19,16 @@ from megalight.nn.canonical import Part
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Origin, on_meta
+from megalight.parallel.storage import unknown, without_memory
 from megalight.parallel.tensor.split import take
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Move a model to ``device`` in place. What is on meta becomes NaN there; tied parameters stay tied."""
+def materialise(model: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:
+    """Move a model to ``device`` in place. What is on meta becomes NaN there; tied parameters stay tied.
+
+    Args:
+        memory: False: parameters on meta get a place on the device, and no memory yet.
+    """
     device = torch.empty(0, device=device).device  # with its index
     moved: dict[int, nn.Parameter] = {}
     kept = []  # alive until the end, so that their ids stay their own
@@ -33,7 +38,8 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
                 continue
             kept.append(parameter)
             if id(parameter) not in moved:
-                moved[id(parameter)] = nn.Parameter(_on(device, parameter), requires_grad=parameter.requires_grad)
+                data = _on(device, parameter) if memory or not parameter.is_meta else without_memory(parameter, device)
+                moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = moved[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -198,11 +204,7 @@ def _unknown(tensor: Tensor | None) -> bool:
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return tensor.detach().to(device)
-    if tensor.is_floating_point():
-        return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=device)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return unknown(tensor, device) if tensor.is_meta else tensor.detach().to(device)
 
 
 def _accelerator(device: torch.device) -> str:

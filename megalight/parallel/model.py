@@ -5,19 +5,22 @@ A model is built for one device and changed in a fixed order, of which docs/para
 0. structural transforms (:class:`~megalight.parallel.transform.ModelTransform`),
 1. split by the plan (:class:`ParallelModel`): each rank's modules hold its part,
 2. cut into the stages of a pipeline (the same),
-3. storage: dtype and device (:meth:`ParallelModel.place`),
-4. values: draws or a source (:meth:`ParallelModel.draw`, :meth:`ParallelModel.read`),
-5. recompute (:meth:`ParallelModel.recompute`),
-6. the data-parallel engine, for one training run, over the trainable parts (:func:`engine_over`).
+3. places: dtype and device of parameters that have no memory yet (:meth:`ParallelModel.place`),
+4. recompute (:meth:`ParallelModel.recompute`),
+5. storage: that of a data-parallel engine, for one training run, over the trainable parts (:func:`engine_over`), or
+   memory of the parameters' own (:meth:`ParallelModel.fill`),
+6. values: draws, or those of a source, which the same two functions bring straight into that storage.
 
-:meth:`ParallelModel.build` does 1 to 5 in one call.
+:meth:`ParallelModel.build` does all of it for a model that is not trained, or not yet. An engine that follows takes
+over the values that are there.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,9 +42,25 @@ from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Filled, Source, parameter_targets, shard_targets
-from megalight.parallel.transform import apply_transforms
+from megalight.parallel.storage import has_memory, unknown
+from megalight.parallel.transform import ModelTransform, apply_transforms
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where values come from.
+
+    Attributes:
+        seed: of initial values; None: those that are there.
+        source: read after that.
+        only: canonical names of the tensors that are drawn; None: all.
+    """
+
+    seed: int | None = None
+    source: Source | None = None
+    only: frozenset[str] | None = None
 
 
 class ParallelModel:
@@ -61,7 +80,10 @@ class ParallelModel:
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
         added: canonical names of the tensors that transforms made: in the whole model, and on this rank.
-        origin: the seed or the source that the values are of, before rounding; None once they may be others.
+        origin: where the values come from, before rounding; None once they may be others.
+        pending: they are still to be brought.
+        empty: parameters came without values.
+        filled: values were brought, once.
 
     Raises:
         LayoutError: the model is split already, or does not divide so.
@@ -75,9 +97,9 @@ class ParallelModel:
         self.mesh = mesh
         self.options = options or ParallelOptions()
         self.name = name
-        self.origin: int | Source | None = None
+        self.origin: Origin | None = None
+        self.pending = self.empty = self.filled = False
         self.device = torch.device("meta")
-        self._had_values = True
         self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
         # before the cut: all stages run equally many micro-batches, also those that hold no experts
@@ -120,9 +142,8 @@ class ParallelModel:
         """
         model = cls(root, mesh, options, name=name)
         model.place(device, dtype)
-        model.draw(seed)
-        if source is not None:
-            model.read(source)
+        model.begin_from(seed, source)
+        model.fill()
         model.transform_values()
         model.recompute(model.options.recompute)
         model.check_overlap()
@@ -150,27 +171,56 @@ class ParallelModel:
     # ------------------------------------------------------------------ storage and values
 
     def place(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-        """Give every parameter and buffer memory; those on meta become NaN.
+        """Move everything to a device. Parameters on meta get a place there, and no memory yet; buffers become NaN.
 
         Args:
-            dtype: of floating-point ones; None: as they are.
+            dtype: of floating-point parameters and buffers; None: as they are.
         """
-        self._had_values = not any(parameter.is_meta for parameter in self.root.parameters())
+        self.empty = not self.filled and not all(map(has_memory, self.parameters()))
         if dtype is not None:
             self.root.to(dtype=dtype)
-        materialise(self.root, device)
+        materialise(self.root, device, memory=False)
         self.device = torch.empty(0, device=device).device
 
+    def begin_from(self, seed: int, source: Source | None = None) -> None:
+        """Say where values come from. :meth:`fill` brings them, or :func:`engine_over` into the storage of an engine.
+
+        Args:
+            seed: of the initial values, which do not depend on the layout. A model that came with values keeps them,
+                and only what transforms made is drawn.
+            source: read after that.
+        """
+        origin = Origin(None, source)
+        if not self.filled and (self.empty or self.added):
+            origin = Origin(seed, source, None if self.empty else self.added)
+        self.origin = None if origin == Origin() else origin
+        self.pending = self.origin is not None
+
+    def fill(self) -> None:
+        """Give parameters memory of their own, and bring the values that are pending."""
+        self.allocate()
+        origin, pending = self.origin, self.pending
+        self.pending, self.filled = False, True
+        if origin is None or not pending:
+            return
+        if origin.seed is not None:
+            initialise(self.root, self.specs, origin.seed, only=origin.only)
+        if origin.source is not None:
+            self.read(origin.source)
+
+    def allocate(self) -> None:
+        """Give parameters that have no memory some of their own: NaN."""
+        for parameter in self.parameters():
+            if not has_memory(parameter):
+                parameter.data = unknown(parameter, self.device)
+
     def draw(self, seed: int) -> None:
-        """Fill a model that was on meta before :meth:`place` with the initial values of the one-device model.
+        """Fill a model without memory with the initial values of the one-device model.
 
         The values do not depend on the layout. A model that came with values keeps them; what transforms made is drawn.
         """
-        if not self._had_values:
-            initialise(self.root, self.specs, seed)
-            self.origin = seed
-        elif self.added:
-            initialise(self.root, self.specs, seed, only=self.added)
+        self.begin_from(seed)
+        self.fill()
 
     def read(
         self,
@@ -192,8 +242,10 @@ class ParallelModel:
         Raises:
             CheckpointError: names or shapes differ.
         """
+        self.allocate()
+        self.pending, self.filled = False, True
         self.clear_padding()
-        self.origin = source
+        self.origin = Origin(None, source)
         targets = parameter_targets(self.tensors().items(), self.specs)
         if only_added:
             targets = (target for target in targets if target.name in self.added)
@@ -201,16 +253,27 @@ class ParallelModel:
             targets = (target for target in targets if target.name not in self.added)
         return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
 
-    def clear_padding(self) -> None:
-        """Zero tensors that hold more than pieces (a vocabulary rounded up): no source fills the rest."""
-        for name, tensor in self.tensors().items():
-            if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel():
-                tensor.detach().zero_()
+    def padded(self) -> dict[str, Tensor]:
+        """Tensors that hold more than pieces (a vocabulary rounded up), by local name: no source fills the rest."""
+        return {
+            name: tensor.detach()
+            for name, tensor in self.tensors().items()
+            if sum(piece.numel for piece in self.specs[name].pieces) < tensor.numel()
+        }
 
-    def transform_values(self) -> None:
-        """Let transforms act on the values, once these are there."""
-        for transform in self.options.transforms:
+    def clear_padding(self) -> None:
+        """Zero :meth:`padded` tensors, before a source is read."""
+        for tensor in self.padded().values():
+            tensor.zero_()
+
+    def transform_values(self) -> bool:
+        """Let transforms act on the values, once these are there; returns whether one may have changed them."""
+        acting = [t for t in self.options.transforms if type(t).with_values is not ModelTransform.with_values]
+        for transform in acting:
             transform.with_values(self)
+        if acting:
+            self.origin = None
+        return bool(acting)
 
     def recompute(self, options: Recompute) -> None:
         """Recompute these activations from now on, and no others.
@@ -343,28 +406,57 @@ def engine_over(
         _check_equal_groups(model.mesh, len(groups))
     engine = options.engine([infos[key] for key in named if key in infos], models[0].mesh, models[0].device)
     for model in models:
-        _fill_masters(engine, model, whole.format(model.name))
+        _fill(engine, model, whole.format(model.name))
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
     return engine
 
 
-def _fill_masters(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
-    """Let masters begin from the values that the parameters hold rounded: draws, or those of a source."""
-    origin, model.origin = model.origin, None
-    if origin is None or all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
+def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
+    """Bring values into the storage of an engine: into parameters and masters from the same draws, or the same reads.
+
+    Where values are there already, masters that can hold more than parameters begin from their origin once more.
+    """
+    origin, pending = model.origin, model.pending
+    model.origin, model.pending, model.filled = None, False, True
+    copies = any(not bucket.master_is_own_params for bucket in engine.buckets)
+    model.allocate()  # what is in no bucket: frozen parameters
+    if origin is None or not (pending or copies):
         return
 
-    def fill(name: str, values: Tensor) -> None:
+    def give(name: str, values: Tensor) -> None:
         engine.fill_masters(prefix + name, values)
 
-    if isinstance(origin, int):
-        initialise(model.root, model.specs, origin, on_values=fill)
-    else:
-        shards = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
-        targets = shard_targets([shard.master for shard in shards], shards)
-        origin.fill((t for t in targets if t.name.startswith(model.prefix)), strict=False, prefix=model.prefix)
-    engine.recast()
+    engine.sync_parameters()  # an engine with codes gathers from its beginning: that must not overwrite what comes
+    if origin.seed is not None:
+        initialise(model.root, model.specs, origin.seed, on_values=give if copies else None, only=origin.only)
+        engine.recast()
+    if origin.source is not None:
+        _read(engine, model, origin.source, give, pending)
+
+
+def _read(
+    engine: DataParallelEngine,
+    model: ParallelModel,
+    source: Source,
+    give: Callable[[str, Tensor], None],
+    pending: bool,
+) -> None:
+    """Read each rank's shards, and gather parameters from them; ``pending``: also what is in no shard."""
+    for name, tensor in model.padded().items():
+        tensor.zero_()
+        give(name, torch.zeros_like(tensor, dtype=torch.float32))
+    found = shard_targets([shard.master for shard in engine.shards], engine.shards)
+    targets = [target for target in found if target.name.startswith(model.prefix)]
+    if pending:
+        held = {id(info.parameter) for info in engine.infos}
+        others = [(name, tensor) for name, tensor in model.tensors().items() if id(tensor) not in held]
+        targets += parameter_targets(others, model.specs)
+    if model.added.isdisjoint(source.tensors):
+        targets = [target for target in targets if target.name not in model.added]
+    source.fill(targets, strict=pending, prefix=model.prefix)
+    engine.publish()
+    engine.sync_parameters()
 
 
 def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:

@@ -201,17 +201,24 @@ class MegatronStrategy(FolderCheckpoints):
         self.accelerator.setup(trainer)
         refusals.check_callbacks(trainer)  # again: the module may have brought some
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._setup_of is None:
+        new = self._setup_of is None
+        if new:
             self.engine = None
             check_steps(module, self.mesh)
-            model = setup.build(self, module, self._resumed)
+            model = setup.build(self, module, self._resumed is not None)
             before_backward = partial(_lightning.fire, trainer, "on_before_backward")
             self._stepper = Stepper(module, model, self.precision, self.micro_batch_size, before_backward)
             self._stepper.step.frozen = setup.build_frozen(self, module)
             self._setup_of = module
+        assert self._stepper is not None and self.parallel_model is not None
         if fitting:
             self._fit_setup(trainer)
-        assert self._stepper is not None
+        else:
+            self.parallel_model.fill()
+        if new and self._resumed is not None:
+            self.read_weights()
+        if new and self.parallel_model.transform_values() and self.engine is not None:
+            self.engine.refresh_masters()
         self._stepper.begin(self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot meet views of flat buffers

@@ -24,7 +24,6 @@ from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.strategies import _lightning, refusals
-from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import options_for, root_of, seed_of
@@ -35,8 +34,12 @@ SPLIT = "megalight_model"
 """Attribute of a root that is split: its parallel model, with which another Trainer in this process may go on."""
 
 
-def build(strategy: MeshStrategy, module: pl.LightningModule, resumed: Resumed | None) -> ParallelModel:
-    """Split the module's model, give it storage and values: of a checkpoint, of the module's source, or draws."""
+def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> ParallelModel:
+    """Split the module's model, and say where its values come from; parameters have no memory yet.
+
+    Args:
+        resumes: a checkpoint will be read into it, and not the module's own source.
+    """
     root = root_of(module)
     assert strategy.streams is not None
     seed = int(strategy.broadcast(torch.initial_seed()))
@@ -48,16 +51,11 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumed: Resumed |
     own_type = precision.plain and precision.precision not in ("64-true", "bf16-true")
     model.place(strategy.root_device, None if own_type else precision.dtype)
     module.to(strategy.root_device)
-    # also before a load: checkpoints lack buffers that modules compute, and what strict=False lets be missing
-    model.draw(seed_of(module, seed))
-    if resumed is not None:
-        resumed.read_model(strategy)
-        model.origin = None
-    elif model.origin is not None and isinstance(module, MegalightModule):
+    source = None
+    if isinstance(module, MegalightModule) and model.empty and not resumes:
         source = module.initial_weights()
-        if source is not None:
-            model.read(source)
-    model.transform_values()
+    # draws come before a checkpoint, too: it lacks buffers that modules compute, and what strict=False lets be missing
+    model.begin_from(seed_of(module, seed), source)
     model.recompute(strategy.recompute)
     precision.prepare(root, strategy.mesh, model.num_layers)
     model.check_overlap()
@@ -96,7 +94,7 @@ def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.M
 
 
 def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEngine:
-    """The engine of one ``fit``; the optimizer is pointed at its shards."""
+    """The engine of one ``fit``, in whose storage values now are; the optimizer is pointed at its shards."""
     assert strategy.parallel_model is not None
     groups = [group["params"] for group in optimizer.param_groups]
     engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel)

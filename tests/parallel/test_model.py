@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,10 +18,12 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialise
+from megalight.parallel import initial_values as initialise_module
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel, engine_over
 from megalight.parallel.options import ParallelOptions
+from megalight.parallel.source import Filled, Target
 from tests.strategies.training import BASE, canonical
 from tests.workers import run
 
@@ -76,6 +82,89 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert twin.mesh is model.mesh
     assert twin.chunks == [twin.root]
     assert model.parameters()[0].any()
+
+
+def _placed(dtype: torch.dtype = torch.bfloat16, tp: int = 1) -> ParallelModel:
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    with torch.device("meta"):
+        root = GPT(SMALL)
+    root.layers["0"].mlp_norm.weight.requires_grad_(False)
+    model = ParallelModel(root, ParallelMesh(world, rank, tp=tp), ParallelOptions())
+    model.place("cpu", dtype)
+    return model
+
+
+def _trainable(model: ParallelModel) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_storage_is_laid_out_before_values_which_are_drawn_once() -> None:
+    model = _placed()
+    assert all(parameter.untyped_storage().nbytes() == 2 for parameter in model.parameters())
+    assert all(parameter.isnan().all() for parameter in model.parameters()), "whoever reads them too early sees NaN"
+    model.begin_from(7)
+    optimizer = torch.optim.SGD(_trainable(model), lr=0.1)
+    with patch.object(initialise_module, "draw", wraps=initialise_module.draw) as draws:
+        engine = engine_over([model], [optimizer.param_groups[0]["params"]], DataParallel())
+    names = [piece.name for name in dict(model.root.named_parameters()) for piece in model.specs[name].pieces]
+    assert sorted(call.args[1] for call in draws.call_args_list) == sorted(names), "each tensor once"
+    whole = GPT(SMALL)
+    initialise(whole, 7, "model.")
+    drawn = dict(whole.named_parameters())
+    for name, parameter in model.root.named_parameters():
+        assert torch.equal(parameter, drawn[name].bfloat16()), name
+    for bucket in engine.buckets:
+        for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+            assert torch.equal(bucket.shard.part(slot.start, slot.stop), drawn[info.name].detach().flatten())
+    assert (model.pending, model.origin) == (False, None)
+
+
+def test_a_model_that_is_not_trained_gets_memory_of_its_own() -> None:
+    model, expected = _placed(torch.float64), _placed(torch.float64)
+    model.begin_from(7)
+    model.fill()
+    expected.draw(7)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Watched:
+    """The tensors of a one-device model, and how many elements of which were asked for."""
+
+    def __init__(self) -> None:
+        whole = GPT(SMALL).double()
+        initialise(whole, 11, "model.")
+        self.values = canonical(whole, dict(whole.named_parameters()))
+        self.tensors: dict[str, Any] = self.values
+        self.asked: dict[str, int] = defaultdict(int)
+
+    def fill(self, targets: Iterable[Target], *, strict: bool = True, **options: Any) -> Filled:
+        assert strict
+        for target in targets:
+            box = tuple(slice(a, a + n) for a, n in zip(target.offset, target.data.shape, strict=True))
+            target.data.copy_(torch.as_tensor(self.values[target.name][box]))
+            self.asked[target.name] += target.data.numel()
+        return Filled((), ())
+
+
+def _read_into_shards(level: Any) -> tuple[dict[str, int], bool]:
+    source, model = Watched(), _placed()
+    model.begin_from(7, source)
+    engine = engine_over([model], [_trainable(model)], DataParallel(level=level))
+    named = model.root.named_parameters()
+    values = canonical(model.root, {name: parameter.detach().double() for name, parameter in named})
+    equal = all(np.array_equal(values[n], torch.as_tensor(v).bfloat16().double()) for n, v in source.values.items())
+    assert not any(bucket.shard.master.isnan().any() for bucket in engine.buckets)
+    return dict(source.asked), equal
+
+
+@pytest.mark.parametrize("level", ["optim", "no_shard"])
+def test_a_source_is_read_once_straight_into_shards(level: str) -> None:
+    found = run(_read_into_shards, 2, level)
+    assert all(equal for _, equal in found)
+    for name, value in Watched().values.items():
+        frozen, times = name.endswith("layers.0.mlp_norm.weight"), 2 if level == "no_shard" else 1
+        assert sum(asked.get(name, 0) for asked, _ in found) == value.size * (2 if frozen else times), name
 
 
 def test_a_parameter_of_no_model_is_refused() -> None:

@@ -16,6 +16,7 @@ from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.storage import has_memory
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ParamInfo:
 
     Attributes:
         name: its name in the local model, for messages.
-        parameter: the object; it keeps its identity, its storage moves into a flat buffer.
+        parameter: the object; it keeps its identity, its storage moves into a flat buffer. It may be without memory:
+            values come after the engine is built.
         spec: which canonical pieces it holds.
         group: index of the optimizer's parameter group that it belongs to.
         chunk: which of the model's parts on this rank holds it, in model order.
@@ -136,7 +138,10 @@ class Bucket:
         self.holds_codes = codes is not None
         values = torch.zeros(layout.numel, dtype=layout.kind.param_dtype, device=device)
         for parameter, view in self._views(values):
-            view.copy_(parameter.detach())
+            if has_memory(parameter):
+                view.copy_(parameter.detach())
+            elif codes is None:
+                view.fill_(torch.nan)  # values come later; NaN tells what never got any
         self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
         for parameter, view in self._views(self.params):
             parameter.data = view

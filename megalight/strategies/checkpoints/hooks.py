@@ -61,11 +61,14 @@ class FolderCheckpoints(MeshStrategy):
         """Read weights, once there is a split model to read them into: :meth:`setup` does so where there is none."""
         assert self._resumed is not None
         self._resumed.strict = strict
-        if self._setup_of is None:
-            return
+        if self._setup_of is not None:
+            self.read_weights()
+
+    def read_weights(self) -> None:
+        """Read the weights of the checkpoint that is open; masters begin from them."""
+        assert self._resumed is not None and self.parallel_model is not None
         self.sync_parameters()
         self._resumed.read_model(self)
-        assert self.parallel_model is not None
         self.parallel_model.origin = None
         if self.engine is not None:
             self.engine.refresh_masters()
