@@ -46,5 +46,6 @@ def _joint(share: ContextShare, size: int) -> tuple[PackedSequences, Tensor]:
     joint, _ = share.whole.zigzag(share.rank // size, share.size // size)
     assert joint.context is not None
     context = replace(joint.context, real_lengths=share.real_lengths, num_dummies=share.num_dummies)
-    neighbours = ContextShare(share.rank % size, size, PackedSequences.of_lengths(joint.lengths), joint.lengths)
+    together = PackedSequences.of_lengths(joint.lengths, joint.device)
+    neighbours = ContextShare(share.rank % size, size, together, joint.lengths)
     return replace(joint, context=context), neighbours.order
