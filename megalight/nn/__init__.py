@@ -1,4 +1,4 @@
-"""One-device modules."""
+"""Modules of one device. They know nothing of ranks."""
 
 from megalight.nn.attention import Attention as Attention
 from megalight.nn.attention import InnerAttention as InnerAttention

@@ -13,21 +13,21 @@ from megalight.ops.linear import linear
 
 
 class Adapter(nn.Module):
-    """Adds ``scale * (dropout(x) A^T) B^T`` to what a linear layer puts out. It is a child of that layer.
+    """Adds ``scale * (dropout(x) A^T) B^T`` to the output of a linear layer. It is a child of that layer.
 
-    A fused layer has a pair ``A, B`` for each section that is adapted. Their canonical names are those of the section's
-    weight with ``lora_A.weight`` or ``lora_B.weight`` in place of ``weight``, as ``peft`` has it. All ``A`` lie in one
-    parameter, one below the other, and so do all ``B``: one product takes ``x``.
+    A fused layer has a pair ``A, B`` for each adapted section. The canonical names are the name of the section's weight
+    with ``lora_A.weight`` or ``lora_B.weight`` in place of ``weight``, as in ``peft``. One parameter holds all ``A``,
+    stacked along dim 0, and another holds all ``B``, so that one product with ``x`` is enough.
 
     Args:
-        down: all ``A``: ``[n r, in]``, for ``n`` sections that are adapted.
-        up: all ``B``: ``[out of these sections, r]``.
-        units: name of each adapted section -> how many indivisible units it has. A layer that is not fused is one
-            section, named by the layer.
+        down: all ``A``, ``[n r, in]`` for ``n`` adapted sections.
+        up: all ``B``, ``[output features of the adapted sections, r]``.
+        units: name of each adapted section -> its number of indivisible units. A layer that is not fused is one
+            section with the layer's name.
         section_sizes: output features of each section of the layer.
-        adapted: which of these are adapted.
+        adapted: for each section, whether it is adapted.
         scale: ``alpha / r``.
-        dropout: of ``x``, or None.
+        dropout: applied to ``x``, or None.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Adapter(nn.Module):
         self.adapted = list(adapted)
         self.scale = scale
         self.dropout = dropout
-        # the variance that Linear.reset_parameters of torch gives, and that peft takes over
+        # same variance as in torch's Linear.reset_parameters, which peft uses; B = 0, so the model starts unchanged
         std = (3 * down.shape[1]) ** -0.5
         self.initializers: dict[str, Initializer] = {"A": Normal(std), "B": Constant(0.0)}
 
@@ -56,15 +56,15 @@ class Adapter(nn.Module):
     def of(
         cls, linear: nn.Module, name: str, wanted: Sequence[str], *, width: int, scale: float, dropout: float
     ) -> Adapter:
-        """An adapter for a linear layer of one device.
+        """Make an adapter for a linear layer of one device.
 
         Args:
-            linear: with ``weight [out, in]``, and perhaps ``sections``.
-            name: the layer's own, without the modules around it.
-            wanted: sections to be adapted; the layer's own name, where it has none.
+            linear: the layer. It has ``weight [out, in]``, and ``sections`` if it is fused.
+            name: the layer's own name, without the names of the modules around it.
+            wanted: names of the sections to adapt. For a layer without sections, the layer's own name.
             width: ``r``.
-            scale: of the sum.
-            dropout: probability.
+            scale: factor of the added term.
+            dropout: dropout probability.
         """
         weight = linear.weight
         assert isinstance(weight, Tensor)
@@ -102,11 +102,12 @@ class Adapter(nn.Module):
         return torch.cat([part + linear(*next(pairs)) if adapted else part for part, adapted in parts], -1)
 
     def meet(self, narrow: Tensor) -> Tensor:
-        """What happens to ``x A^T`` before ``B``: nothing, on one device."""
+        """Return ``x A^T`` ready for ``B``. On one device it is unchanged; a parallel adapter overrides this."""
         return narrow
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """A pair for each adapted section, named as the section's weight; see :mod:`megalight.nn.canonical`."""
+        """Yield one tensor per adapted section, named after its weight; see :mod:`megalight.nn.canonical`."""
+        # drop the last two names, the adapter's and the layer's: the section's name takes their place
         around = path.split(".")[:-2]
         for section, size in zip(self.units, self.sizes, strict=True):
             shape = (self.width, self.A.shape[1]) if local == "A" else (size, self.width)
@@ -118,9 +119,9 @@ class Adapter(nn.Module):
 
 
 def add_adapter(layer: nn.Module, adapter: Adapter) -> None:
-    """Make an adapter a child of a linear layer, which from then on adds what it gives.
+    """Make ``adapter`` a child of a linear layer, which then adds its output.
 
-    Layers of other packages keep their type, so a hook adds it there.
+    A layer without an attribute ``adapter``, for example of another package, keeps its type and gets a forward hook.
     """
     if not hasattr(layer, "adapter"):
         layer.register_forward_hook(_add)

@@ -1,4 +1,4 @@
-"""Self-attention over packed sequences, with fewer key-value heads than query heads where wanted."""
+"""Self-attention over packed sequences, with optional grouped key-value heads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megalight.types import PackedSequences
 
 
 class InnerAttention(nn.Module):
-    """``softmax(q k^T * scale) v`` within each sequence: the part between the projections. Has no parameters.
+    """``softmax(q k^T * scale) v`` within each sequence: the part between the projections. It has no parameters.
 
     Args:
-        causal: a token sees itself and earlier ones.
-        scale: of the scores; None is ``1 / sqrt(D)``.
-        window: how many tokens before itself a token may see; None is all.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
-        dropout: probability of dropping an attention weight while training.
-        backend: of the attention op.
+        causal: a token sees only itself and earlier tokens.
+        scale: factor of the scores. None means ``1 / sqrt(D)``.
+        window: how many earlier tokens a token sees. None means all.
+        softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
+        dropout: probability of dropping an attention weight during training.
+        backend: backend of the attention op.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class InnerAttention(nn.Module):
     ) -> Tensor:
         """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``.
 
-        With a state, ``k`` and ``v`` are those of the new tokens: they are stored, and queries see earlier ones too.
+        With a state, ``k`` and ``v`` belong to the new tokens. They are stored, and queries also see earlier tokens.
         """
         if state is not None:
             k, v = state.append(k, v)
@@ -69,7 +69,7 @@ class InnerAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options that are set, for printing."""
+        """Return the options that are set, for printing."""
         options = {"window": self.window, "softcap": self.softcap, "dropout": self.dropout or None}
         return ", ".join([f"causal={self.causal}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
 
@@ -77,22 +77,22 @@ class InnerAttention(nn.Module):
 class Attention(nn.Module):
     """Projection to queries, keys and values, optional norm of queries and keys, rotation, attention, projection back.
 
-    Query head ``i`` reads key-value head ``i // (num_heads / num_kv_heads)``. Head counts in the computation come from
-    the width of what ``qkv`` puts out.
+    Query head ``i`` reads key-value head ``i // (num_heads / num_kv_heads)``. The computation derives the numbers of
+    heads from the output width of ``qkv``, which tensor parallelism divides.
 
     Args:
         hidden_size: ``h``.
         num_heads: query heads.
         num_kv_heads: key and value heads.
         head_dim: features per head, ``D``.
-        inner: attention proper.
-        qkv_bias: biases in the projection to queries, keys and values.
-        proj_bias: a bias in the projection back.
-        q_norm: over each query head's features, or None.
-        k_norm: over each key head's features, or None.
-        rotary: name of the table in the context by which queries and keys turn; None: they do not.
-        std: standard deviation of initial ``qkv`` weights.
-        proj_std: the same for ``proj``.
+        inner: the attention between the projections, such as :class:`InnerAttention`.
+        qkv_bias: whether the projection to queries, keys and values has biases.
+        proj_bias: whether the projection back has a bias.
+        q_norm: norm over the features of each query head, or None.
+        k_norm: norm over the features of each key head, or None.
+        rotary: name of the rotary table in the context. None means no rotation.
+        std: standard deviation of the initial ``qkv`` weights.
+        proj_std: standard deviation of the initial ``proj`` weights.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class Attention(nn.Module):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key-value heads that ``qkv`` puts out."""
+        """Numbers of query heads and key-value heads in the output of ``qkv``."""
         queries, keys, _ = self.qkv.section_sizes
         return queries // self.head_dim, keys // self.head_dim
 
     def make_state(self, slots: Slots) -> KeysAndValues:
-        """Keys and values of every token."""
+        """Make the state: keys and values of every token."""
         return KeysAndValues.of(slots)
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
-        """``[T, h] -> [T, h]``. The inner attention gets the state. ``memory`` is for cross attention: not read."""
+        """``[T, h] -> [T, h]``. The inner attention gets the state. ``memory`` is unused: it is for cross attention."""
         table = None if self.rotary is None else context.rotary[self.rotary]
         q, k, v = self._heads(self.qkv(hidden), table)
         mixed: Tensor = self.inner(q, k, v, context.sequences, state)
@@ -142,6 +142,7 @@ class Attention(nn.Module):
 
     def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[T, q|k|v] -> q [T, H, D], k, v [T, Hkv, D]``, normed and rotated."""
+        # without norms between them, one op splits and rotates in a single pass over memory
         if rotary is not None and self.q_norm is None and self.k_norm is None:
             return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
         parts = torch.split(qkv, self.qkv.section_sizes, dim=-1)

@@ -1,8 +1,8 @@
-"""Canonical tensors: what a one-device model's parameters consist of, under names that no layout changes.
+"""Canonical tensors: the parts of a one-device model's parameters, with names that are the same in every layout.
 
-Most parameters are one canonical tensor. A module whose parameters hold several says so by a method
-:meth:`HasCanonicalParts.canonical_parts`: a fused layer's sections (``attention.qkv.weight`` holds
-``attention.q.weight``, ``.k.``, ``.v.``), the experts of a stack (``experts.up`` holds ``experts.0.up.weight``, ...).
+Most parameters are one canonical tensor. If a parameter holds several, its module lists them in the method
+:meth:`HasCanonicalParts.canonical_parts`. Examples: the sections of a fused layer (``attention.qkv.weight`` holds
+``attention.q.weight``, ``.k.``, ``.v.``), and the experts of a stack (``experts.up`` holds ``experts.0.up.weight``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Section:
     """A part of a fused layer's output features.
 
     Attributes:
-        name: takes the fused layer's place in canonical names.
-        size: output features.
-        units: indivisible parts they consist of (attention heads); ``size`` where every feature stands alone.
+        name: replaces the fused layer's name in canonical names.
+        size: number of output features.
+        units: number of indivisible parts (attention heads). Equal to ``size`` if single features can be separated.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Part:
 
     Attributes:
         parameter: the parameter's name in the model.
-        name: canonical name.
+        name: the canonical name.
         shape: shape of the canonical tensor.
-        start: its first element in the flattened parameter.
+        start: index of its first element in the flattened parameter.
     """
 
     parameter: str
@@ -55,7 +55,7 @@ class HasCanonicalParts(Protocol):
     """A module whose own parameters consist of several canonical tensors."""
 
     def canonical_parts(self, path: str, local: str) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """Full name and shape of each canonical tensor, in the order in which they lie end to end in a parameter.
+        """Return full name and shape of each canonical tensor, in the order in which the parameter holds them.
 
         Args:
             path: the module's name in the model.
@@ -65,7 +65,7 @@ class HasCanonicalParts(Protocol):
 
 
 def parts(model: nn.Module) -> Iterator[Part]:
-    """The canonical tensors of a one-device model, in order; a tied parameter appears once, under its first name."""
+    """Yield the canonical tensors of a one-device model in order. A tied parameter appears once, by its first name."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for local, parameter in module._parameters.items():
@@ -82,12 +82,12 @@ def parts(model: nn.Module) -> Iterator[Part]:
 
 
 def joined(*names: str) -> str:
-    """Names of nested modules as one; empty ones (the model itself) are left out."""
+    """Join names of nested modules with dots, without empty names (the model itself has one)."""
     return ".".join(filter(None, names))
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every canonical tensor by name, as a view of its parameter: writing to it changes the model."""
+    """Return every canonical tensor by name, as a view of its parameter: writing to it changes the model."""
     parameters = dict(model.named_parameters())
     views = {}
     for part in parts(model):
@@ -98,10 +98,10 @@ def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_canonical(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill every parameter of ``model`` from canonical tensors, cast to the parameter's type.
+    """Fill every parameter of ``model`` from canonical tensors, cast to the parameter's dtype.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown to the model, or of another shape.
+        CheckpointError: a tensor is missing, unknown to the model, or has a different shape.
     """
     views = canonical_tensors(model)
     missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())

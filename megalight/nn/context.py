@@ -1,4 +1,4 @@
-"""What all layers of a forward pass share."""
+"""The context that all layers of a forward pass share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalight.types import PackedSequences
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """What every layer may read in the forward pass of one micro-batch; made once, and the same for all layers.
+    """Data that every layer can read during the forward pass of one micro-batch. It is made once for all layers.
 
-    It holds no tensor with a gradient: recompute passes it on as it is, a region of several layers checks that all get
-    the same object, and recorded layers share one copy of it. What wants a gradient is an argument of its own: hidden
-    states, or the memory of cross attention.
+    It holds no tensor that requires a gradient: recompute passes it on unchanged, a region of several layers checks
+    that all get the same object, and layers in a CUDA graph share one copy. Tensors that require a gradient are
+    separate arguments: hidden states, and the memory of cross attention.
 
     Attributes:
         sequences: how the tokens divide into sequences.
-        rotary: rotary tables by name. A mixer says which one it reads; a model with several bases has several.
-        side_losses: takes losses that arise in a layer: those of whoever collects them when the context is made.
+        rotary: rotary tables by name. Each mixer names the table it reads; a model with several bases has several.
+        side_losses: receives the losses of single layers. By default, the collector that is active now.
     """
 
     sequences: PackedSequences

@@ -1,4 +1,4 @@
-"""From token ids to hidden states."""
+"""Embeddings: from token ids to hidden states."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megalight.nn.init import Initializer, Normal
 
 
 class Embedding(nn.Module):
-    """One row of ``weight`` per id.
+    """A lookup table with one row of ``weight`` per id.
 
     Attributes:
-        weight: ``[num, h]``, drawn with standard deviation ``std``.
+        weight: ``[num, h]``, initially normal with standard deviation ``std``.
     """
 
     def __init__(self, num: int, hidden_size: int, std: float = 0.02) -> None:
@@ -26,21 +26,20 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
     def extra_repr(self) -> str:
-        """Rows and width, for printing."""
+        """Return rows and width, for printing."""
         return f"{self.weight.shape[0]} -> {self.weight.shape[1]}"
 
 
 class TokenEmbedding(nn.Module):
-    """Word embedding, times a constant, plus embeddings of position and token type where there are any; then a norm
-    where there is one, and dropout.
+    """Sum of the scaled word embedding and optional embeddings of position and token type; then norm and dropout.
 
     Args:
         word: rows by token id.
         position: rows by position in the sequence, or None.
-        token_type: rows by type (in BERT, which of two sentences a token is of), or None.
-        norm: over the sum, or None.
-        multiplier: scales the word embedding (``sqrt(h)`` in Gemma).
-        dropout: probability.
+        token_type: rows by type (in BERT, the first or the second sentence), or None.
+        norm: applied to the sum, or None.
+        multiplier: factor of the word embedding (``sqrt(h)`` in Gemma).
+        dropout: dropout probability.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class TokenEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """``tokens [T], positions [T], token_types [T]`` (None: all of type 0) ``-> [T, h]``."""
+        """``tokens [T], positions [T], token_types [T]`` (None: all 0) ``-> [T, h]``."""
         hidden: Tensor = self.word(tokens)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier

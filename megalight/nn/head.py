@@ -1,4 +1,4 @@
-"""From hidden states to losses or logits."""
+"""The language model head: from hidden states to losses or logits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from megalight.ops.cross_entropy import linear_cross_entropy
 class LMHead(nn.Module):
     """Final norm and projection to the vocabulary.
 
-    Training asks for losses: projection and cross entropy then run together, in chunks, and full logits never exist.
+    With labels it computes losses: projection and cross entropy run together in chunks, so the full logits are never
+    stored.
 
     Args:
-        norm: before the projection.
-        output_layer: ``h -> V``; its weight may be the word embedding's.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
-        backend: of the loss op.
+        norm: applied before the projection.
+        output_layer: ``h -> V``. Its weight may be tied to the word embedding.
+        softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
+        backend: backend of the loss op.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Initial values that depend on the seed and the canonical name alone, so that any part of a tensor can be drawn alone.
+"""Initial values that depend only on the seed and the canonical name, so that any part of a tensor can be drawn alone.
 
-A tensor is drawn in tiles of fixed size, each from its own generator; whoever needs a box of it draws the tiles that
-the box touches. Tensors of more than two dims are drawn as matrices: rows along dim 0, all else laid flat. Draws are
-float32 on the given device: bit-equal for a device type, whatever the layout.
+A tensor is drawn in tiles of fixed size, each from its own generator. To get a box of the tensor, a rank draws only the
+tiles that overlap with the box. A tensor with more than two dims is drawn as a matrix: dim 0 gives the rows, the other
+dims are flattened. Values are float32, drawn on the given device. On one device type they are bit-equal in any layout.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from megalight.nn.canonical import parts
 
 TILE = 1024
-"""Rows and columns of a tile. Part of the definition of an initialisation: changing it changes every model."""
+"""Rows and columns of a tile. Do not change it: the initial values of every model depend on it."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean 0 and standard deviation ``std``."""
+    """Normal distribution with mean 0 and standard deviation ``std``."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere (norm weights 1, biases 0)."""
+    """The same value everywhere (1 for norm weights, 0 for biases)."""
 
     value: float
 
@@ -40,7 +40,7 @@ Initializer: TypeAlias = Normal | Constant
 
 
 def key(seed: int, name: str, *more: int) -> int:
-    """A 63-bit generator seed from a run's seed, a canonical name and integers."""
+    """Hash a run's seed, a canonical name and integers to a 63-bit generator seed."""
     text = ":".join([str(seed), name, *map(str, more)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -54,7 +54,7 @@ def draw(
     seed: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The box ``offset, size`` of the canonical tensor ``name`` of global ``shape``: float32, of shape ``size``."""
+    """Draw the box ``offset, size`` of the canonical tensor ``name``, which has global ``shape``, in float32."""
     if isinstance(initializer, Constant):
         return torch.full(size, initializer.value, dtype=torch.float32, device=device)
     rows, columns = (shape[0] if shape else 1), prod(shape[1:])
@@ -64,6 +64,7 @@ def draw(
     for top in range(row // TILE * TILE, row + height, TILE):
         for left, inside, place in _columns(shape[1:], offset[1:], size[1:]):
             generator.manual_seed(key(seed, name, top, left))
+            # the whole tile is drawn, also for a small box: values depend on their place in the generator's sequence
             extent = min(TILE, rows - top), min(TILE, columns - left)
             tile = torch.randn(extent, generator=generator, dtype=torch.float32, device=device)
             first, last = max(top, row), min(top + extent[0], row + height)
@@ -74,18 +75,19 @@ def draw(
 def _columns(
     shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
 ) -> Iterator[tuple[int, slice | Tensor, slice]]:
-    """Which columns a box takes from each tile, where rows of many dims are laid flat.
+    """Yield the columns that a box takes from each tile, for rows that are flattened.
 
     Args:
-        shape: of a row of the tensor.
-        offset, size: of the box within a row.
+        shape: shape of one row of the tensor.
+        offset, size: the box within a row.
 
     Yields:
-        the tile's first column; the box's columns within the tile; their place in a row of the box.
+        the tile's first column; the box's columns within the tile; their place in a flattened row of the box.
     """
     if not shape:
         yield 0, slice(0, 1), slice(0, 1)
         return
+    # all of the box lies between these two columns; dims after the first may leave out columns in between
     step = prod(shape[1:])
     begin, end = offset[0] * step, (offset[0] + size[0]) * step
     position = 0
@@ -100,9 +102,9 @@ def _columns(
 
 
 def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initializer]]:
-    """Every parameter whose module states an initializer: full name, module, name within it, initializer.
+    """Yield every parameter with an initializer: full name, module, name in the module, initializer.
 
-    A module states them in an attribute ``initializers: dict[str, Initializer]``, a parameter's own name to its values.
+    A module lists them in an attribute ``initializers: dict[str, Initializer]``, by the parameter's name in the module.
     """
     for path, module in model.named_modules():
         for name, initializer in getattr(module, "initializers", {}).items():
@@ -112,12 +114,13 @@ def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initia
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, prefix: str = "") -> None:
-    """Draw every parameter of a whole one-device model that states an initializer.
+    """Draw every parameter with an initializer in a whole one-device model.
 
     Args:
-        model: on a real device.
-        seed: the run's.
-        prefix: put before each canonical name; the same model inside a larger one then gets that one's values.
+        model: the model, on a real device.
+        seed: the run's seed.
+        prefix: added before each canonical name. With the name of this model inside a larger one, it gets the same
+            values as there.
     """
     states = {name: (module, local, initializer) for name, module, local, initializer in initializers(model)}
     for part in parts(model):

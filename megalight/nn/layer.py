@@ -14,16 +14,16 @@ from megalight.nn.state import Slots
 class TransformerLayer(nn.Module):
     """Pre-norm residual layer: ``x += mixer(norm(x))``, then ``x += mlp(norm(x))``.
 
-    The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.stack`. What belongs to it
-    bears its name: ``attention``, ``attention_norm`` and ``attention_dropout``.
+    The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.stack`. Its submodules are
+    named after it: ``attention``, ``attention_norm`` and ``attention_dropout``.
 
     Args:
-        mixer_norm: before the mixer.
+        mixer_norm: norm before the mixer.
         mixer: mixes tokens.
-        mlp_norm: before the MLP.
+        mlp_norm: norm before the MLP.
         mlp: mixes features.
-        name: of the mixer.
-        dropout: probability, on what each of the two adds.
+        name: name of the mixer.
+        dropout: dropout probability of the outputs of mixer and MLP.
     """
 
     def __init__(
@@ -45,15 +45,16 @@ class TransformerLayer(nn.Module):
         self.mlp_dropout = nn.Dropout(dropout)
 
     def make_state(self, slots: Slots) -> Any:
-        """What the mixer keeps of earlier tokens."""
+        """Make the mixer's state, which holds what it needs of earlier tokens."""
         return self.get_submodule(self.names[1]).make_state(slots)  # type: ignore[operator]
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
-        """``[T, h] -> [T, h]``. State and memory are the mixer's."""
+        """``[T, h] -> [T, h]``. The mixer gets ``state`` and ``memory``."""
         norm, mixer, dropout = self.names
         modules: dict[str, Any] = self._modules
         normed, hidden = norm_and_sum(modules[norm], hidden)
         mixed = modules[dropout](modules[mixer](normed, context, state, memory))
+        # the sum with the residual and the next norm run as one op
         normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
         added: Tensor = self.mlp_dropout(self.mlp(normed))
         return hidden + added

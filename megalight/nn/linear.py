@@ -1,4 +1,4 @@
-"""The linear layer, whole or fused from named sections."""
+"""The linear layer, optionally fused from named sections."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Linear(nn.Module):
 
     Args:
         in_features: width of ``x``.
-        out_features: width of ``y``, or the named sections of a fused weight, whose sizes add up to it.
-        bias: add a bias, initially 0.
+        out_features: width of ``y``, or the named sections of a fused weight; their sizes add up to the width.
+        bias: whether to add a bias, initially 0.
         std: standard deviation of the initial weight.
 
     Attributes:
-        weight: ``[out, in]``; a fused weight holds its sections one below the other.
+        weight: ``[out, in]``. A fused weight holds its sections one after the other along dim 0.
         sections: the named sections, or None.
-        section_sizes: output features per section (one entry without sections): what to ``split`` the output by.
+        section_sizes: output features of each section, for ``torch.split``. One entry if there are no sections.
         adapter: an :class:`~megalight.nn.adapter.Adapter`, or None.
     """
 
@@ -52,7 +52,7 @@ class Linear(nn.Module):
         return y if self.adapter is None else self.adapter(x, y)
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The sections, each under its own name in the layer's place; see :mod:`megalight.nn.canonical`."""
+        """Yield the sections; each name replaces the layer's name. See :mod:`megalight.nn.canonical`."""
         shape = tuple(getattr(self, local).shape)
         if self.sections is None:
             yield joined(path, local), shape
@@ -60,7 +60,7 @@ class Linear(nn.Module):
             yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])
 
     def extra_repr(self) -> str:
-        """Shape and sections, for printing."""
+        """Return shape and sections, for printing."""
         names = "|".join(s.name for s in self.sections) if self.sections else ""
         return (
             f"{self.in_features} -> {self.out_features}{f' ({names})' if names else ''}, bias={self.bias is not None}"

@@ -1,4 +1,4 @@
-"""From an encoder's hidden states to the tokens that were masked."""
+"""The head of masked language models: predicts the masked tokens from an encoder's hidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MaskedLMHead(nn.Module):
 
     Args:
         dense: ``h -> h``.
-        act: between the two projections.
+        act: activation after ``dense``.
         lm: norm and projection to the vocabulary.
     """
 
@@ -25,6 +25,6 @@ class MaskedLMHead(nn.Module):
         self.lm = lm
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``[T, h]`` and labels ``[T]`` (negative: none) ``->`` losses ``[T]``; without labels, logits ``[T, V]``."""
+        """``[T, h]`` and labels ``[T]`` (negative: no loss) to losses ``[T]``; without labels, to logits ``[T, V]``."""
         answer: Tensor = self.lm(self.act(self.dense(hidden)), labels)
         return answer

@@ -21,11 +21,11 @@ ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "relu": ("relu", False),
     "squared_relu": ("squared_relu", False),
 }
-"""Name -> (function, whether it gates: ``f(gate) * up``, https://arxiv.org/abs/2002.05202)."""
+"""Name -> (function, whether it is gated: ``f(gate) * up``, https://arxiv.org/abs/2002.05202)."""
 
 
 def is_gated(name: str) -> bool:
-    """Whether the activation ``name`` takes two projections of the input.
+    """Return whether the activation ``name`` needs two projections of the input, gate and up.
 
     Raises:
         ConfigurationError: no such activation.
@@ -38,11 +38,11 @@ def is_gated(name: str) -> bool:
 
 
 class Activation(nn.Module):
-    """``f(x)``, or ``f(gate) * up`` of ``x = [gate | up]``. Has no parameters.
+    """``f(x)``, or ``f(gate) * up`` for ``x = [gate | up]``. It has no parameters.
 
     Args:
         name: a key of :data:`ACTIVATIONS`.
-        backend: of the activation op.
+        backend: backend of the activation op.
     """
 
     def __init__(self, name: str, backend: str = "auto") -> None:
@@ -52,26 +52,26 @@ class Activation(nn.Module):
         self.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., f] -> [..., f]``, gated ``[..., 2 f] -> [..., f]``."""
+        """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``."""
         function = gated if self.gated else activation
         return function(x, self.kind, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """The function, for printing."""
+        """Return the function, for printing."""
         return f"{self.kind}, gated={self.gated}"
 
 
 class MLP(nn.Module):
-    """``down(act(up(x)))``; gated: ``down(act(gate(x)) * up(x))`` with gate and up fused in ``gate_up``.
+    """``down(act(up(x)))``; if gated, ``down(act(gate(x)) * up(x))`` with gate and up fused in ``gate_up``.
 
     Args:
         hidden_size: ``h``.
-        ffn_hidden_size: ``f``, the width between.
+        ffn_hidden_size: ``f``, the inner width.
         activation: a key of :data:`ACTIVATIONS`.
-        bias: biases in all projections.
-        std: standard deviation of the initial weights of the projections in.
-        down_std: the same for the projection back.
-        backend: of the activation op.
+        bias: whether all projections have biases.
+        std: standard deviation of the initial weights of ``up`` or ``gate_up``.
+        down_std: standard deviation of the initial weights of ``down``.
+        backend: backend of the activation op.
     """
 
     def __init__(

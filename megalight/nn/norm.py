@@ -1,4 +1,4 @@
-"""Normalisation over the last dim."""
+"""Norms over the last dim."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``[..., size] -> [..., size]``; with ``residual``, of the same type, the norm of the sum and the sum.
+        """``[..., size] -> [..., size]``. With ``residual`` of the same dtype: ``(norm(x + residual), x + residual)``.
 
-        ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
+        With ``pair`` and without ``residual``: ``(norm(x), x)``.
         """
         if residual is None and not pair:
             return rms_norm(x, self.weight, self.eps, backend=self.backend)
         return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """Size and eps, for printing."""
+        """Return size and eps, for printing."""
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
@@ -59,23 +59,24 @@ class LayerNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``[..., size] -> [..., size]``; with ``residual``, of the same type, the norm of the sum and the sum.
+        """``[..., size] -> [..., size]``. With ``residual`` of the same dtype: ``(norm(x + residual), x + residual)``.
 
-        ``pair``: the norm of ``x`` and ``x`` where there is no ``residual``.
+        With ``pair`` and without ``residual``: ``(norm(x), x)``.
         """
         if residual is None and not pair:
             return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """Size, eps and bias, for printing."""
+        """Return size, eps and bias, for printing."""
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
 def norm_and_sum(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``(norm(s), s)`` with ``s = x + residual``, or ``x``.
+    """Return ``(norm(s), s)`` with ``s = x + residual``, or ``s = x`` without a residual.
 
-    Where the norm is of this file, it adds up in its own pass: ``s`` forward, in one type, and its gradient backward.
+    For norms of this file, one op computes both: the sum and the norm in forward, and the sum of both gradients in
+    backward. It needs equal dtypes of ``x`` and ``residual``.
     """
     if isinstance(norm, RMSNorm | LayerNorm) and (residual is None or x.dtype == residual.dtype):
         both: tuple[Tensor, Tensor] = norm(x, residual, pair=True)

@@ -1,4 +1,4 @@
-"""What a whole sequence says, read from its first token."""
+"""Pooling: one vector per sequence, from its first token."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Pooler(nn.Module):
         self.dense = dense
 
     def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
-        """``[T, h] ->`` one row for each of the ``n`` sequences, padding's among them: ``[n, h]``."""
+        """``[T, h] -> [n, h]``: one row for each of the ``n`` sequences, also for sequences of padding."""
         return torch.tanh(self.dense(hidden.index_select(0, sequences.cu_seqlens[:-1])))
 
 
 class SequenceHead(nn.Module):
-    """Classes of whole sequences.
+    """Classification of whole sequences.
 
     Args:
-        pooler: one row per sequence.
+        pooler: gives one row per sequence.
         output: ``h -> classes``.
     """
 
@@ -39,6 +39,6 @@ class SequenceHead(nn.Module):
         self.output = output
 
     def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
-        """``[T, h] ->`` logits ``[n, classes]``."""
+        """``[T, h] -> [n, classes]`` logits."""
         logits: Tensor = self.output(self.pooler(hidden, sequences))
         return logits

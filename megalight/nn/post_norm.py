@@ -1,4 +1,4 @@
-"""The transformer layer that normalises what it hands on (https://arxiv.org/abs/1706.03762, BERT)."""
+"""The transformer layer with norms after its sums (post-norm, https://arxiv.org/abs/1706.03762, used by BERT)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class PostNormLayer(nn.Module):
 
     Args:
         attention: mixes tokens.
-        attention_norm: after it.
+        attention_norm: norm after attention.
         mlp: mixes features.
-        mlp_norm: after it.
-        dropout: probability, on what attention and MLP add.
+        mlp_norm: norm after the MLP.
+        dropout: dropout probability of the outputs of attention and MLP.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class PostNormLayer(nn.Module):
         self.mlp_norm = mlp_norm
 
     def make_state(self, slots: Slots) -> Any:
-        """What the mixer keeps of earlier tokens."""
+        """Make the state of attention, which holds what it needs of earlier tokens."""
         return self.attention.make_state(slots)  # type: ignore[operator]
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
-        """``[T, h] -> [T, h]``. State and memory are the mixer's."""
+        """``[T, h] -> [T, h]``. Attention gets ``state`` and ``memory``."""
         attended = self.attention_dropout(self.attention(hidden, context, state, memory))
         hidden, _ = norm_and_sum(self.attention_norm, attended, hidden)
         return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]

@@ -11,13 +11,13 @@ from megalight.ops.rotary import RotaryScaling, apply_rotary, rotary_table, rota
 
 
 class RotaryTable(NamedTuple):
-    """The angles of ``T`` tokens, computed once and used by every layer.
+    """Cosines and sines of the angles of ``T`` tokens, computed once and used by every layer.
 
     Attributes:
         cos: ``[T, dim / 2]``.
         sin: ``[T, dim / 2]``.
-        interleaved: features pair up as (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
-        backend: of the op that rotates.
+        interleaved: pairs are the features (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
+        backend: backend of the op that rotates.
     """
 
     cos: Tensor
@@ -26,26 +26,26 @@ class RotaryTable(NamedTuple):
     backend: str
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turn the first ``dim`` features of every head of ``x [T, H, D]``."""
+        """Rotate the first ``dim`` features of every head of ``x [T, H, D]``."""
         return apply_rotary(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
 
     def rotate_qkv(
         self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]``, ``q`` and ``k`` rotated."""
+        """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]`` and rotate ``q`` and ``k``."""
         cos, sin = self.cos, self.sin
         return rotate_qkv(qkv, num_heads, num_kv_heads, head_dim, cos, sin, self.interleaved, backend=self.backend)
 
 
 class Rotary(nn.Module):
-    """Makes the angles ``position * base^(-2 i / dim)``. Has no parameters.
+    """Computes the angles ``position * base^(-2 i / dim)``. It has no parameters.
 
     Args:
-        dim: how many features of a head turn; even.
-        base: the wavelength of the slowest pair is about ``2 pi base`` tokens.
-        scaling: how frequencies are stretched for contexts longer than those first trained on.
+        dim: how many features of a head are rotated; an even number.
+        base: the slowest pair has a wavelength of about ``2 pi base`` tokens.
+        scaling: how frequencies are scaled for contexts longer than in the first training.
         interleaved: see :class:`RotaryTable`.
-        backend: of the op that rotates.
+        backend: backend of the op that rotates.
     """
 
     def __init__(
@@ -65,11 +65,12 @@ class Rotary(nn.Module):
         self.backend = backend
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """``[T] ->`` the table of these positions, exact enough for activations of ``dtype``."""
+        """Return the table for ``positions [T]``, precise enough for activations of ``dtype``."""
+        # float32 angles are enough for float32 and half activations, but not for float64
         precise = positions.double() if dtype == torch.float64 else positions
         cos, sin = rotary_table(precise, self.dim, self.base, self.scaling)
         return RotaryTable(cos, sin, self.interleaved, self.backend)
 
     def extra_repr(self) -> str:
-        """Features and base, for printing."""
+        """Return features and base, for printing."""
         return f"{self.dim}, base={self.base:g}, scaling={self.scaling}, interleaved={self.interleaved}"

@@ -1,4 +1,4 @@
-"""The gated short convolution: a mixer that sees only the last few tokens (LFM2's)."""
+"""The gated short convolution of LFM2: a mixer that sees only the last few tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megalight.types import PackedSequences
 
 
 class CausalConv(nn.Module):
-    """``y[t] = sum_j weight[:, k - 1 - j] * x[t - j]``, each channel on its own; before a sequence begins, ``x`` is 0.
+    """``y[t] = sum_j weight[:, k - 1 - j] * x[t - j]`` for each channel. Before the start of a sequence, ``x`` is 0.
 
-    Half types are summed in float32.
+    Half dtypes are summed in float32.
 
     Attributes:
-        weight: ``[channels, k]``, drawn with standard deviation ``1 / sqrt(k)``, which keeps the variance; its last
-            column belongs to the token itself.
+        weight: ``[channels, k]``. The last column is for the token itself. The initial standard deviation is
+            ``1 / sqrt(k)``, which keeps the variance.
     """
 
     def __init__(self, channels: int, kernel: int) -> None:
@@ -32,16 +32,17 @@ class CausalConv(nn.Module):
         self.initializers: dict[str, Initializer] = {"weight": Normal(kernel**-0.5)}
 
     def forward(self, x: Tensor, sequences: PackedSequences, state: SequenceRows | None = None) -> Tensor:
-        """``[T, channels] -> [T, channels]``. The state keeps the last ``k - 1`` inputs of each sequence.
+        """``[T, channels] -> [T, channels]``. The state holds the last ``k - 1`` inputs of each sequence.
 
         Raises:
-            LayoutError: the tokens are a share of their sequences.
+            LayoutError: the tokens are only a part of their sequences (context parallelism).
         """
         if sequences.context is not None:
             raise LayoutError(
                 "these tokens are a share of their sequences, and a convolution sees no other share. Give it whole "
                 "sequences, or use a model without convolutions."
             )
+        # columns as a list, the token's own first
         taps = self.weight.to(wide(x.dtype)).flip(1).unbind(1)
         inputs = _earlier(x, sequences, len(taps)) if state is None else _continued(x, sequences, len(taps), state)
         y = taps[0] * inputs[0]
@@ -50,19 +51,19 @@ class CausalConv(nn.Module):
         return y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Channels and width, for printing."""
+        """Return channels and width, for printing."""
         return f"{self.weight.shape[0]}, kernel={self.weight.shape[1]}"
 
 
 def _earlier(x: Tensor, sequences: PackedSequences, count: int) -> list[Tensor]:
-    """``x[t - j]`` for every token ``t`` and ``j < count``; 0 where that is another sequence."""
+    """Return ``x[t - j]`` for every token ``t`` and each ``j < count``, with 0 before the start of its sequence."""
     places = sequences.positions[:, None]
     shifted = [F.pad(x, (0, 0, j, 0))[: len(x)].masked_fill(places < j, 0) for j in range(1, count)]
     return [x, *shifted]
 
 
 def _continued(x: Tensor, sequences: PackedSequences, count: int, state: SequenceRows) -> list[Tensor]:
-    """The same where sequences go on: what came before the new tokens is read from the state, which is moved on."""
+    """Return the same for continued sequences. Earlier inputs come from the state, which is then updated."""
     kept = count - 1
     before = state.read((kept, x.shape[1]), x)
     rows = torch.cat([before.flatten(0, 1), x])
@@ -70,7 +71,7 @@ def _continued(x: Tensor, sequences: PackedSequences, count: int, state: Sequenc
     numbers = torch.arange(len(starts), device=x.device)
 
     def at(sequence: Tensor, place: Tensor) -> Tensor:
-        """Rows of tokens by sequence and place among its new tokens; places below 0 are earlier inputs."""
+        """Return rows by sequence and place among its new tokens. Negative places are earlier inputs."""
         new, old = len(starts) * kept + starts[sequence] + place, (sequence + 1) * kept + place
         return rows[torch.where(place >= 0, new, old)]
 
@@ -85,10 +86,10 @@ class ShortConv(nn.Module):
     """``proj(out_gate * filter(in_gate * value))``, where gates and value are projections of the hidden states.
 
     Args:
-        hidden_size: ``h``, also the channels of the convolution.
-        kernel: tokens that the convolution sees, at least 2.
-        std: standard deviation of the initial ``gates``.
-        proj_std: the same for the projection back.
+        hidden_size: ``h``, also the number of channels of the convolution.
+        kernel: number of tokens that the convolution sees, at least 2.
+        std: standard deviation of the initial ``gates`` weights.
+        proj_std: standard deviation of the initial ``proj`` weights.
     """
 
     def __init__(self, hidden_size: int, kernel: int, *, std: float = 0.02, proj_std: float = 0.02) -> None:
@@ -99,13 +100,13 @@ class ShortConv(nn.Module):
         self.proj = Linear(hidden_size, hidden_size, std=proj_std)
 
     def make_state(self, slots: Slots) -> SequenceRows:
-        """The last inputs of the convolution."""
+        """Make the state: the last inputs of the convolution."""
         return slots.per_sequence()
 
     def forward(
         self, hidden: Tensor, context: LayerContext, state: SequenceRows | None = None, memory: Tensor | None = None
     ) -> Tensor:
-        """``[T, h] -> [T, h]``. ``memory`` is not read."""
+        """``[T, h] -> [T, h]``. ``memory`` is unused."""
         in_gate, out_gate, value = torch.split(self.gates(hidden), self.gates.section_sizes, dim=-1)
         filtered = self.filter(in_gate * value, context.sequences, state)
         projected: Tensor = self.proj(out_gate * filtered)

@@ -1,11 +1,11 @@
-"""Losses that arise inside of layers: a router's balance, a penalty on activations.
+"""Losses of single layers: a router's balance loss, a penalty on activations.
 
-A layer attaches one to hidden states that pass through it::
+A layer attaches a loss to the hidden states that pass through it::
 
     hidden = context.side_losses.attach("balance", value, hidden)
 
-Whoever trains collects them, by entering :func:`collecting` around the forward passes. Where nobody does, as in
-evaluation, hidden states pass as they are.
+A training step collects these losses: it runs the forward passes inside :func:`collecting`. Without it, as in
+evaluation, hidden states pass unchanged.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class SideLosses(Opaque):
-    """Collects nothing."""
+    """The interface of collectors. This one collects nothing."""
 
     def attach(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
-        """``hidden`` as it is. While training, ``value`` takes part in the objective and is logged as ``train_{name}``.
+        """Return ``hidden`` unchanged. In training, ``value`` adds to the objective and is logged as ``train_{name}``.
 
         Args:
-            name: losses of one name add up, those of several layers too.
-            value: 0-dim, with gradient, a mean over the micro-batch; the objective has its mean over all micro-batches.
+            name: losses with the same name are added, also those of several layers.
+            value: a 0-dim mean over the micro-batch, with gradient. The objective gets its mean over all micro-batches.
                 Compute it from hidden states as layers get and return them.
-            hidden: a tensor on the way to the loss. The gradient of ``value`` begins when that of ``hidden`` arrives.
+            hidden: a tensor on which the loss depends. The backward pass of ``value`` starts when the gradient of
+                ``hidden`` arrives.
 
         Raises:
             ConfigurationError: ``value`` is not 0-dim.
@@ -52,9 +53,9 @@ class SideLosses(Opaque):
 
 
 class AttachedSideLosses(SideLosses):
-    """Attaches the gradient of each loss where it arises, so that it also flows on a stage that sees no final loss.
+    """Attaches the gradient of each loss in its layer, so it also works on pipeline stages without the final loss.
 
-    All that changes from step to step lies in tensors that stay where they are: recorded work may go on using them.
+    Values that change from step to step are in tensors with fixed addresses, so CUDA graphs can use them.
 
     Attributes:
         totals: the sum of each loss over all forward passes since :meth:`begin`, 0-dim float64.
@@ -65,12 +66,13 @@ class AttachedSideLosses(SideLosses):
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
 
     def begin(self, scale: Tensor) -> None:
-        """A step begins, in which every loss counts ``scale`` times."""
+        """Begin a step. Each loss is multiplied by ``scale`` in the objective."""
         self._scale.copy_(scale)
         for total in self.totals.values():
             total.zero_()
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+        # recompute runs the layer twice: count the value once, but attach the gradient in the pass that has a backward
         if not runs_again():
             if name not in self.totals:
                 self.totals[name] = torch.zeros_like(self._scale)
@@ -80,10 +82,10 @@ class AttachedSideLosses(SideLosses):
 
 
 class KeptSideLosses(SideLosses):
-    """Keeps the losses, with their gradients, for whoever adds them to a loss of his own.
+    """Keeps the losses with their gradients, for code that adds them to its own loss.
 
     Attributes:
-        values: the sum of each loss.
+        values: the sum of each loss, by name.
     """
 
     def __init__(self) -> None:
@@ -96,7 +98,7 @@ class KeptSideLosses(SideLosses):
 
 
 class ZeroSideLosses(SideLosses):
-    """Hands losses on to ``losses``, times zero: the gradients are there, and are zero."""
+    """Passes losses on to ``losses``, multiplied by zero: gradients exist, and are zero."""
 
     def __init__(self, losses: SideLosses) -> None:
         self.losses = losses
@@ -106,7 +108,7 @@ class ZeroSideLosses(SideLosses):
 
 
 class _Attach(torch.autograd.Function):
-    """``hidden``, whose backward gives ``value`` the gradient ``scale``."""
+    """Returns ``hidden``. Its backward gives ``value`` the gradient ``scale``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, value: Tensor, scale: Tensor) -> Tensor:
@@ -122,14 +124,15 @@ class _Attach(torch.autograd.Function):
 
 
 _LOST = SideLosses()
-_collectors: list[SideLosses] = []  # not one per thread: backward passes run recomputed layers in threads of their own
+# not thread-local: autograd runs recomputed layers in its own threads
+_collectors: list[SideLosses] = []
 
 SideLossesT = TypeVar("SideLossesT", bound=SideLosses)
 
 
 @contextmanager
 def collecting(losses: SideLossesT) -> Iterator[SideLossesT]:
-    """Side losses of the forward passes inside go to ``losses``."""
+    """Send the side losses of all forward passes in this context to ``losses``."""
     _collectors.append(losses)
     try:
         yield losses
@@ -138,12 +141,12 @@ def collecting(losses: SideLossesT) -> Iterator[SideLossesT]:
 
 
 def current() -> SideLosses:
-    """Where side losses go now."""
+    """Return the collector that is active now."""
     return _collectors[-1] if _collectors else _LOST
 
 
 def runs_again() -> bool:
-    """Whether this forward pass is part of a backward pass: recompute runs it a second time."""
+    """Return whether this forward pass runs during a backward pass, as the second one of recompute does."""
     return torch._C._current_graph_task_id() != -1
 
 

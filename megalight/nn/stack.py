@@ -17,16 +17,16 @@ def run_layers(
     states: Mapping[str, Any] | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
-    """Every layer in turn: ``hidden = layer(hidden, context, state, memory)``. ``[T, h] -> [T, h]``.
+    """Run the layers in order: ``hidden = layer(hidden, context, state, memory)``. ``[T, h] -> [T, h]``.
 
     All models run their layers here.
 
     Args:
-        layers: by global index, in order; a part of a model has some of them.
+        layers: layers in order, by global index. A part of a model has only some of them.
         hidden: ``[T, h]``.
-        context: what the layers share.
-        states: what each layer keeps of earlier tokens, by the layer's name; None: all tokens are here.
-        memory: ``[Tm, h]`` that layers with cross attention read; it may want a gradient.
+        context: the context that all layers share.
+        states: the state of each layer, by the layer's name. None if there are no earlier tokens.
+        memory: ``[Tm, h]``, read by layers with cross attention. It may require a gradient.
     """
     for name, layer in layers.items():
         hidden = layer(hidden, context, None if states is None else states[name], memory)

@@ -1,7 +1,7 @@
-"""What layers keep of earlier tokens, so that a sequence can be continued.
+"""The states of layers: what they keep of earlier tokens, so that a sequence can be continued.
 
-A mixer says in ``make_state(slots)`` what it keeps: rows for every token (keys and values), or an entry for every
-sequence (the last inputs of a convolution, a recurrent state). Where these lie is the affair of :class:`Slots`.
+A mixer makes its state in ``make_state(slots)``. It keeps one row per token (keys and values), or one entry per
+sequence (the last inputs of a convolution, a recurrent state). :class:`Slots` decides where these are stored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class TokenRows(Protocol):
-    """One row for each token so far of each sequence."""
+    """One row for each token of each sequence, including all earlier tokens."""
 
     def append(self, rows: Tensor) -> Tensor:
-        """Store ``[T, ...]`` of the new tokens; returns those of all tokens, packed as ``sequences.keys`` describes."""
+        """Store the rows ``[T, ...]`` of new tokens; return those of all tokens, packed as in ``sequences.keys``."""
         ...
 
 
@@ -24,41 +24,41 @@ class SequenceRows(Protocol):
     """One entry for each sequence."""
 
     def read(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """``[n, *shape]``, the entries of the pass's sequences; 0 for those that begin.
+        """Return ``[n, *shape]``, the entries of the sequences in this pass. New sequences have zeros.
 
-        The first call makes them, of the type of ``like``.
+        The first call allocates the entries, with the dtype of ``like``.
         """
         ...
 
     def write(self, entries: Tensor) -> None:
-        """Store ``[n, *shape]``."""
+        """Store the entries ``[n, *shape]`` of the sequences in this pass."""
         ...
 
 
 class Slots(Protocol):
-    """Room for sequences that are continued in later forward passes. It knows which ones are in the present pass."""
+    """Storage for sequences that later forward passes continue. It knows which sequences are in the current pass."""
 
     def per_token(self) -> TokenRows:
-        """Room for a row per token; its shape and type are those of the first that come."""
+        """Make storage for one row per token. The first rows decide its shape and dtype."""
         ...
 
     def per_sequence(self) -> SequenceRows:
-        """Room for an entry per sequence."""
+        """Make storage for one entry per sequence."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class KeysAndValues:
-    """The state of attention."""
+    """The state of attention: keys and values of every token."""
 
     keys: TokenRows
     values: TokenRows
 
     @classmethod
     def of(cls, slots: Slots) -> KeysAndValues:
-        """Without any token yet."""
+        """Make an empty state, without any token."""
         return cls(slots.per_token(), slots.per_token())
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k, v [T, Hkv, D]`` of the new tokens; returns those of all tokens."""
+        """Store ``k, v [T, Hkv, D]`` of the new tokens; return those of all tokens."""
         return self.keys.append(k), self.values.append(v)

@@ -1,4 +1,4 @@
-"""Layers of experts, of which each token meets some."""
+"""Mixture of experts: each token passes through some of the experts."""
 
 from megalight.nn.moe.dispatch import Dispatcher as Dispatcher
 from megalight.nn.moe.dispatch import LocalDispatcher as LocalDispatcher

@@ -1,4 +1,4 @@
-"""How tokens get to their experts and back: the seam that other dispatchers replace."""
+"""Dispatchers bring tokens to their experts and back. Expert parallelism would replace the local one."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import torch
 from torch import Tensor, nn
 
 Compute: TypeAlias = Callable[[Tensor, Sequence[int]], Tensor]
-"""``[N, h]`` tokens grouped by expert, and how many each expert has -> ``[N, h]``."""
+"""Tokens ``[N, h]`` grouped by expert, and the number of tokens of each expert -> ``[N, h]``."""
 
 
 class Dispatcher(nn.Module, ABC):
-    """Brings tokens to their experts, and what these make of them back."""
+    """Sends tokens to their experts, and returns the outputs in the order of the tokens."""
 
     @abstractmethod
     def forward(self, hidden: Tensor, chosen: Tensor, num_experts: int, compute: Compute) -> Tensor:
         """``[T, h] -> [T, h]``.
 
         Args:
-            hidden: ``[T, h]`` tokens.
-            chosen: ``[T]`` number of each token's expert.
-            num_experts: experts that ``compute`` serves.
-            compute: the experts.
+            hidden: ``[T, h]``, the tokens.
+            chosen: ``[T]``, the index of each token's expert.
+            num_experts: number of experts of ``compute``.
+            compute: applies the experts to grouped tokens.
         """
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are here: tokens are grouped by expert, in their own order within each."""
+    """All experts are on this device. Tokens are grouped by expert, and keep their order within each group."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, num_experts: int, compute: Compute) -> Tensor:
-        """``[T, h] -> [T, h]``. The host waits for the counts."""
+        """``[T, h] -> [T, h]``. It synchronises: the host needs the counts of tokens."""
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=num_experts).tolist()
+        # the argsort of a permutation is its inverse
         return compute(hidden[order], counts)[order.argsort()]

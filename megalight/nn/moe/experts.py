@@ -1,4 +1,4 @@
-"""A stack of feed-forward layers, each for its own tokens."""
+"""Experts: a stack of feed-forward layers, each applied to its own tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megalight.nn.moe.dispatch import Dispatcher, LocalDispatcher
 
 
 class Experts(nn.Module):
-    """Feed-forward layers ``down(act(up(x)))``, gated ones ``down(act(gate(x)) * up(x))``, without biases.
+    """Feed-forward layers ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` if gated, without biases.
 
-    Each expert is a canonical tensor of its own, under its number: ``experts.3.up.weight``.
+    Each expert has its own canonical tensors, named by its index: ``experts.3.up.weight``.
 
     Args:
         num_experts: ``E``.
         hidden_size: ``h``.
-        ffn_hidden_size: ``f``, the width between.
+        ffn_hidden_size: ``f``, the inner width.
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
-        std: standard deviation of the initial weights of the projections in.
-        down_std: the same for the projection back.
-        backend: of the activation op.
+        std: standard deviation of the initial ``up``.
+        down_std: standard deviation of the initial ``down``.
+        backend: backend of the activation op.
 
     Attributes:
-        up: ``[E, f, h]``; gated ``[E, 2 f, h]``: each expert's gate, then its up.
+        up: ``[E, f, h]``. If gated, ``[E, 2 f, h]``: each expert's gate, then its up.
         down: ``[E, h, f]``.
-        dispatcher: brings tokens here.
+        dispatcher: brings tokens to their experts and back.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         self.initializers: dict[str, Initializer] = {"up": Normal(std), "down": Normal(down_std)}
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Expert by expert; see :mod:`megalight.nn.canonical`."""
+        """Yield the tensors of each expert; see :mod:`megalight.nn.canonical`."""
         count, hidden, width = self.down.shape
         for expert in range(count):
             if local == "down":
@@ -64,12 +64,12 @@ class Experts(nn.Module):
             yield f"{path}.{expert}.up.weight", (width, hidden)
 
     def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """``[T, h] -> [T, h]``: each token through the expert whose number ``chosen`` (``[T]``) says."""
+        """``[T, h] -> [T, h]``: each token passes through the expert with the index in ``chosen [T]``."""
         out: Tensor = self.dispatcher(hidden, chosen, len(self.up), self.compute)
         return out
 
     def compute(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """``[N, h] -> [N, h]``: tokens grouped by expert, ``counts`` of them for each expert here.
+        """``[N, h] -> [N, h]`` for tokens grouped by expert. ``counts`` has the number of tokens of each expert.
 
         An expert without tokens gets a gradient of zeros.
         """
@@ -79,6 +79,6 @@ class Experts(nn.Module):
         return torch.cat([F.linear(x, down) for x, down in zip(narrow, self.down.unbind(), strict=True)])
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
+        """Return the sizes, for printing."""
         count, hidden, width = self.down.shape
         return f"{count} x ({hidden} -> {width} -> {hidden})"

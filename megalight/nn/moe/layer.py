@@ -1,4 +1,4 @@
-"""A layer of experts in the place of a feed-forward layer."""
+"""The mixture-of-experts layer, used in place of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megalight.nn.moe.experts import Experts
 
 
 class MoE(nn.Module):
-    """Each token through one expert.
+    """Sends each token through one expert.
 
     Args:
-        router: ``[T, h] -> [T]``, the number of each token's expert.
+        router: ``[T, h] -> [T]``, the index of each token's expert.
         experts: the experts.
     """
 

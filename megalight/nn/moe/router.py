@@ -1,4 +1,4 @@
-"""Which expert a token goes to."""
+"""Routers choose the expert of each token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 class FixedRouter(nn.Module):
-    """A fixed rule, without parameters: of a token's first ``num_experts`` features the largest is its expert's number.
+    """A fixed rule without parameters: the argmax of a token's first ``num_experts`` features is its expert.
 
-    It learns nothing and balances nothing. Fixed routing is the baseline that learned routers are compared with (hash
-    layers, https://arxiv.org/abs/2106.04426).
+    It learns nothing and balances nothing. Fixed routing is the baseline for learned routers (hash layers,
+    https://arxiv.org/abs/2106.04426).
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -17,9 +17,9 @@ class FixedRouter(nn.Module):
         self.num_experts = num_experts
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[T, h] -> [T]``: the number of each token's expert."""
+        """``[T, h] -> [T]``: the index of each token's expert."""
         return hidden[:, : self.num_experts].argmax(-1)
 
     def extra_repr(self) -> str:
-        """The number of experts, for printing."""
+        """Return the number of experts, for printing."""
         return f"{self.num_experts} experts"
