@@ -1,4 +1,4 @@
-"""Noticing when the gradients of a bucket are complete."""
+"""Detect when all gradients of a bucket have arrived."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """Counts gradients as they arrive, and sends the buckets that are complete while the last passes still run.
+    """Counts arriving gradients, and sends complete buckets while the last backward passes still run.
 
-    A parameter's gradient may arrive several times per micro-batch (tied weights, an op that adds to ``main_grad``
-    beside autograd). How often is learned from the steps seen so far. Only the sum over all micro-batches counts, so
-    backward passes may come in any order, and in parts (pipelines, delayed weight gradients).
+    A parameter's gradient may arrive several times per micro-batch (tied weights, or an op that adds to ``main_grad``
+    beside autograd). The engine learns the usual number from the steps seen so far. Only the total over all
+    micro-batches is compared, so backward passes may run in any order and in parts (pipelines, delayed weight
+    gradients).
 
     Args:
-        buckets: they are sent strictly in this order, so that all ranks start the same collectives alike.
+        buckets: sent strictly in this order, because all ranks must start their collectives in the same order.
         send: starts a bucket's reduction.
-        overlap: send before the last micro-batch ends.
-        stream: where reductions run; None on the CPU.
+        overlap: send buckets before the last micro-batch ends.
+        stream: CUDA stream of the reductions; None on the CPU.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class Arrivals:
         self._noted: list[tuple[int, int]] | None = None
         self._counts = [[0] * len(bucket.infos) for bucket in buckets]
         self._usual = [[0] * len(bucket.infos) for bucket in buckets]
-        """Arrivals per micro-batch, at most."""
+        """The largest number of arrivals per micro-batch seen so far, per bucket and parameter."""
         for index, bucket in enumerate(buckets):
             for place, (parameter, main_grad) in enumerate(bucket.main_grads):
                 arrived, announced = self._on_arrival(index, place), self._on_announcement(index, place)
                 land_gradients(parameter, main_grad, arrived, announced, bucket.autograd_adds)
 
     def begin(self, micro_batches: int, send: bool) -> None:
-        """The passes of so many micro-batches begin; ``send``: no more follow before the reduction."""
+        """Begin the passes of ``micro_batches`` micro-batches; ``send``: they are the last before the reduction."""
         self._counts = [[0] * len(bucket.infos) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.arrived = 0
@@ -66,12 +67,12 @@ class Arrivals:
             self._main_stream = torch.cuda.current_stream(self._stream.device)
 
     def stop(self) -> None:
-        """They ended, well or not."""
+        """End the passes, also after an error."""
         self._sending = False
 
     @contextmanager
     def noting(self) -> Iterator[list[tuple[int, int]]]:
-        """Inside, what arrives is noted as ``(bucket, place)`` instead of being counted."""
+        """Record arrivals inside the block as ``(bucket, place)`` instead of counting them."""
         self._noted = []
         try:
             yield self._noted
@@ -79,7 +80,7 @@ class Arrivals:
             self._noted = None
 
     def learn(self) -> None:
-        """They ended well."""
+        """Update the usual numbers of arrivals, after passes that ended without an error."""
         first = not any(map(any, self._usual))
         self._usual = [
             [max(usual, -(-count // self._micro_batches)) for usual, count in zip(*rows, strict=True)]
@@ -104,7 +105,7 @@ class Arrivals:
             )
 
     def _on_arrival(self, index: int, place: int) -> Callable[[], None]:
-        here = weakref.ref(self)  # parameters hold this function where the garbage collector cannot see it
+        here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine
 
         def arrived() -> None:
             if (alive := here()) is None:
@@ -131,7 +132,7 @@ class Arrivals:
         return announced
 
     def count(self, index: int, place: int) -> None:
-        """A gradient has arrived."""
+        """Count one gradient, and send every bucket that is now complete and next in order."""
         bucket = self.buckets[index]
         if bucket.sent:
             raise MegalightError(
@@ -139,11 +140,13 @@ class Arrivals:
                 "uses it more often than those before it did: switch overlap_grad_reduce off; or a new step began "
                 "without zero_grad()."
             )
+        # A gradient computed on another stream must be finished before the reduction stream reads the buffer.
         if self._stream is not None and (now := torch.cuda.current_stream(self._stream.device)) != self._main_stream:
             self._stream.wait_stream(now)
         self._counts[index][place] += 1
         if self._sending and self._counts[index][place] == self._usual[index][place] * self._micro_batches:
             bucket.arrived += 1
+            # A complete bucket waits for those before it: all ranks must start the same collectives in the same order.
             while self._next < len(self.buckets) and self._complete(self.buckets[self._next]):
                 self._send(self.buckets[self._next])
                 self._next += 1

@@ -1,4 +1,4 @@
-"""Flat buffers: parameters and gradients become views of them, and each rank's part is what its optimizer steps on."""
+"""Flat buffers: parameters and gradients are views of them, and each rank's optimizer updates its interval."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megalight.parallel.storage import has_memory
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A parameter as the engine sees it.
+    """A parameter, with what the engine needs to know about it.
 
     Attributes:
         name: its name in the local model, for messages.
-        parameter: the object; it keeps its identity, its storage moves into a flat buffer. It may be without memory:
-            values come after the engine is built.
-        spec: which canonical pieces it holds.
-        group: index of the optimizer's parameter group that it belongs to.
-        chunk: which of the model's parts on this rank holds it, in model order.
-        mesh: the grid over which its model is split; None: the engine's.
+        parameter: the object. It keeps its identity; its storage moves into a flat buffer. It may have no memory yet:
+            its values may come after the engine is built.
+        spec: the canonical pieces that it holds.
+        group: index of its optimizer parameter group.
+        chunk: index of the model chunk on this rank that holds it, in model order.
+        mesh: the mesh over which its model is split; None: the engine's mesh.
     """
 
     name: str
@@ -43,17 +43,17 @@ class ParamInfo:
 
 @dataclass(eq=False)
 class FlatShard:
-    """The interval of one bucket whose optimizer state this rank holds.
+    """The interval of one bucket for which this rank holds the optimizer state.
 
     Attributes:
         group: index of the optimizer's parameter group.
-        start, stop: elements of the bucket.
-        master: ``[stop - start]`` leaf that the optimizer updates; ``master.grad`` is set once gradients are reduced.
-            Where it has the parameters' own dtype it *is* their storage; its state (``master_copy``) tells.
+        start, stop: the interval, in elements of the bucket.
+        master: ``[stop - start]`` leaf tensor that the optimizer updates. ``master.grad`` is set once gradients are
+            reduced. If it has the parameters' own dtype, it shares their storage; its state (``master_copy``) says so.
         slots: ``(spec, first element in the bucket)`` of every parameter in the bucket.
-        replicas: ranks that hold this same shard. They divide among themselves what is to be done once: counting for a
+        replicas: ranks that hold this same shard. They divide the work that must be done only once: counting for the
             norm, writing to a checkpoint.
-        place: of this rank among them.
+        place: index of this rank in ``replicas``.
     """
 
     group: int
@@ -66,26 +66,26 @@ class FlatShard:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Number of elements, padding included."""
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> Tensor:
-        """The master's values of elements ``[start, stop)`` of the bucket, which lie in this shard: a view."""
+        """Return a view of the master at elements ``[start, stop)`` of the bucket, which must lie in this shard."""
         return self.master.detach()[start - self.start : stop - self.start]
 
     def fill(self, offset: int, values: Tensor) -> None:
-        """Copy what of ``values``, which start at element ``offset`` of the bucket, lies in this shard."""
+        """Copy the part of ``values`` that lies in this shard; ``values`` start at element ``offset`` of the bucket."""
         low, high = max(self.start, offset), min(self.stop, offset + values.numel())
         if low < high:
             part = values.reshape(-1)[low - offset : high - offset]
             self.master[low - self.start : high - self.start] = part
 
     def intervals(self) -> Iterator[tuple[Piece, int, int, int]]:
-        """The parts of canonical pieces that lie in this shard.
+        """Yield the parts of canonical pieces that lie in this shard.
 
         Yields:
             piece, first, last, shard_start: elements ``[first, last)`` of the flattened piece lie at ``shard_start`` of
-            the shard. What no interval covers is padding.
+            the shard. Elements that no interval covers are padding.
         """
         for spec, offset in self.slots:
             low, high = max(self.start, offset), min(self.stop, offset + spec.numel)
@@ -95,26 +95,26 @@ class FlatShard:
 
 
 class Bucket:
-    """One bucket's storage.
+    """The storage of one bucket: flat parameters, flat gradients, and this rank's masters.
 
     Args:
-        layout: what lies where.
+        layout: the position of every parameter.
         infos: all parameters of the engine.
-        group: the ranks that share the bucket; None for one.
-        divided: each of them keeps the masters of its interval only.
-        master_dtype: of the masters.
+        group: the ranks that share the bucket; None for a single rank.
+        divided: each of these ranks keeps only the masters of its own interval.
+        master_dtype: dtype of the masters.
 
     Attributes:
-        group: as given: gradients are summed over it.
-        shard_group: ranks among which masters are divided; None: each has all.
-        params: ``[numel]`` flat parameters, or their codes; the parameters are views of it.
+        group: as given; gradients are summed over it.
+        shard_group: ranks among which the masters are divided; None: each rank has all masters.
+        params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
         grads: ``[numel]`` flat gradients.
         main_grads: every parameter with its view of :attr:`grads`.
         shard: this rank's part.
-        arrived: parameters whose gradients of the last micro-batch are complete.
-        sent: the reduction of the gradients was started.
-        holds_codes: the parameters are 8-bit codes, of which the precision of each weight knows the scale.
-        master_is_own_params: the optimizer updates the parameters' storage itself.
+        arrived: number of parameters whose gradients of the last micro-batch are complete.
+        sent: whether the reduction of the gradients has started.
+        holds_codes: whether the parameters are 8-bit codes; the precision of each weight holds its scale.
+        master_is_own_params: whether the optimizer updates the parameters' storage itself.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Bucket:
             if has_memory(parameter):
                 view.copy_(parameter.detach())
             elif codes is None:
-                view.fill_(torch.nan)  # values come later; NaN tells what never got any
+                view.fill_(torch.nan)  # the values come later; NaN shows parameters that never got any
         self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
         for parameter, view in self._views(self.params):
             parameter.data = view
@@ -156,16 +156,16 @@ class Bucket:
         state_of(self.shard.master).master_copy = not self.master_is_own_params
 
     def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with its place in a flat tensor of the bucket."""
+        """Yield every parameter with its place in a flat tensor of the bucket."""
         for info, slot in zip(self.infos, self.layout.slots, strict=True):
             yield info.parameter, flat[slot.start : slot.stop].view(info.parameter.shape)
 
     @torch.no_grad()
     def widen(self, gather: Callable[[Tensor, Tensor], object]) -> None:
-        """Give parameters that are codes their own type again, with the values of the masters.
+        """Turn parameters that are codes back into their own dtype, with the values of the masters.
 
         Args:
-            gather: fills its first argument with every rank's second.
+            gather: all-gathers every rank's second argument into the first one.
         """
         self.params = torch.zeros(self.layout.numel, dtype=self.layout.kind.param_dtype, device=self.params.device)
         self.holds_codes = False
@@ -175,7 +175,7 @@ class Bucket:
             parameter.data = view
 
     def drop_gradients(self) -> None:
-        """Leave gradients to autograd, and keep no memory for them."""
+        """Give gradients back to autograd, and free the memory of the buffer."""
         for parameter, _ in self.main_grads:
             release(parameter)
         self.shard.master.grad = None
@@ -197,22 +197,22 @@ class Bucket:
         return self.grads.dtype == self.params.dtype or has_grad_dtype()
 
     def gaps(self) -> list[Tensor]:
-        """What of :attr:`grads` belongs to no parameter."""
+        """Return the parts of :attr:`grads` that belong to no parameter."""
         starts = [slot.start for slot in self.layout.slots[1:]] + [self.layout.numel]
         gaps = zip((slot.stop for slot in self.layout.slots), starts, strict=True)
         return [self.grads[low:high] for low, high in gaps if low < high]
 
     @property
     def rounds_masters(self) -> bool:
-        """Whether parameters are masters in a narrower type: copies that are not cast with scales."""
+        """Whether the parameters are the masters rounded to a narrower dtype (and not codes with scales)."""
         return not (self.master_is_own_params or self.holds_codes)
 
 
 def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
-    """Parameters that need gradients, tied ones once, in order.
+    """Return the parameters that need gradients, in order; a tied parameter comes once.
 
     Raises:
-        MegalightError: they have no storage yet, or live on several devices.
+        MegalightError: the parameters have no storage yet, or live on several devices.
     """
     seen: dict[int, ParamInfo] = {}
     for info in infos:
@@ -232,21 +232,21 @@ def land_gradients(
     announced: Callable[[], None],
     autograd_adds: bool,
 ) -> None:
-    """Make every gradient of ``parameter`` end in ``main_grad``, and report each arrival.
+    """Collect every gradient of ``parameter`` in ``main_grad``, and report each arrival.
 
     Args:
-        parameter: already a view; an engine that had it before hears of no further gradient.
-        arrived: called after each gradient that autograd brought, also where that is none.
-        announced: called by ops that brought a gradient to ``main_grad`` themselves.
-        autograd_adds: see :attr:`Bucket.autograd_adds`. Where ``parameter.grad`` is None, or may not be the buffer's
-            view, autograd leaves a gradient there that is brought to the buffer.
+        parameter: already a view of the buffer. An earlier engine gets no further gradients of it.
+        arrived: called after every backward of autograd through the parameter, also when the gradient is None.
+        announced: called by ops that have added a gradient to ``main_grad`` themselves.
+        autograd_adds: see :attr:`Bucket.autograd_adds`. If ``parameter.grad`` is None or may not be the buffer's view,
+            autograd leaves the gradient there, and the hook adds it to the buffer.
     """
     state = collect(parameter, main_grad, announced)
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
         if gradient is not None and gradient is not main_grad:
-            if torch.is_grad_enabled():  # autograd has then added up out of place
+            if torch.is_grad_enabled():  # then autograd has accumulated out of place, into a new tensor
                 raise MegalightError(
                     "backward(create_graph=True) reached a parameter whose gradients live in a flat buffer; "
                     "use torch.autograd.grad for gradients of gradients."
@@ -257,6 +257,6 @@ def land_gradients(
 
     if autograd_adds:
         if main_grad.dtype != parameter.dtype:
-            parameter.grad_dtype = None  # any: autograd adds to the wider buffer without converting first
+            parameter.grad_dtype = None  # any dtype: autograd adds to the wider buffer without a cast first
         parameter.grad = main_grad
     state.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Weights that live in 8 bits: each rank casts its part of the masters, with the scale of the whole weight."""
+"""Weights stored in 8 bits: each rank casts its part of the masters with the scale of the whole weight."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from megalight.ops.quantize.formats import Format
 from megalight.parallel.data_parallel.buffers import Bucket, ParamInfo
 
 ALIGNMENT = 16
-"""Bytes on which the products want each scale to begin."""
+"""Alignment of each scale in bytes, as the matrix products require."""
 WIDEST = 4096
-"""Elements of a row, at most, of the matrices that flat intervals are cast as."""
+"""Largest row length, in elements, of the matrices that flat intervals are cast as."""
 
 
 def codes_of(info: ParamInfo) -> Format | None:
-    """The format that a parameter's weight shall live in; None: in its own type."""
+    """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype."""
     precision = precision_of(info.parameter)
     return precision.recipe.weight.format if precision is not None and precision.primary else None
 
 
 class Codes:
-    """The scales of all weights that live in 8 bits, and the way from masters to codes.
+    """The scales of all weights stored in 8 bits, and the cast from masters to codes.
 
     Args:
-        buckets: those that hold codes.
+        buckets: the buckets that hold codes.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self.parts: list[tuple[int, Bucket, int, int]] = []
-        """Number of the weight, and the elements ``[start, stop)`` of a bucket that this rank casts."""
+        """``(number of the weight, bucket, start, stop)``: the elements of a bucket that this rank casts."""
         self.weights: list[LowPrecision] = []
         self._divided: list[tuple[ProcessGroup, slice]] = []
-        """Which weights' masters are divided among which ranks."""
+        """Data-parallel groups with the slice of weights whose masters are divided over them."""
         for group in dict.fromkeys(bucket.shard_group for bucket in buckets):
             first = len(self.weights)
             for bucket in buckets:
@@ -48,6 +48,7 @@ class Codes:
             if group is not None:
                 self._divided.append((group, slice(first, len(self.weights))))
         self.amax = torch.zeros(len(self.weights), device=device)
+        # One scale per ALIGNMENT bytes: every view of a single scale is aligned.
         self.scales = torch.ones(len(self.weights), ALIGNMENT // 4, device=device)[:, 0]
         self._here = torch.tensor([number for number, *_ in self.parts], dtype=torch.long, device=device)
         agree: dict[int, tuple[Callable[[Tensor], None], list[int]]] = {}
@@ -68,11 +69,11 @@ class Codes:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Set this rank's codes, and all scales, from the masters: one reduction per data-parallel group."""
+        """Update this rank's codes, and all scales, from the masters; one all-reduce per data-parallel group."""
         if not self.weights:
             return
         self.amax.zero_()
-        # looked up anew: masters may have been to host memory and back
+        # Read anew each time: the masters may have moved to host memory and back.
         masters = [_rows(bucket.shard.part(*span)) for _, bucket, *span in self.parts]
         if self.parts:
             largest = torch._foreach_norm(masters, float("inf"))
@@ -93,5 +94,5 @@ class Codes:
 
 
 def _rows(flat: Tensor) -> Tensor:
-    """A flat tensor as a matrix with rows as long as powers of two allow."""
+    """View a flat tensor as a matrix; the row length is the largest power of two that divides it, up to ``WIDEST``."""
     return flat.view(-1, min(flat.numel() & -flat.numel(), WIDEST))

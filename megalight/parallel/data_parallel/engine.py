@@ -35,36 +35,35 @@ class DataParallelEngine:
         optimizer.step()                 # on engine.shards, see megalight.optim.shard_optimizer
         engine.publish()
 
-    All reductions are sums: scale the loss. Parameters that need no gradient are left alone.
+    All reductions are sums, so scale the loss. Parameters that need no gradient are left alone.
 
     Args:
         params: the local parameters, of one model or of several; a tied parameter may be listed several times.
-        mesh: all ranks, as the models are split over them that do not bring a mesh of their own; ``ParallelMesh()`` for
-            one process.
+        mesh: all ranks, and the split of all models without a mesh of their own; ``ParallelMesh()`` for one process.
         level: ``"no_shard"``: every rank keeps all masters and optimizer state; ``"optim"``: its share of them.
-        grad_dtype: of the gradient buffers; None: float32, or float64 for float64 parameters.
-        reduce_dtype: what travels in the gradient reduction; None: ``grad_dtype``.
+        grad_dtype: dtype of the gradient buffers; None: float32, or float64 for float64 parameters.
+        reduce_dtype: dtype of gradients during the reduction; None: ``grad_dtype``.
         reduction: ``"sum"``, or ``"accumulate_fp32"``: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
-        master_dtype: of the tensors the optimizer updates; None: float32 for half-precision parameters, else the
-            parameters' own, and then no copy is kept.
-        bucket_size: elements; None: 40 million, or 1 million per rank where that is more.
-        edge_bucket_size: the same for the parameters that the model registers first: their gradients are reduced last,
-            and they are gathered first, so that whole messages are exposed. None: ``bucket_size``.
-        max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation, in a process
-            group of their own; None: NCCL's own choice. Needs NCCL.
-        overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. How
-            often each parameter's gradient arrives is learned from the steps seen so far; the first one of all
-            therefore never overlaps.
-        overlap_param_gather: let the gathering of updated parameters run on after :meth:`publish`.
-        device: of numbers that ranks exchange, where there is no parameter to tell (a pipeline's stage without any).
+        master_dtype: dtype of the tensors that the optimizer updates; None: float32 for half-precision parameters,
+            else the parameters' own dtype, and then no copy is kept.
+        bucket_size: elements; None: 40 million, or 1 million per rank if that is more.
+        edge_bucket_size: the same for the parameters that the model registers first. Their gradients are reduced last,
+            and they are gathered first, so nothing hides these messages. None: ``bucket_size``.
+        max_ctas: largest number of multiprocessors of a GPU that reductions and gathers may occupy beside computation.
+            They then use a process group of their own. None: NCCL's own choice. Needs NCCL.
+        overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. The
+            engine learns from earlier steps how often each parameter's gradient arrives, so the very first step never
+            overlaps.
+        overlap_param_gather: let the gathering of updated parameters continue after :meth:`publish` returns.
+        device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
 
     Attributes:
-        main_gradients: the gradient side; who replays recorded passes tells it.
+        main_gradients: the gradient side. Code that replays recorded passes reports to it.
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
 
     Raises:
-        ConfigurationError: a level or reduction that does not exist, or that do not fit together; ``max_ctas`` under
-            another backend than NCCL.
+        ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
+            and the backend is not NCCL.
     """
 
     def __init__(
@@ -138,20 +137,21 @@ class DataParallelEngine:
     # ---------------------------------------------------------------- gradients
 
     def zero_grad(self) -> None:
-        """Forget all gradients, and be ready for the micro-batches of another step.
+        """Discard all gradients, and prepare for the micro-batches of the next step.
 
-        ``parameter.grad`` is None until a gradient comes, and zero after the passes where none came.
+        ``parameter.grad`` is None until a gradient arrives. If none arrives, it is zero after the passes.
         """
         self.main_gradients.zero()
 
     @contextmanager
     def micro_batches(self, count: int, reduce: bool = True) -> Iterator[None]:
-        """Around the forward and backward passes of ``count`` micro-batches; complete buckets are sent off inside.
+        """Run forward and backward passes of ``count`` micro-batches inside; complete buckets are reduced there.
 
-        Parameters still on their way are waited for here, unless :meth:`attach_gather_hooks` lets modules do it.
+        It first waits for parameters that are still being gathered, unless :meth:`attach_gather_hooks` lets the
+        modules wait.
 
         Args:
-            reduce: these are the last ones before :meth:`finish_grad_sync`.
+            reduce: these are the last micro-batches before :meth:`finish_grad_sync`.
         """
         if not self._parameters.waited_by_modules:
             self.sync_parameters()
@@ -160,11 +160,11 @@ class DataParallelEngine:
 
     @spanned("finish_gradients")
     def finish_grad_sync(self) -> None:
-        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad`` everywhere (once a step).
+        """Reduce the remaining buckets, wait for all of them, and set ``shard.master.grad``; once per step.
 
-        From here on ``parameter.grad`` holds sums on level ``no_shard``; on ``optim`` this rank's interval only does.
+        Afterwards ``parameter.grad`` holds sums on level ``no_shard``. On ``optim`` only this rank's interval does.
         """
-        self.sync_parameters()  # the optimizer will write where they are gathered from
+        self.sync_parameters()  # the optimizer will overwrite the memory from which parameters are gathered
         self.main_gradients.finish()
 
     @property
@@ -181,19 +181,19 @@ class DataParallelEngine:
         return self.main_gradients.norm()
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the reduced gradients by a 0-dim tensor on the device (inside the optimizer, where it offers to)."""
+        """Multiply the reduced gradients by a 0-dim tensor on the device (in the optimizer, if it has offered to)."""
         self.main_gradients.scale(factor)
 
     def fuse(self, scaler: Callable[[Tensor], None]) -> Callable[[], None]:
         """Let an optimizer scale gradients and round masters into ``bucket.own_params`` inside its own step.
 
-        It is then also handed gradients in whatever dtype they were summed in.
+        The optimizer then also gets gradients in the dtype in which they were summed.
 
         Args:
-            scaler: called by :meth:`scale_gradients` in place of a multiplication.
+            scaler: called by :meth:`scale_gradients` instead of a multiplication.
 
         Returns:
-            what to call after each step: the next :meth:`publish` then need not copy.
+            a function to call after each optimizer step: the next :meth:`publish` then skips the copy.
         """
 
         def written() -> None:
@@ -205,11 +205,11 @@ class DataParallelEngine:
     # ---------------------------------------------------------------- parameters
 
     def publish(self) -> None:
-        """Bring the updated masters into the parameters of every data-parallel rank (or start to)."""
+        """Copy the updated masters into the parameters of every data-parallel rank, or start to."""
         self._parameters.publish()
 
     def sync_parameters(self, homes: Sequence[int] | None = None) -> None:
-        """Wait until every parameter is up to date. Call it before reading weights; costs nothing when they are.
+        """Wait until every parameter is up to date. Call it before reading weights; it costs nothing if they are.
 
         Args:
             homes: wait for the parameters of these buckets only (:meth:`homes_of`).
@@ -217,51 +217,51 @@ class DataParallelEngine:
         self._parameters.sync(homes)
 
     def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Which buckets hold these parameters, for :meth:`sync_parameters`."""
+        """Return the indices of the buckets that hold these parameters, for :meth:`sync_parameters`."""
         return self._parameters.homes_of(parameters)
 
     def attach_gather_hooks(self, module: nn.Module) -> None:
-        """Let each submodule wait for its parameters just before its forward, so that the gathering overlaps.
+        """Let each submodule wait for its parameters just before its forward, so that gathering overlaps.
 
-        Only for models in which every parameter is read inside the forward of the module that owns it, or, where that
-        one has no children, of its parent.
+        Only for models that read every parameter inside the forward of the module that owns it, or, if that module has
+        no children, of its parent.
         """
         self._parameters.wait_in(module)
 
     def recast(self) -> None:
-        """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""
+        """Call :meth:`publish` if parameters are codes, after something else than the optimizer wrote the masters."""
         self._parameters.recast()
 
     def widen(self) -> None:
-        """Training has ended: parameters are whole, and have their own type again. It may begin anew."""
+        """End training: gather all parameters and give them their own dtype again. Training may begin anew."""
         self.sync_parameters()
         self._parameters.widen()
 
     def close(self) -> None:
-        """The run has ended: :meth:`widen`, and autograd keeps gradients as elsewhere.
+        """End the run: :meth:`widen`, and let autograd keep gradients as usual.
 
-        The memory of main gradients is free afterwards. Masters stay, for whoever saves them.
+        This frees the memory of main gradients. Masters stay, so that a checkpoint can still be saved.
         """
         self.widen()
         for bucket in self.buckets:
             bucket.drop_gradients()
 
     def refresh_masters(self) -> None:
-        """Take the masters from the parameters, after weights were loaded into them.
+        """Copy the parameters into the masters, after weights were loaded into the parameters.
 
-        Where parameters are codes, weights are loaded into the masters, and the codes follow.
+        If parameters are codes, weights are loaded into the masters, and the codes are cast from them.
         """
         self._parameters.refresh_masters()
 
     def fill_masters(self, name: str, values: Tensor) -> None:
-        """Set the masters of one parameter from values of its shape, wider than the parameter can hold.
+        """Set the masters of one parameter from values of its shape, in a wider dtype than the parameter's.
 
-        Made for the float32 draws of ``parallel.initial_values``; names the engine does not know are passed over.
+        Made for the float32 draws of ``parallel.initial_values``. Names that the engine does not know are ignored.
         """
         self._parameters.fill_masters(name, values)
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank: ``parameters``, ``gradients``, ``masters`` (those that are copies)."""
+        """Return bytes on this rank: ``parameters``, ``gradients``, ``masters`` (only those that are copies)."""
         return {
             "parameters": sum(bucket.params.nbytes for bucket in self.buckets),
             "gradients": sum(bucket.grads.nbytes for bucket in self.buckets),
@@ -270,12 +270,12 @@ class DataParallelEngine:
 
 
 def _shared(spec: ShardSpec) -> str:
-    """The tensor's name where other pipeline stages hold it as well."""
+    """Return the tensor's name if other pipeline stages hold it as well, else an empty string."""
     return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
 
 
 def _group(kind: Kind, max_ctas: int | None) -> ProcessGroup | None:
-    """The ranks that share buckets of a kind; None for one."""
+    """Return the process group that shares buckets of a kind; None for a single rank."""
     if max_ctas is None or len(kind.ranks) == 1:
         return kind.mesh.group(*kind.data)
     check_max_ctas("max_ctas", max_ctas, dist.get_backend())

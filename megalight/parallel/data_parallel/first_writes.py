@@ -1,4 +1,4 @@
-"""Steps that do not begin by setting gradients to zero: what comes first is written over what there is."""
+"""Steps that do not zero all gradients first: the first gradient overwrites the buffer, later ones add to it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megalight.parallel.data_parallel.buffers import Bucket
 
 
 class FirstWrites:
-    """Marks main gradients as untouched (:mod:`megalight.ops.parameter`), and sets to zero what stays so.
+    """Marks main gradients as untouched (:mod:`megalight.ops.parameter`), and zeroes those that no gradient reached.
 
-    Only the first passes of a step write: what they did not reach is zero when they end, and later ones add. Gaps
-    between parameters, which norms and optimizers read, are set to zero at the beginning, being few.
+    Only the first passes of a step write. When they end, everything that they did not reach is zeroed, and later passes
+    add. Norms and optimizers also read the gaps between parameters. The gaps are small, so they are zeroed at the
+    beginning of each step.
 
     Attributes:
         wanted: no passes have ended since :meth:`begin`.
@@ -31,7 +32,7 @@ class FirstWrites:
         self._added: set[int] = set()
 
     def begin(self) -> None:
-        """A step begins: buffers hold rubbish."""
+        """Begin a step: the buffers hold old values that must not be read."""
         self.wanted = True
         self._open = set(self._buffers)
         if self._zeroed:
@@ -40,27 +41,27 @@ class FirstWrites:
             for parameter, _ in pairs:
                 if id(parameter) not in self._added:
                     state_of(parameter).untouched = True
-                    parameter.grad = None  # autograd must not add to what is there
+                    parameter.grad = None  # so that autograd does not add to the old values
 
     def end(self) -> None:
-        """Passes have ended."""
+        """End the first passes: zero what they did not reach."""
         self.wanted = False
         if left := [buffer for bucket in tuple(self._open) for buffer in self._close(bucket)]:
             torch._foreach_zero_(left)
 
     def complete(self, bucket: Bucket) -> None:
-        """A bucket's gradients have all come: what none has reached is zero."""
+        """Zero what no gradient of this bucket has reached; all its gradients have arrived."""
         if bucket in self._open and (left := self._close(bucket)):
             torch._foreach_zero_(left)
 
     def skip(self) -> None:
-        """Passes have ended, of which somebody else has done the work."""
+        """End passes whose gradients a replayed graph has already written to the buffers."""
         self.wanted = False
         for bucket in tuple(self._open):
             self._close(bucket)
 
     def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the main gradients of these to zero when a step begins, from the next one on; all is added there."""
+        """Zero the main gradients of these parameters at the beginning of each later step, so that all passes add."""
         self.end()
         wanted = {id(parameter) for parameter in parameters} - self._added
         found = [pair for pairs in self._buffers.values() for pair in pairs if id(pair[0]) in wanted]
@@ -68,7 +69,7 @@ class FirstWrites:
         self._zeroed += [buffer for _, buffer in found]
 
     def _close(self, bucket: Bucket) -> list[Tensor]:
-        """Have all further gradients added, by autograd too; returns the buffers that none has reached."""
+        """Make all further gradients add, also those of autograd; return the buffers that no gradient has reached."""
         self._open.discard(bucket)
         adds, left = bucket.autograd_adds, []
         for parameter, buffer in self._buffers[bucket]:

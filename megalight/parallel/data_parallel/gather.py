@@ -1,4 +1,4 @@
-"""Bringing updated parameters to every data-parallel rank, bucket by bucket, under the next forward pass."""
+"""All-gather updated parameters to every data-parallel rank, bucket by bucket, during the next forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
 
 
 class Gatherer:
-    """All-gathers the parameters of buckets, in place, and knows which ones are still on their way.
+    """All-gathers the parameters of buckets in place, and keeps track of the buckets still in flight.
 
     Args:
         buckets: in the order in which the forward pass needs them.
@@ -35,40 +35,40 @@ class Gatherer:
                 self._waits[index] = self._gather(bucket.params, bucket.own_params, bucket.shard_group).wait
 
     def widen(self, bucket: Bucket) -> None:
-        """Turn a bucket's codes into parameters of their own type."""
+        """Turn a bucket's codes into parameters of their own dtype."""
         self.wait()
         group = bucket.shard_group
         bucket.widen(lambda whole, own: group is not None and self._gather(whole, own, group).wait())
 
     @staticmethod
     def _gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
-        if whole.element_size() == 1:  # codes: backends know bytes
+        if whole.element_size() == 1:  # 8-bit codes travel as bytes: backends do not know their dtype
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
         work: dist.Work = all_gather(whole, own, group=group, async_op=True)
         return work
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
-        """Wait for some buckets, or for all. On CUDA the current stream waits, the host does not."""
+        """Wait for some buckets, or for all. On CUDA the current stream waits, not the host."""
         if self._waits:
             for index in list(self._waits) if indices is None else indices:
                 if index in self._waits:
                     self._waits.pop(index)()
 
     def buckets_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """The buckets that hold these parameters, in order; those that no bucket holds are passed over."""
+        """Return the buckets that hold these parameters, in order; parameters in no bucket are ignored."""
         return sorted({self._home[id(p)] for p in parameters if id(p) in self._home})
 
     def attach(self, module: nn.Module) -> None:
         """Make every submodule wait, before it runs, for its own parameters and for those of its childless children.
 
-        The latter because a parent may read a child's weight without calling the child, as a fused loss does. On one
-        rank nothing is ever on its way, and modules keep torch's short way of calling them, which is without hooks.
+        The children are included because a parent may read a child's weight without calling the child, as a fused loss
+        does. On one rank nothing is ever in flight: no hook is set, and modules keep torch's fast call path.
         """
         for part in module.modules():
             near = [part, *(child for child in part.children() if next(child.children(), None) is None)]
             needed = self.buckets_of(p for each in near for p in each.parameters(recurse=False))
             if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
-                before.remove()  # of an engine that had this module before
+                before.remove()  # the hook of an earlier engine
             if any(self.buckets[index].shard_group is not None for index in needed):
                 part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
 
@@ -87,7 +87,7 @@ def masters_to_parameters(buckets: Sequence[Bucket]) -> None:
 
 @torch.no_grad()
 def parameters_to_masters(buckets: Sequence[Bucket]) -> None:
-    """Take this rank's masters from its interval of the parameters."""
+    """Copy this rank's interval of the parameters into its masters."""
     _copy(_separate_masters(buckets), [b.own_params for b in buckets if b.rounds_masters])
 
 

@@ -22,13 +22,13 @@ from megalight.parallel.trace import span
 class MainGradients:
     """Gradients in the buckets' buffers, from the first one of a step to the reduced ones that the optimizer reads.
 
-    Besides the engine, whoever replays recorded passes comes here: :meth:`noting` and :meth:`arrive` for some modules,
-    :meth:`adopt` and :meth:`give_up` for all the passes of a step.
+    The engine uses this class. So does code that replays recorded passes: it calls :meth:`noting` and :meth:`arrive`
+    for single modules, :meth:`adopt` and :meth:`give_up` for all passes of a step.
 
     Args:
         buckets: in the order in which they are sent.
-        everyone: all ranks of the run, for the norm; None for one.
-        scatter: each rank needs the sums of its own interval only.
+        everyone: all ranks of the run, for the norm; None for a single rank.
+        scatter: each rank needs only the sums of its own interval.
         reduce_dtype, reduction: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
         overlap: send buckets while the last backward passes run.
     """
@@ -63,15 +63,15 @@ class MainGradients:
     # ---------------------------------------------------------------- one step
 
     def zero(self) -> None:
-        """Forget what there is, and be ready for the micro-batches of another step."""
+        """Discard all gradients, and prepare for the micro-batches of the next step."""
         self._reduced = False
-        self._wait()  # only where a step was given up halfway
+        self._wait()  # reductions are pending only if the previous step was abandoned halfway
         self._unsend()
         self._first.begin()
 
     @contextmanager
     def passes(self, micro_batches: int, reduce: bool) -> Iterator[None]:
-        """Around the passes of so many micro-batches; ``reduce``: no more follow before :meth:`finish`."""
+        """Run passes of ``micro_batches`` micro-batches inside; ``reduce``: they are the last before :meth:`finish`."""
         self._arrivals.begin(micro_batches, reduce)
         try:
             yield
@@ -81,7 +81,7 @@ class MainGradients:
         self._first.end()
 
     def finish(self) -> None:
-        """Reduce what was not reduced yet, wait for all of it, and set ``shard.master.grad``; once a step."""
+        """Reduce the remaining buckets, wait for all of them, and set ``shard.master.grad``; once per step."""
         if self._reduced:
             return
         self._reduced = True
@@ -91,6 +91,7 @@ class MainGradients:
                 self._send(bucket)
         with torch.no_grad():
             gradients = self._wait()
+            # Partial gradients (of other axes) are summed after the data-parallel sum, on this rank's interval only.
             self._partial(gradients)
             for bucket, gradient in zip(self.buckets, gradients, strict=True):
                 master = bucket.shard.master
@@ -98,7 +99,7 @@ class MainGradients:
 
     @property
     def first(self) -> bool:
-        """Whether no passes have ended since :meth:`zero`: gradients are written first, and added later only."""
+        """Whether no passes have ended since :meth:`zero`: a first gradient overwrites the buffer, later ones add."""
         return self._first.wanted
 
     @property
@@ -136,7 +137,7 @@ class MainGradients:
             torch._foreach_mul_(self.values, factor)
 
     def scale_by(self, scaler: Callable[[Tensor], None]) -> None:
-        """Leave :meth:`scale` to an optimizer, which also takes gradients in whatever dtype they were summed in."""
+        """Let an optimizer do :meth:`scale`; it then also gets gradients in the dtype in which they were summed."""
         self._scaler = scaler
         if has_grad_dtype():
             self._any_dtype = True
@@ -147,15 +148,15 @@ class MainGradients:
 
     @contextmanager
     def noting(self) -> Iterator[list[tuple[int, int]]]:
-        """Inside, gradients that arrive are noted down in the list and not counted: :meth:`arrive` counts them later.
+        """Record arriving gradients in the returned list instead of counting them; :meth:`arrive` counts them later.
 
-        For passes that are recorded now and replayed then.
+        For passes that are recorded now and replayed later.
         """
         with self._arrivals.noting() as seen:
             yield seen
 
     def places_of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
-        """By which ``(bucket, place)`` :meth:`noting` and :meth:`arrive` know these parameters."""
+        """Return these parameters as :meth:`noting` and :meth:`arrive` identify them: ``(bucket, place)``."""
         wanted = {id(parameter) for parameter in parameters}
         return [
             (index, place)
@@ -165,19 +166,19 @@ class MainGradients:
         ]
 
     def arrive(self, seen: Sequence[tuple[int, int]]) -> None:
-        """Count gradients whose arrival nobody else tells of: complete buckets are sent off."""
+        """Count gradients that a replayed graph has produced, as no hook reports them; complete buckets are sent."""
         for index, place in seen:
             self._arrivals.count(index, place)
 
     def only_add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have all gradients of these added, to zeros at first: what is recorded once for all passes cannot do both."""
+        """Make all gradients of these parameters add to zeroed buffers: a recorded pass cannot both write and add."""
         self._first.leave_out(parameters)
 
     def adopt(self, gradients: Sequence[Tensor] | None) -> None:
-        """Be as passes leave it that somebody else (a replayed graph) ran.
+        """Take over the state after passes that a replayed graph has run.
 
         Args:
-            gradients: what they were reduced into; None: they were not.
+            gradients: the reduced gradients of the shards; None: the graph did not reduce them.
         """
         self._first.skip()
         if gradients is None:
@@ -188,10 +189,10 @@ class MainGradients:
             bucket.shard.master.grad = gradient
 
     def give_up(self, first: bool) -> None:
-        """Be as before passes of which nothing reached the device; sums of earlier ones stay.
+        """Return to the state before passes that never ran on the device; sums of earlier passes stay.
 
         Args:
-            first: what :attr:`first` was before them.
+            first: the value of :attr:`first` before these passes.
         """
         self._arrivals.stop()
         self._pending = []
@@ -210,6 +211,7 @@ class MainGradients:
                 with span("reduce_gradients", elements=bucket.layout.numel):
                     self._pending.append(self._reducer.start(bucket))
                 return
+            # The reduction's own stream waits for the gradients that the current stream writes.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream), span("reduce_gradients", elements=bucket.layout.numel):
                 reduced = self._reducer.start(bucket)()

@@ -1,9 +1,9 @@
-"""Where every parameter lies in the flat buffers, and which part each data-parallel rank holds: arithmetic only.
+"""The position of every parameter in the flat buffers, and each data-parallel rank's part: arithmetic only.
 
-Parameters that share dtypes, data axes, an optimizer group and a pipeline chunk are laid end to end in *reverse*
-registration order, so that the first bucket is the first to be complete in the backward pass. Every parameter starts at
-a multiple of :data:`ALIGNMENT` elements, every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``: all ranks hold
-equal, aligned intervals, and one parameter may straddle ranks.
+Parameters with the same dtypes, data axes, optimizer group and pipeline chunk are laid end to end in *reverse*
+registration order, so that the first bucket is the first one complete in the backward pass. Every parameter starts at a
+multiple of :data:`ALIGNMENT` elements. Every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``, so that all
+ranks hold equal, aligned intervals. One parameter may lie on several ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from megalight.ops.quantize.formats import Format
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 ALIGNMENT = 64
-"""Elements; where a parameter may start."""
+"""Alignment of the start of each parameter, in elements."""
 SHARD_ALIGNMENT = 128
-"""Elements; what a rank's interval is a multiple of."""
+"""Each rank's interval is a multiple of this number of elements."""
 MIN_BUCKET = 40_000_000
-"""Elements of a bucket, at least, where nobody chose: large enough for full link bandwidth."""
+"""Default minimum size of a bucket, in elements: large enough for full link bandwidth."""
 MIN_SHARD = 1_000_000
-"""Elements of a rank's interval of a bucket, at least, where nobody chose."""
+"""Default minimum size of a rank's interval of a bucket, in elements."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """What data-parallel ranks divide among themselves. Three choices, not a ladder.
+    """What data-parallel ranks divide among themselves: three independent choices.
 
     Attributes:
         state: masters and optimizer state.
         gradients: gradients, from one micro-batch to the next.
-        parameters: parameters, outside the layer that runs.
+        parameters: parameters, except those of the layer that runs.
     """
 
     state: bool
@@ -46,7 +46,7 @@ LEVELS = {"no_shard": Level(state=False), "optim": Level(state=True)}
 
 
 def level_of(name: str) -> Level:
-    """The level called ``name``.
+    """Return the level called ``name``.
 
     Raises:
         ConfigurationError: no such level is available.
@@ -66,11 +66,11 @@ class Kind:
         param_dtype: dtype of the parameters.
         grad_dtype: dtype of the gradient buffer.
         group: index of the optimizer's parameter group.
-        shared: name of a tensor that other pipeline stages hold as well: it has a bucket of its own, so that its
-            intervals are the same on each of them.
-        chunk: of the model's parts on this rank. The last micro-batch leaves them at different times.
-        codes: the 8-bit format that parameters are kept in, in place of ``param_dtype``.
-        mesh: the grid over which their model is split.
+        shared: name of a tensor that other pipeline stages hold as well. It has a bucket of its own, so that its
+            intervals are the same on all these stages.
+        chunk: index of the model chunk on this rank. The last micro-batch leaves the chunks at different times.
+        codes: the 8-bit format in which parameters are stored, instead of ``param_dtype``.
+        mesh: the mesh over which their model is split.
         data: mesh axes over which their gradients are summed and their state is sharded.
     """
 
@@ -90,13 +90,13 @@ class Kind:
 
     @property
     def place(self) -> int:
-        """This process's place among them."""
+        """Index of this process in :attr:`ranks`."""
         return self.ranks.index(self.mesh.global_rank)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket: elements ``[start, stop)``; ``index`` counts parameters as registered."""
+    """One parameter's place in a bucket: elements ``[start, stop)``; ``index`` is its registration index."""
 
     index: int
     start: int
@@ -117,18 +117,18 @@ class BucketLayout:
     numel: int
 
     def interval(self, place: int) -> tuple[int, int]:
-        """Elements ``[start, stop)`` that fall to one of the ranks that share the bucket."""
+        """Return the elements ``[start, stop)`` of one of the ranks that share the bucket."""
         share = self.numel // len(self.kind.ranks)
         return place * share, (place + 1) * share
 
 
 def align(value: int, multiple: int) -> int:
-    """``value`` rounded up to a multiple."""
+    """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple
 
 
 def default_bucket_size(world: int) -> int:
-    """Elements of a bucket where the user chose none."""
+    """Return the default bucket size, in elements."""
     return max(MIN_BUCKET, MIN_SHARD * world)
 
 
@@ -141,12 +141,12 @@ def plan_buckets(
         sizes: elements of each parameter, in registration order.
         kinds: kind of each.
         bucket_size: elements; a bucket closes once it holds at least as many. None: chosen from the number of ranks.
-        edge_size: the same for the first ``bucket_size`` elements of each kind, which are reduced last, with no more of
-            the backward pass to hide under, and gathered first, while the forward pass waits.
+        edge_size: the same for the first ``bucket_size`` elements of each kind. These are reduced last, when no
+            backward pass is left to hide the message, and gathered first, while the forward pass waits.
 
     Returns:
-        buckets in the order in which the backward pass is expected to complete them: by the first-registered parameter
-        of each, descending.
+        the buckets in the order in which the backward pass should complete them: by each bucket's first-registered
+        parameter, descending.
     """
     open_slots: dict[Kind, list[Slot]] = {}
     buckets: list[BucketLayout] = []
@@ -165,7 +165,7 @@ def plan_buckets(
             limit = edge_size
         left[kind] -= sizes[index]
         slots = open_slots.setdefault(kind, [])
-        if slots and slots[-1].stop >= limit:  # grew up to here by the larger size
+        if slots and slots[-1].stop >= limit:  # the bucket grew under the larger limit; now the edge limit holds
             close(kind)
             slots = open_slots.setdefault(kind, [])
         start = align(slots[-1].stop, ALIGNMENT) if slots else 0

@@ -1,4 +1,4 @@
-"""The global gradient norm, every element counted once."""
+"""The global gradient norm; every element is counted exactly once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megalight.parallel.data_parallel.buffers import FlatShard
 
 
 def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
-    """Elements ``[start, stop)`` of a shard that this rank counts, as few runs as possible.
+    """Return the elements ``[start, stop)`` of a shard that this rank counts, in as few runs as possible.
 
-    Left out are pieces that another rank owns, and elements inside parameters that no piece covers (vocabulary
-    padding). Gaps *between* parameters hold zeros and are counted in, so that a shard usually is one run. Of several
-    ranks that hold the same shard each counts an equal interval.
+    Pieces that another rank owns are left out, and so are elements inside parameters that no piece covers (vocabulary
+    padding). Gaps *between* parameters hold zeros; they are included, so that a shard is usually one run. If several
+    ranks hold the same shard, each counts an equal interval.
     """
     bounds = [shard.numel * n // len(shard.replicas) for n in (shard.place, shard.place + 1)]
     excluded = [(0, bounds[0]), (bounds[1], shard.numel)]
@@ -44,10 +44,10 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
-    """L2 norm of ``views`` of all ranks of ``group`` together: a 0-dim tensor, without waiting for the device.
+    """Return the L2 norm of the ``views`` of all ranks of ``group``: a 0-dim tensor, with no host synchronisation.
 
-    Ranks sum squares in float64, as one without ``views`` (a pipeline stage where all is frozen) does not know the type
-    of the others'.
+    Ranks sum squares in float64: a rank without ``views`` (a pipeline stage with frozen weights only) does not know the
+    dtype of the others.
     """
     dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float64
     square = torch.zeros((), dtype=torch.float64, device=device)
@@ -59,8 +59,9 @@ def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: tor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients by so that their norm is at most ``max_norm``: ``min(1, max_norm / norm)``, 0-dim.
+    """Return the factor that limits the gradients' norm to ``max_norm``: ``min(1, max_norm / norm)``, 0-dim.
 
-    As in ``torch.nn.utils.clip_grad_norm_``, 1e-6 is added to the norm; a norm that is not finite stays visible.
+    As in ``torch.nn.utils.clip_grad_norm_``, 1e-6 is added to the norm. A norm that is not finite gives a factor of
+    zero or NaN.
     """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""How data-parallel replicas share work and memory, as an option."""
+"""Options of data parallelism."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class DataParallel:
     """How data-parallel replicas share work and memory.
 
     Attributes:
-        level: ``no_shard``: every replica holds everything, gradients are all-reduced. ``optim``: optimizer state and
-            masters are sharded over the replicas, gradients reduce-scattered, parameters all-gathered (ZeRO-1).
-        gradient_dtype: of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 where the
-            weights are.
-        reduce_dtype: of gradients while they travel. None: that of the buffers.
+        level: ``no_shard``: every replica holds everything, and gradients are all-reduced. ``optim``: optimizer state
+            and masters are sharded over the replicas, gradients are reduce-scattered, parameters all-gathered (ZeRO-1).
+        gradient_dtype: dtype of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 if the
+            weights are float64.
+        reduce_dtype: dtype of gradients during the reduction. None: that of the buffers.
         bucket_size: elements of one reduction. None: chosen from the number of replicas.
-        edge_bucket_size: the same for the parameters that the model registers first, which are reduced last and
-            gathered first, with little or nothing to hide under. None: ``bucket_size``.
-        max_ctas: most multiprocessors of a GPU that reductions and gathers occupy beside computation. None: NCCL's own
-            choice. Under another backend a number is refused.
-        overlap_grad_reduce: reduce buckets while the backward still runs.
-        overlap_param_gather: gather parameters while the next forward already runs.
+        edge_bucket_size: the same for the parameters that the model registers first. They are reduced last and gathered
+            first, with little or no computation to hide the message. None: ``bucket_size``.
+        max_ctas: largest number of multiprocessors of a GPU that reductions and gathers may occupy beside computation.
+            None: NCCL's own choice. Other backends refuse a number.
+        overlap_grad_reduce: reduce buckets while the backward pass still runs.
+        overlap_param_gather: gather parameters while the next forward pass already runs.
     """
 
     level: Level = "optim"
