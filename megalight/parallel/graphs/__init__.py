@@ -1,4 +1,4 @@
-"""CUDA graphs: work on a GPU that is recorded once and replayed, so that the host launches it with one call."""
+"""CUDA graphs: GPU work that is recorded once and replayed, so that the host launches it with one call."""
 
 from megalight.ops.common import serve_all
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend

@@ -1,4 +1,4 @@
-"""What a recorded module is called with: a place in static memory for each argument."""
+"""Arguments of a recorded module: static memory for each of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megalight.parallel.pipeline.carry import signature
 
 @dataclass
 class Leaf:
-    """An argument that wants a gradient.
+    """An argument that needs a gradient.
 
     Attributes:
-        tensor: static memory, perhaps that of the previous module's output; a leaf of the recorded operations.
+        tensor: static memory, possibly that of the previous module's output; a leaf of the recorded autograd graph.
     """
 
     tensor: Tensor
 
     def fits(self, value: Any) -> bool:
-        """Whether the recorded work can take ``value``."""
+        """Whether the recorded work accepts ``value``."""
         own = self.tensor
         return isinstance(value, Tensor) and (value.shape, value.dtype, value.requires_grad) == (
             own.shape,
@@ -32,13 +32,13 @@ class Leaf:
         )
 
     def fill(self, value: Tensor) -> None:
-        """Copy, unless it lies there already."""
+        """Copy the value, unless it is in this memory already."""
         if value.data_ptr() != self.tensor.data_ptr():
             self.tensor.detach().copy_(value.detach(), non_blocking=True)
 
 
 class Held:
-    """An argument without gradients: a tensor, or an object that holds some. Modules of one pass share it."""
+    """An argument without gradients: a tensor, or an object that holds tensors. Modules of one pass share it."""
 
     def __init__(self, value: Any) -> None:
         self.form: Hashable = signature(value)
@@ -47,11 +47,11 @@ class Held:
 
     @property
     def value(self) -> Any:
-        """As recorded work reads it."""
+        """The value in static memory, as recorded work reads it."""
         return self.static.value
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` was the last one copied, and has not been written to since."""
+        """Whether ``value`` was copied last, and was not modified in place since."""
         return (
             self._source is value
             and not isinstance(value, dict | list)
@@ -59,11 +59,11 @@ class Held:
         )
 
     def fits(self, value: Any) -> bool:
-        """Whether the recorded work can take ``value``."""
+        """Whether the recorded work accepts ``value``."""
         return self.holds(value) or self.form == signature(value)
 
     def fill(self, value: Any) -> None:
-        """Copy what is new."""
+        """Copy the value if it has changed."""
         if not self.holds(value):
             self.static.fill(value)
             self._note(value)
@@ -80,7 +80,7 @@ class Constant:
     value: Any
 
     def fits(self, value: Any) -> bool:
-        """Whether the recorded work can take ``value``."""
+        """Whether ``value`` equals the recorded one."""
         return type(value) is type(self.value) and bool(value == self.value)
 
     def fill(self, value: Any) -> None:
@@ -91,7 +91,7 @@ Argument = Leaf | Held | Constant
 
 
 def recordable(value: Any) -> str | None:
-    """Why an argument cannot be put into static memory; None: it can."""
+    """Return why an argument cannot be put into static memory; None: it can."""
     if isinstance(value, Tensor):
         return None
     if signature((value,)) is None:

@@ -1,4 +1,4 @@
-"""Who records layers, or their attention, as CUDA graphs: a registry that packages add to."""
+"""The registry of backends that record layers, or their attention, as CUDA graphs; packages may add to it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Named = tuple[str, nn.Module]
 
 @dataclass(frozen=True)
 class Parts:
-    """What is to be recorded, and what a backend may need for it.
+    """The modules to record, and what a backend needs for it.
 
     Attributes:
         lanes: the modules of each chunk of this rank, in the order in which they run.
-        chained: each module's output is the next one's input, and the last one's leaves the chunk.
-        engine: gathers parameters and reduces gradients; both go on outside the graphs.
-        device: where the modules run.
+        chained: each module's output is the next one's input, and the last module's output leaves the chunk.
+        engine: gathers parameters and reduces gradients, both outside the graphs.
+        device: device of the modules.
         recorder: records and replays.
-        schedule: this rank's work in a step of so many micro-batches.
-        rehearsal: a context around runs of which nothing may be remembered.
-        generators: that modules draw from, besides the default ones.
-        warmup_steps: eager steps, at least 2.
-        refuse: told why modules run eagerly; may raise.
+        schedule: number of micro-batches of a step -> this rank's work in it.
+        rehearsal: a context for trial runs; it restores the scale histories that they change.
+        generators: random generators that modules use besides the default ones.
+        warmup_steps: number of eager steps, at least 2.
+        refuse: called with the reason why modules run eagerly; may raise.
     """
 
     lanes: Sequence[Sequence[Named]]
@@ -48,20 +48,20 @@ class Parts:
 
 
 class PartGraphs(Protocol):
-    """Stands in for the forwards of modules: eagerly at first, then from graphs.
+    """Replaces the forwards of modules: they run eagerly at first, then from graphs.
 
     Attributes:
-        replays: forwards that were replayed.
+        replays: number of forwards that were replayed.
     """
 
     replays: int
 
     def begin_step(self, micro_batches: int) -> None:
-        """A step of so many micro-batches begins."""
+        """Begin a step of ``micro_batches`` micro-batches."""
         ...
 
     def close(self) -> None:
-        """Give the modules their own forwards back, and the graphs up."""
+        """Restore the modules' own forwards, and free the graphs."""
         ...
 
 
@@ -70,8 +70,8 @@ class GraphBackend:
     """One way to record modules.
 
     Attributes:
-        start: takes the modules over.
-        why_not: answers why it cannot serve a device type, or None.
+        start: takes over the modules.
+        why_not: device type -> why the backend cannot serve it, or None.
     """
 
     start: Callable[[Parts], PartGraphs]

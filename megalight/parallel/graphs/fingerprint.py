@@ -1,4 +1,4 @@
-"""What recorded work has taken for granted about a model: where its tensors are, and the mode of its modules."""
+"""What a recording assumes about a model: the addresses of its tensors, and the mode of its modules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 
 class Fingerprint:
-    """Tells whether the modules are still as they were when work on them was recorded."""
+    """Describes the state of modules, to see whether it has changed since work on them was recorded."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [part for module in modules for part in module.modules()]
 
     def __call__(self) -> tuple[Any, ...]:
-        """Equal while parameters and buffers keep their places and need for gradients, and modules their mode."""
+        """Return a value that stays equal while tensors keep address and ``requires_grad``, and modules their mode."""
         found: list[Any] = []
         for module in self._modules:
             found.append((module.training, len(module._modules)))

@@ -1,4 +1,4 @@
-"""Looking a step through before it is recorded: what would be frozen, or would break the recording."""
+"""Inspect a step before it is recorded: find what a recording would freeze, and what would break it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ HOST_READS = {
     "unique_dim": "makes a tensor whose size follows from values (unique)",
     "unique_consecutive": "makes a tensor whose size follows from values (unique_consecutive)",
 }
-"""Ops that make the host wait for the device -> what they do, in words."""
+"""Ops that make the host wait for the device, with a description for messages."""
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
 
 
 class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations as ever, and notes what a recording could not repeat.
+    """Runs operations as usual, and notes what a recording could not repeat.
 
     Attributes:
-        reasons: why the step cannot be recorded, each once.
-        external: tensors that were read and not made inside: a recording must keep them alive.
+        reasons: why the step cannot be recorded, without repetitions.
+        external: tensors that the step reads but did not make; a recording must keep them alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.note("draws random numbers on the host, which replays would repeat", None)
 
     def note(self, what: str, where: str | None) -> None:
-        """Add a reason."""
+        """Add a reason, once."""
         reason = f"the step {what}" + (f" at {where}" if where else "")
         if reason not in self.reasons:
             self.reasons.append(reason)
@@ -119,11 +119,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
+    # Views share a storage, so the storage identifies the memory.
     return int(tensor.untyped_storage()._cdata)
 
 
 def place() -> str | None:
-    """The innermost line of the program that is neither torch's nor this file's: ``file.py:12 (function)``."""
+    """Return the innermost line outside torch and this file: ``file.py:12 (function)``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(SKIPPED):
         frame = frame.f_back

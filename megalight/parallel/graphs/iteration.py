@@ -1,4 +1,4 @@
-"""A whole training step as one graph: forward, backward and reductions of all micro-batches."""
+"""A whole training step as one graph: forward passes, backward passes and reductions of all micro-batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megalight.parallel.pipeline.carry import signature
 log = logging.getLogger(__name__)
 
 REMEMBERED = 16
-"""Forms of steps that are counted at a time, of those that are not recorded yet."""
+"""Largest number of forms of steps that are counted at a time before they are recorded."""
 
 
 class Way(IntEnum):
-    """How a step is run."""
+    """How to run a step."""
 
     EAGER = 0
     REPLAY = 1
@@ -35,13 +35,14 @@ class Way(IntEnum):
 
 @dataclass
 class Form:
-    """Steps that differ in the values of their tensors only.
+    """Steps that differ only in the values of their tensors.
 
     Attributes:
         inputs: static memory for the micro-batches.
-        seen: how many there were.
-        external: tensors that a recording reads, to be kept alive.
-        gradients: where a recording leaves the reduced gradients; None: it reduces none.
+        seen: number of steps of this form so far.
+        recording: the recorded step; None: not recorded yet.
+        external: tensors that the recording reads and that must be kept alive.
+        gradients: where the recording leaves the reduced gradients; None: it reduces none.
     """
 
     inputs: StaticInputs
@@ -52,26 +53,26 @@ class Form:
 
 
 class IterationGraphs:
-    """Runs the passes of training steps: eagerly at first, then from a graph per form of step.
+    """Runs the passes of training steps: eagerly at first, then from one graph per form of step.
 
-    A form is recorded once ``warmup_steps`` steps of it have run; the last of these is looked through. Ranks agree
-    before each step, on their hosts, whether all of them replay: a collective must not be in a graph on one rank and
-    outside on another.
+    A form is recorded after ``warmup_steps`` steps of it; the last of them is inspected. Before each step the ranks
+    agree on the host whether all of them replay. A collective must not be in a graph on one rank and outside on
+    another.
 
     Attributes:
-        replays: how many steps were replayed.
+        replays: number of steps that were replayed.
 
     Args:
         recorder: records and replays.
         engine: reduces gradients.
-        device: where the passes run.
+        device: device of the passes.
         agree: host values of all ranks -> the largest of each.
-        fingerprint: of the model; recordings are for the one under which they were made.
-        generators: that the passes draw from, besides the default ones.
+        fingerprint: fingerprint of the model; a recording is valid only for the one under which it was made.
+        generators: random generators that the passes use besides the default ones.
         warmup_steps: at least 2.
-        max_graphs: forms that are recorded at most.
-        refuse: told why steps run eagerly; may raise.
-        looking: a context around the step that is looked through, which is handed the list of reasons.
+        max_graphs: largest number of forms that are recorded.
+        refuse: called with the reason why steps run eagerly; may raise.
+        looking: a context around the inspected step; gets the list of reasons.
     """
 
     def __init__(
@@ -99,18 +100,18 @@ class IterationGraphs:
         self.refuse = refuse
         self.looking = looking
         self.replays = 0
-        self._refused = False  # here
-        self._off = False  # everywhere
+        self._refused = False  # on this rank
+        self._off = False  # on all ranks
         self._varied = False
         self._forms: OrderedDict[Hashable, Form] = OrderedDict()
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """Number of recorded steps."""
         return sum(form.recording is not None for form in self._forms.values())
 
     def __call__(self, key: Hashable, micro_batches: Sequence[Any], passes: Callable[[Sequence[Any]], Any]) -> Any:
-        """What ``passes`` gives, in memory of its own."""
+        """Run the step, and return the result of ``passes`` in memory that no replay overwrites."""
         if self._off:
             return passes(micro_batches)
         form = None if self._refused else self._form(key, micro_batches)
@@ -119,7 +120,7 @@ class IterationGraphs:
             return passes(micro_batches)
         form.seen += 1
         form.inputs.fill(list(micro_batches))
-        self.engine.sync_parameters()  # nothing inside may wait for what was begun outside
+        self.engine.sync_parameters()  # a graph cannot wait for a gather that began outside it
         if way is Way.EAGER:
             return self._look_through(form, passes) if form.seen == self.warmup_steps else passes(form.inputs.value)
         if not self._record_all(form, passes, way):
@@ -131,7 +132,7 @@ class IterationGraphs:
         return clone(form.recording.result)
 
     def drop(self) -> None:
-        """Give all graphs up."""
+        """Free all graphs."""
         for form in self._forms.values():
             if form.recording is not None:
                 form.gradients = None
@@ -139,7 +140,7 @@ class IterationGraphs:
         self._forms.clear()
 
     def close(self) -> None:
-        """The same, for good."""
+        """Free all graphs, and run all later steps eagerly."""
         self._off = True
         self.drop()
 
@@ -182,6 +183,8 @@ class IterationGraphs:
         wish = Way.EAGER
         if form is not None and form.seen >= self.warmup_steps:
             wish = Way.RECORD if form.recording is None else Way.REPLAY
+        # All ranks must run a step the same way. One reduction gives the largest wish, the smallest one (as the
+        # largest of the negated wishes) and whether any rank has refused.
         largest, least, refused = self.agree([wish, -wish, int(self._refused)])
         if refused:
             self._off = True
@@ -193,7 +196,7 @@ class IterationGraphs:
     # ------------------------------------------------------------------ the ways
 
     def _look_through(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a step eagerly and see whether it can be recorded."""
+        """Run a step eagerly, and check whether it can be recorded."""
         with Inspection(self.device) as inspection, self.looking(inspection.reasons):
             result = passes(form.inputs.value)
         form.external = list(inspection.external.values())
@@ -202,7 +205,7 @@ class IterationGraphs:
         return result
 
     def _record_all(self, form: Form, passes: Callable[[Sequence[Any]], Any], way: Way) -> bool:
-        """Record where this rank, or another one, has to; False: it went wrong somewhere, and nothing has run."""
+        """Record on this rank if needed; return False if any rank failed, and then no rank has run anything."""
         if way is Way.REPLAY:
             return True
         problem, gradients = None, self.engine.main_gradients

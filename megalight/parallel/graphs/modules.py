@@ -1,4 +1,4 @@
-"""Chosen modules from graphs, all around them as ever: a pair of graphs per module and micro-batch in flight."""
+"""CUDA graphs of chosen modules only: one pair of graphs per module and micro-batch in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Slot:
-    """The memory of one micro-batch in flight through one chunk. Units in it run in one order, so they share a pool."""
+    """Memory of one micro-batch in flight through one chunk. Its units run in a fixed order, so they share a pool."""
 
     pool: tuple[int, int]
     busy: bool = False
@@ -33,7 +33,7 @@ class Slot:
     held: list[Held] = field(default_factory=list)
 
     def free(self) -> None:
-        """Its micro-batch is through."""
+        """Mark the slot as free: its micro-batch has finished its backward pass."""
         self.busy = False
 
 
@@ -42,8 +42,8 @@ class Lane:
     """One chunk's modules, and its slots.
 
     Attributes:
-        slot: of the pass that runs; None: it runs eagerly.
-        last: the unit of that pass that ran last.
+        slot: slot of the current pass; None: the pass runs eagerly.
+        last: the unit of the current pass that ran last.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Lane:
     last: Unit | None = None
 
     def enter(self) -> Slot:
-        """The first module is called: another micro-batch is in flight."""
+        """Take a free slot, or a new one; called with the first module, when another micro-batch is in flight."""
         for slot in self.slots:
             if not slot.busy:
                 break
@@ -65,11 +65,11 @@ class Lane:
 
 
 class ModuleGraphs:
-    """Stands in for the forwards of modules: eagerly at first, then from graphs.
+    """Replaces the forwards of modules: they run eagerly at first, then from graphs.
 
-    A unit is recorded when its module is first called for its slot, after ``warmup_steps`` steps: in the order of the
-    schedule therefore, with the pipeline's own arguments. Evaluation, calls of another form, and second calls of a
-    module in one pass run eagerly.
+    A unit is recorded when its module is first called for its slot, after ``warmup_steps`` steps. So units are recorded
+    in the order of the schedule, with the pipeline's own arguments. Evaluation, calls of another form, and a second
+    call of a module in one pass run eagerly.
 
     Raises:
         ConfigurationError: the forward of a module was set on the instance.
@@ -94,7 +94,7 @@ class ModuleGraphs:
         self._recorded_under: Any = None
         self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}
         self._casts = {id(m): [p for p in m.parameters() if precision_of(p) is not None] for m in everything}
-        self._external: dict[int, Tensor] = {}  # what recorded work reads besides its arguments
+        self._external: dict[int, Tensor] = {}  # tensors that recorded work reads besides its arguments
         for lane in self._lanes:
             for place, (name, module) in enumerate(lane.modules):
                 if "forward" in module.__dict__:
@@ -106,11 +106,11 @@ class ModuleGraphs:
 
     @property
     def graphs(self) -> int:
-        """How many there are, forward and backward."""
+        """Number of graphs, forward and backward."""
         return 2 * sum(len(slot.units) for lane in self._lanes for slot in lane.slots)
 
     def begin_step(self, micro_batches: int) -> None:
-        """A step begins: nothing is in flight."""
+        """Begin a step: no micro-batch is in flight."""
         self._steps += 1
         for lane in self._lanes:
             for slot in lane.slots:
@@ -125,10 +125,11 @@ class ModuleGraphs:
         self._recorded_under = now
 
     def drop(self) -> None:
-        """Give all graphs up."""
+        """Free all graphs."""
         for lane in self._lanes:
             lane.slot = lane.last = None
             for slot in lane.slots:
+                # In reverse: a unit's backward writes into memory of the previous unit.
                 for unit in reversed(slot.units.values()):
                     unit.drop()
             lane.slots.clear()
@@ -138,7 +139,7 @@ class ModuleGraphs:
                     precision.release()
 
     def close(self) -> None:
-        """Give the modules their own forwards back."""
+        """Free all graphs, and restore the modules' own forwards."""
         self.drop()
         self._external.clear()
         for lane in self._lanes:
@@ -159,6 +160,7 @@ class ModuleGraphs:
         slot = lane.slot
         if slot is None:
             return plain(*args, **kwargs)
+        # Work inside a graph cannot wait for a gather that began outside, and reads weights at fixed addresses.
         self.engine.sync_parameters(self._homes[id(module)])
         for parameter in self._casts[id(module)]:
             precision = precision_of(parameter)
@@ -227,4 +229,4 @@ class ModuleGraphs:
 
 
 def _nothing() -> None:
-    """After the backward of a module that is not the first."""
+    """Do nothing after the backward of a module that is not the first one of its chunk."""

@@ -1,4 +1,4 @@
-"""Recording work on a device and replaying it: the seam behind which CUDA graphs lie."""
+"""Recording work on a device and replaying it: the interface that hides CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Recording(Protocol[T]):
     result: T
 
     def replay(self) -> None:
-        """Do the work again, on the same memory. Nothing of the function's Python runs."""
+        """Run the work again, on the same memory. No Python code of the function runs."""
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class Recorder(Protocol):
     """Makes recordings."""
 
     def enter(self) -> None:
-        """All work of this thread is for the recorder's stream from now on: graphs cannot record the default one."""
+        """Make the recorder's stream current for this thread: CUDA graphs cannot capture the default stream."""
 
     def leave(self) -> None:
-        """It is for the stream of before again."""
+        """Make the earlier stream current again."""
 
     def record(
         self,
@@ -46,17 +46,17 @@ class Recorder(Protocol):
         pool: Hashable = None,
         settle: bool = True,
     ) -> Recording[T]:
-        """Record what ``function`` would do; nothing is done yet.
+        """Record the work of ``function`` without running it on the device.
 
         Args:
-            settle: wait for the device first, and free memory that nobody uses. Not while a message of another rank is
-                awaited, which may in turn wait for one of ours.
-            generators: that it draws from, besides the device's default one. Replays move them on.
-            pool: recordings of one pool share memory: a replay may overwrite what another one has left behind, but for
-                tensors that are still referred to. They must not run at the same time.
+            settle: first wait for the device, and free unused memory. Do not set it while a message of another rank is
+                awaited: that rank may itself wait for a message of this one.
+            generators: random generators that the function uses besides the device's default one. Replays advance them.
+            pool: recordings of one pool share memory. A replay may overwrite results of another recording, except
+                tensors that are still referenced. Recordings of one pool must not run at the same time.
 
         Raises:
-            Exception: whatever it raised. The device, and generators, are then as before.
+            Exception: any error of ``function``. The device and the generators are then as before.
         """
         ...
 
@@ -73,7 +73,7 @@ class GraphRecording(Generic[T]):
         self.graph.replay()
 
     def drop(self) -> None:
-        """Its results first: their memory belongs to the graph's pool."""
+        """Free the results first, because their memory belongs to the graph's pool, then the graph."""
         del self.result
         self.graph.reset()
 
@@ -81,8 +81,8 @@ class GraphRecording(Generic[T]):
 class CUDARecorder:
     """Records CUDA graphs on a stream of its own.
 
-    Autograd runs the accumulation of a gradient on the stream that was current when the parameter was first prepared
-    for it. So :meth:`enter` must come before that, and all training runs on this stream, recorded or not.
+    Autograd accumulates a gradient on the stream that was current when the parameter's accumulation was first set up.
+    So call :meth:`enter` before that, and run all training on this stream, recorded or not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,14 +92,14 @@ class CUDARecorder:
         self._pools: dict[Hashable, Any] = {}
 
     def enter(self) -> None:
-        """Make the stream current."""
+        """Make the recorder's stream current."""
         self.stream = self.stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._before = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(self._before)
         torch.cuda.set_stream(self.stream)
 
     def leave(self) -> None:
-        """Make the stream of before current."""
+        """Make the earlier stream current again."""
         if self._before is not None and self.stream is not None:
             self._before.wait_stream(self.stream)
             torch.cuda.set_stream(self._before)
@@ -112,19 +112,19 @@ class CUDARecorder:
         pool: Hashable = None,
         settle: bool = True,
     ) -> GraphRecording[T]:
-        """One CUDA graph."""
+        """Capture one CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         if pool not in self._pools:
-            gc.collect()  # it takes long, and is worth it once for many recordings
+            gc.collect()  # slow, so only once per pool
             self._pools[pool] = torch.cuda.graph_pool_handle()
         handle = self._pools[pool]
         with no_collection(), silence():
             if settle:
                 torch.cuda.synchronize(self.device)
-                torch.cuda.empty_cache()  # what earlier passes left behind is of no use to the graph's own pool
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # others' threads may go on
+                torch.cuda.empty_cache()  # cached blocks of eager steps are of no use to the graph's own pool
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # other threads may use CUDA meanwhile
             try:
                 result = function()
             except BaseException:
@@ -138,23 +138,23 @@ class CUDARecorder:
         return GraphRecording(graph, result)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, handle: Any, generators: Sequence[torch.Generator]) -> None:
-        with suppress(RuntimeError):  # it says what the function's own error has said
+        with suppress(RuntimeError):  # it would only repeat the function's own error
             graph.capture_end()
         self._mend(handle, generators)
 
     def _mend(self, handle: Any, generators: Sequence[torch.Generator]) -> None:
-        """Take back what a recording that broke off leaves behind: torch does so only for those that end well."""
-        with suppress(RuntimeError):  # it has ended
+        """Clean up after a failed capture; torch does so only after captures that end well."""
+        with suppress(RuntimeError):  # the allocation has ended already
             torch._C._cuda_endAllocateToPool(self.device.index or 0, handle)
         default = torch.cuda.default_generators[self.device.index or 0]
         for generator in (default, *generators):
-            generator.graphsafe_set_state(generator.clone_state())  # a copy is not being recorded
+            generator.graphsafe_set_state(generator.clone_state())  # a cloned state does not belong to the capture
         self._pools.clear()
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage is collected inside: what is freed in the midst of a recording may touch the device."""
+    """Disable garbage collection inside: an object freed during a capture may call the device."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Whether what runs now is being recorded."""
+"""Whether the current work is being recorded."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph records the current stream: nothing may then be asked of the device."""
+    """Whether a CUDA graph is capturing the current stream; the host must then not wait for the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Inputs and results of recorded work: nested values whose tensors stay at one place."""
+"""Inputs and results of recorded work: nested values whose tensors keep their addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors of nested dicts, tuples, lists and dataclasses, in their order."""
+    """Return all tensors of nested dicts, tuples, lists and dataclasses, in order."""
     return list(_tensors(value))
 
 
@@ -33,9 +33,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
-    """A value like ``value`` with other tensors, in the order of :func:`tensors_of`.
+    """Return a value like ``value`` with other tensors, in the order of :func:`tensors_of`.
 
-    What an object has worked out for itself (fields that are no arguments, cached properties) is left behind.
+    Fields of a dataclass that are not arguments of its ``__init__``, and cached properties, are not copied.
     """
     changed: T = _with_tensors(value, tensors)
     return changed
@@ -57,12 +57,12 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def clone(value: T) -> T:
-    """A copy of the tensors that no replay writes to."""
+    """Copy the tensors of a value, so that no replay overwrites them."""
     return with_tensors(value, iter([tensor.clone() for tensor in tensors_of(value)]))
 
 
 class StaticInputs:
-    """Room for inputs of one form.
+    """Static memory for inputs of one form.
 
     Attributes:
         value: the inputs, in static memory.
@@ -73,7 +73,7 @@ class StaticInputs:
         self.value = with_tensors(value, iter(self.tensors))
 
     def fill(self, value: Any) -> None:
-        """Copy the tensors of another value of the same form; the host does not wait."""
+        """Copy in the tensors of another value of the same form, without waiting on the host."""
         if self.tensors:
             torch._foreach_copy_(self.tensors, tensors_of(value), non_blocking=True)
 

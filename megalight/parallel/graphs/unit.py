@@ -1,4 +1,4 @@
-"""One module for one micro-batch in flight: a graph of its forward and one of its backward."""
+"""Graphs of one module for one micro-batch in flight: one of its forward and one of its backward."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megalight.parallel.graphs.static import tensors_of, with_tensors
 
 
 class Unit:
-    """Recorded from one call, and replayed for all that follow: forward and backward strictly in turn.
+    """A module's forward and backward, recorded from one call and replayed, strictly in turn, for all later calls.
 
-    Gradients of parameters land where recorded work adds them, in the engine's buffers; that they arrived, the engine
-    is told after each replay. The gradient of a chained input is written straight to where the previous unit reads it.
+    Recorded work adds parameters' gradients to the engine's buffers, and the engine is notified after each replay. The
+    gradient of a chained input is written directly to the memory where the previous unit reads it.
 
     Args:
         name: for messages.
         function: the module's own forward.
-        arguments: static memory for its arguments, and their names where they have some.
-        previous: the unit whose outputs are this one's inputs; None: others made them.
-        copies: outputs are handed out as copies: what becomes of them is not known.
+        arguments: static memory for its arguments, with the names of keyword arguments.
+        previous: the unit whose outputs are this one's inputs; None: the inputs come from elsewhere.
+        copies: return copies of the outputs, because the caller may keep or change them.
         done: called after the backward.
     """
 
@@ -59,7 +59,7 @@ class Unit:
         self._anchor = torch.empty(0, requires_grad=True)
 
     def record(self, recorder: Recorder, generators: Sequence[torch.Generator], pool: Any) -> None:
-        """Record both, in the midst of a step: messages of other ranks may be awaited.
+        """Record both graphs in the middle of a step, while messages of other ranks may be in flight.
 
         Raises:
             MegalightError: an output has no gradient.
@@ -73,14 +73,14 @@ class Unit:
         self._backward = recorder.record(self._differentiate, generators, pool, settle=False)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is like the recorded one."""
+        """Whether a call has the form of the recorded one."""
         values = [(None, value) for value in args] + list(kwargs.items())
         return [name for name, _ in values] == [name for name, _ in self.arguments] and all(
             argument.fits(value) for (_, argument), (_, value) in zip(self.arguments, values, strict=True)
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output for this call, by replay."""
+        """Replay the forward for this call, and return the module's output."""
         values = [*args, *kwargs.values()]
         for (_, argument), value in zip(self.arguments, values, strict=True):
             argument.fill(value)
@@ -89,7 +89,7 @@ class Unit:
         return with_tensors(self._structure, iter(outputs))
 
     def drop(self) -> None:
-        """Give the graphs up."""
+        """Free the graphs, results first."""
         self.outputs, self.gradients, self.leaves, self.previous, self._structure = [], [], [], None, None
         for recording in (self._backward, self._forward):
             if recording is not None:
@@ -110,7 +110,7 @@ class Unit:
 
     def _differentiate(self) -> list[Tensor | None]:
         with self.engine.main_gradients.noting() as self.arrivals:
-            # What the forward keeps must stay where it is, for the replays; autograd would let go of it.
+            # Replays read the activations that the forward saved, so autograd must not free them.
             torch.autograd.backward(self.outputs, self.gradients, retain_graph=True)
         found = [leaf.grad for leaf in self.leaves]
         if self.previous is None:
@@ -124,14 +124,14 @@ class Unit:
         return list(self.previous.gradients)
 
     def replay_forward(self) -> tuple[Tensor, ...]:
-        """What the module puts out."""
+        """Replay the forward, and return the module's outputs."""
         assert self._forward is not None
         self.forwarded = True
         self._forward.replay()
         return tuple(output.detach().clone() if self.copies else output.detach() for output in self.outputs)
 
     def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the leaves from those of the outputs."""
+        """Replay the backward: gradients of the outputs -> gradients of the leaves."""
         if not self.forwarded:
             raise MegalightError(
                 f"the backward of {self.name} ran twice for one forward, or after its memory went to another "
@@ -144,7 +144,7 @@ class Unit:
                 target.copy_(gradient, non_blocking=True)
         self._backward.replay()
         found = self._backward.result
-        if self.previous is None:  # whoever gets them may keep them
+        if self.previous is None:  # autograd may keep these gradients, and the next replay would overwrite them
             found = [None if gradient is None else gradient.clone() for gradient in found]
         else:
             found = [None if gradient is None else gradient.detach() for gradient in found]
@@ -154,7 +154,7 @@ class Unit:
 
 
 class _Replay(torch.autograd.Function):
-    """A unit's place among other operations."""
+    """Runs a unit as one autograd operation."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +169,7 @@ class _Replay(torch.autograd.Function):
 
 
 def follows(previous: Unit | None, values: Sequence[Any]) -> bool:
-    """Whether the arguments that want gradients are the outputs of the unit that ran just before, as they are."""
+    """Whether the arguments that need gradients are exactly the outputs of the unit that ran just before."""
     inputs = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
     return (
         previous is not None
@@ -182,11 +182,11 @@ def follows(previous: Unit | None, values: Sequence[Any]) -> bool:
 
 
 def argument_for(value: Any, chained: bool, held: list[Held]) -> Argument:
-    """Static memory for one argument of the call that is recorded.
+    """Return static memory for one argument of the call that is recorded.
 
     Args:
-        chained: it is the output of the unit before, if it wants a gradient.
-        held: of other units of the same pass, of which one may hold the value already; a new one is added.
+        chained: arguments that need gradients are outputs of the previous unit, so its memory is used.
+        held: arguments held by units of the same pass. One may hold the value already; otherwise a new one is added.
     """
     if isinstance(value, Tensor) and value.requires_grad:
         memory = value.detach() if chained else value.detach().clone()
