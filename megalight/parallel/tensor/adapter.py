@@ -12,16 +12,16 @@ from megalight.parallel.tensor.shared import Shared, Tokens
 
 
 class ColumnAdapter(Adapter):
-    """``A [n r, in]`` is whole on every rank and ``B [out/tp, r]`` is split; what travels is ``r`` features wide.
+    """An adapter with ``A [n r, in]`` whole on every rank and ``B [out/tp, r]`` split; ``r`` features are communicated.
 
     Args:
         adapter: the one-device adapter.
         down: ``A``.
         up: this rank's ``B``.
         section_sizes: this rank's output features of each section of the layer.
-        shared: what the layers share.
-        tokens: which tokens the layer is fed under sequence parallelism.
-        dropout: of the layer's input, or None.
+        shared: the state that all tensor-parallel layers share.
+        tokens: the tokens that the layer receives under sequence parallelism.
+        dropout: applied to the layer's input, or None.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ColumnAdapter(Adapter):
         self.tokens = tokens
 
     def meet(self, narrow: Tensor) -> Tensor:
-        """``[T/tp, n r] -> [T, n r]`` under sequence parallelism; else gradients of the ranks' outputs are summed."""
+        """``[T/tp, n r] -> [T, n r]`` under sequence parallelism; otherwise all-reduce the gradient in the backward."""
         tokens = self.shared.tokens(self.tokens)
         if tokens == "share":
             return all_gather(narrow, self.shared.group, self.shared.sequence_dim)

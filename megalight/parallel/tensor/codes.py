@@ -1,4 +1,4 @@
-"""Inputs of split layers that travel over ``tp`` as codes of one byte."""
+"""Inputs of split layers that are communicated over ``tp`` as 8-bit codes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megalight.parallel.tensor.overlap.spec import Overlap, Product
 
 
 def casts_shares(x: Tensor, weight: Tensor) -> bool:
-    """Whether ranks can cast their shares of ``x`` as the whole would be cast for a product with ``weight``."""
+    """Whether each rank can cast its share of ``x`` exactly as the whole ``x`` would be cast for ``weight``."""
     precision = precision_of(weight)
     return precision is not None and precision.casts_shares and recipe_of(x) is None
 
 
 @dataclass(frozen=True)
 class SharedCodes:
-    """This rank's share of the tokens of an input, cast with the scale of all of them.
+    """This rank's share of the tokens of an input, cast with the scale of all tokens.
 
     Attributes:
         rows: codes ``[T/tp, in]``.
-        shape: of the share before it was cast.
-        group: who has the rest.
-        dim: of ``shape``: counts tokens.
+        shape: shape of the share before the cast.
+        group: the ranks that hold the other shares.
+        dim: the dim of ``shape`` that counts tokens.
     """
 
     rows: Quantized
@@ -46,7 +46,7 @@ class SharedCodes:
 
     @classmethod
     def of(cls, x: Tensor, precision: LowPrecision, group: ProcessGroup, dim: int) -> SharedCodes:
-        """Cast ``x [..., in]``; ranks agree on the scale first."""
+        """Cast ``x [..., in]``; ranks first agree on the scale."""
 
         def largest(amax: Tensor) -> None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
@@ -54,7 +54,7 @@ class SharedCodes:
         return cls(precision.cast_share(x, largest), x.shape, group, dim)
 
     def start(self) -> Callable[[], Quantized]:
-        """Start to gather; what it returns waits, and gives the codes ``[T, in]`` of the whole input."""
+        """Start the gather; the returned function waits, and returns the codes ``[T, in]`` of the whole input."""
         data = self.rows.data
         gathering = start_all_gather(data.view(torch.uint8).view(self.shape), self.group, self.dim)
 
@@ -66,10 +66,10 @@ class SharedCodes:
 
 
 class GatheredCodes(torch.autograd.Function):
-    """``y = x W^T + b`` of an input ``[T/tp, in]`` whose codes are gathered, and saved: this rank's, or all to keep.
+    """``y = x W^T + b`` for an input ``[T/tp, in]``. Codes are gathered; this rank's codes, or all of them, are saved.
 
-    Backward: the codes are gathered again under the input-gradient GEMM, and the reduce-scatter of the input gradient
-    runs under the weight-gradient GEMM.
+    Backward: the codes are gathered again during the input-gradient GEMM. The reduce-scatter of the input gradient runs
+    during the weight-gradient GEMM.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class GatheredCodes(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         """Cast, gather, multiply."""
-        # Parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
+        # Parameters are kept by reference: a saved-tensor hook would return tensors without their attributes.
         ctx.weight, ctx.bias, ctx.overlap, ctx.group, ctx.dim = weight, bias, overlap, group, dim
         ctx.shape, ctx.kept = x.shape, keep
         precision = precision_of(weight)
@@ -99,7 +99,7 @@ class GatheredCodes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        """Of input, weight and bias."""
+        """Return the gradients of input, weight and bias."""
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         later = queue_for(ctx.weight)
         begin = _again(ctx) if need_weight else None
@@ -110,14 +110,14 @@ class GatheredCodes(torch.autograd.Function):
             scattering = ctx.overlap.start_product_scatter(grad_y, product, ctx.dim, covered=covered)
         if finish is not None:
             grad_weight = accumulate_weight_gradient(grad_y, finish(), ctx.weight)
-        elif begin is not None and later is not None:  # the codes wait until their turn comes
+        elif begin is not None and later is not None:  # only the saved codes wait in the queue; the gather runs later
             later.put(ctx.weight, grad_y, begin)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None, None
 
 
 def _again(ctx: Any) -> Callable[[], Callable[[], Quantized]]:
-    """How the whole input comes back from what was saved, as the weight gradient takes it."""
+    """Return a function that starts to restore the whole input from what was saved, in the weight gradient's form."""
     kept, precision = saved_input(ctx), precision_of(ctx.weight)
     assert isinstance(kept, Quantized) and precision is not None
 

@@ -25,10 +25,10 @@ class ColumnLinear(nn.Module):
         weight: ``[out/tp, in]``.
         bias: ``[out/tp]`` or None.
         section_sizes: this rank's output features per section.
-        shared: what the layers share.
-        tokens: which tokens it is fed under sequence parallelism.
-        gather_output: hand out all features.
-        name: of the module, for options and messages.
+        shared: the state that all tensor-parallel layers share.
+        tokens: the tokens that the layer receives under sequence parallelism.
+        gather_output: return the output features of all ranks.
+        name: name of the module, for options and messages.
 
     Attributes:
         adapter: a :class:`~.adapter.ColumnAdapter`, or None.
@@ -63,14 +63,14 @@ class ColumnLinear(nn.Module):
         return join(y, self.shared.group, y.dim() - 1) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        """Shape here and how many ranks share the layer, for printing."""
+        """Return the local shape and the number of ranks, for printing."""
         return f"{self.in_features} -> {self.out_features} x {self.shared.mesh.tp}, bias={self.bias is not None}"
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared, planned: Tokens = "share", name: str = ""
 ) -> Tensor:
-    """The layer as a function."""
+    """Apply a column-parallel linear layer, as a function."""
     tokens = shared.tokens(planned)
     if shared.group is None or tokens == "gathered":
         return linear(x, weight, bias)
@@ -85,11 +85,11 @@ def column_linear(
 
 
 class _WholeInput(torch.autograd.Function):
-    """Every rank holds ``x``. Backward: the all-reduce of its gradient runs under the weight-gradient GEMM."""
+    """Every rank holds ``x``. Backward: the all-reduce of its gradient runs during the weight-gradient GEMM."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap, dim: int) -> Tensor:
-        # Parameters are kept by reference: what saved-tensor hooks hand back would lack their attributes.
+        # Parameters are kept by reference: a saved-tensor hook would return tensors without their attributes.
         ctx.weight, ctx.bias, ctx.overlap, ctx.dim = weight, bias, overlap, dim
         return product_and_save(ctx, x, weight, bias)
 
@@ -107,10 +107,10 @@ class _WholeInput(torch.autograd.Function):
 
 
 class _GatheredInput(torch.autograd.Function):
-    """Each rank holds a share of the tokens of ``x``, and saves no more than that, unless all are to be kept.
+    """Each rank holds a share of the tokens of ``x``, and saves only that, unless all tokens are to be kept.
 
-    Backward: ``x`` is gathered again under the input-gradient GEMM, and the reduce-scatter of the input gradient runs
-    under the weight-gradient GEMM, or, where that comes later, under pieces of the input-gradient GEMM itself.
+    Backward: ``x`` is gathered again during the input-gradient GEMM. The reduce-scatter of the input gradient runs
+    during the weight-gradient GEMM or, if that is delayed, during pieces of the input-gradient GEMM itself.
     """
 
     @staticmethod
@@ -135,13 +135,14 @@ class _GatheredInput(torch.autograd.Function):
             share = saved.detach()
         later = queue_for(ctx.weight)
         again = share is not None and not ctx.kept
+        # The gather starts before the input-gradient GEMM, so that it runs during that GEMM.
         gathering = overlap.start_gather(share, dim) if again and later is None else None
         scattering = None
         if ctx.needs_input_grad[0]:
             covered = share is not None and later is None
             scattering = overlap.start_product_scatter(grad_y, Product.of_input(ctx.weight), dim, covered=covered)
         if share is not None and later is not None and again:
-            # only the share waits; it is gathered when its turn comes
+            # Only the share waits in the queue; it is gathered when the weight gradient is computed.
             later.put(ctx.weight, grad_y, lambda: _lasting(overlap, share, dim))
         elif share is not None:
             x = share if gathering is None else gathering.wait()
@@ -152,6 +153,6 @@ class _GatheredInput(torch.autograd.Function):
 
 
 def _lasting(overlap: Overlap, share: Tensor, dim: int) -> Callable[[], Tensor]:
-    """Start to gather; what is returned waits, and gives shares that nobody writes over."""
+    """Start the gather; the returned function waits, and returns the tokens in memory that is not reused."""
     gathering = overlap.start_gather(share, dim)
     return lambda: overlap.hold(gathering.wait())

@@ -1,4 +1,4 @@
-"""Dropout that draws from the right random stream."""
+"""Dropout that draws from the correct random stream."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megalight.parallel.tensor.shared import Shared
 
 
 class ParallelDropout(nn.Module):
-    """Dropout of hidden states: one mask on all ``tp`` ranks where these hold the same, else a mask each.
+    """Dropout of hidden states: one common mask if all ``tp`` ranks hold the same input, else one mask per rank.
 
     Args:
-        p: probability of an element to be dropped.
-        shared: what the layers share.
+        p: probability that an element is dropped.
+        shared: the state that all tensor-parallel layers share.
         split: the input differs between ranks even without sequence parallelism.
     """
 
@@ -28,7 +28,7 @@ class ParallelDropout(nn.Module):
         self.split = split
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with elements dropped while training, the others scaled by ``1 / (1 - p)``."""
+        """In training, drop elements of ``x`` and scale the others by ``1 / (1 - p)``."""
         if not self.training or not self.p:
             return x
         own = self.split or self.shared.sequence_parallel
@@ -36,16 +36,16 @@ class ParallelDropout(nn.Module):
             return F.dropout(x, self.p)
 
     def extra_repr(self) -> str:
-        """Probability, for printing."""
+        """Return the probability, for printing."""
         return f"p={self.p}, split={self.split}"
 
 
 class OwnStream(nn.Module):
-    """Runs a module without parameters on this rank's random stream while training (attention with dropout).
+    """Runs a module without parameters on this rank's random stream in training (attention with dropout).
 
     Args:
-        module: its first argument is a tensor on the device where it draws.
-        shared: what the layers share.
+        module: its first argument is a tensor on the device whose generator it uses.
+        shared: the state that all tensor-parallel layers share.
     """
 
     def __init__(self, module: nn.Module, shared: Shared) -> None:
@@ -54,19 +54,19 @@ class OwnStream(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the module answers."""
+        """Return the output of the module."""
         with self.shared.streams.fork("tensor", x.device) if self.training else nullcontext():
             return self.module(x, *args, **kwargs)
 
 
 def streams_of(model: nn.Module) -> list[RandomStreams]:
-    """The random streams that modules of a model draw from, each once."""
+    """Return the random streams that modules of a model use, each once."""
     found = (part for part in model.modules() if isinstance(part, ParallelDropout | OwnStream))
     droppers = [part for part in found if has_dropout(part.module if isinstance(part, OwnStream) else part)]
     return list({id(part.shared.streams): part.shared.streams for part in droppers}.values())
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a module can drop anything; one that does not say its probability is taken to."""
+    """Whether a module can drop anything; assumed for a module that does not state its probability."""
     probability = getattr(module, "p", getattr(module, "dropout", 1.0))
     return not isinstance(probability, float) or probability > 0

@@ -11,13 +11,13 @@ from megalight.parallel.tensor.shared import Shared
 
 
 class VocabEmbedding(nn.Module):
-    """One row per id; each rank looks up the ids of its rows, and the results are summed.
+    """One row per id; each rank looks up the ids of its own rows, and the results are summed.
 
     Args:
         weight: ``[rows, h]``: this rank's rows, padding included.
-        num_embeddings: rows of the whole table.
-        shared: what the layers share.
-        scatter_output: under sequence parallelism, give each rank its share of the tokens.
+        num_embeddings: number of rows of the whole table.
+        shared: the state that all tensor-parallel layers share.
+        scatter_output: under sequence parallelism, return this rank's share of the tokens.
         padding_idx: an id whose row gets no gradient, or None.
     """
 
@@ -43,11 +43,12 @@ class VocabEmbedding(nn.Module):
         """``[T] -> [T/tp, h]`` under sequence parallelism with ``scatter_output``, else ``[T] -> [T, h]``.
 
         Raises:
-            IndexError: an id outside the vocabulary (an assertion on the device on GPUs), as of one device.
+            IndexError: an id is outside the vocabulary, as on one device (on GPUs, an assertion on the device).
         """
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         known = (ids >= 0) & (ids < self.num_embeddings)
+        # An id outside the vocabulary becomes -1, so that F.embedding raises instead of returning zeros.
         rows = torch.where(known, local.masked_fill(elsewhere, 0), -1)
         hidden = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.padding_idx is not None:
@@ -57,5 +58,5 @@ class VocabEmbedding(nn.Module):
         return all_reduce(hidden, self.shared.group)
 
     def extra_repr(self) -> str:
-        """Rows here, rows in all and width, for printing."""
+        """Return local rows, all rows and width, for printing."""
         return f"{self.weight.shape[0]} of {self.num_embeddings} -> {self.embedding_dim}"

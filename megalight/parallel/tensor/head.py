@@ -1,4 +1,4 @@
-"""The output layer split over ``tp`` by vocabulary, and its cross entropy."""
+"""The output layer, split over ``tp`` by vocabulary, and its cross entropy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class VocabLinear(nn.Module):
     """Projection to this rank's rows of the vocabulary.
 
     Args:
-        weight: ``[rows, h]``: this rank's rows, padding included.
-        bias: ``[rows]`` or None.
-        vocab_size: rows of all ranks without padding.
-        shared: what the layers share.
-        tokens: which tokens it is fed under sequence parallelism.
+        Args:
+            weight: ``[rows, h]``: this rank's rows, padding included.
+            bias: ``[rows]`` or None.
+            vocab_size: number of rows of all ranks, without padding.
+            shared: the state that all tensor-parallel layers share.
+            tokens: the tokens that the layer receives under sequence parallelism.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class VocabLinear(nn.Module):
         self.first_row = shared.mesh.rank("tp") * weight.shape[0]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` logits ``[T, V]`` on every rank, unpadded."""
+        """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` unpadded logits ``[T, V]`` on every rank."""
         logits = column_linear(hidden, self.weight, self.bias, self.shared, self.tokens)
         return join(logits, self.shared.group, logits.dim() - 1)[..., : self.vocab_size]
 
     def losses(self, hidden: Tensor, labels: Tensor, softcap: float | None, backend: str) -> Tensor:
-        """Cross entropy ``[T]`` of labels ``[T]``, equal on every rank; logits are never whole on any."""
+        """Cross entropy ``[T]`` of labels ``[T]``, equal on every rank; no rank ever holds the logits of all rows."""
         tokens, group = self.shared.tokens(self.tokens), self.shared.group
         if tokens == "share":
             hidden = all_gather(hidden, group, self.shared.sequence_dim)
@@ -68,7 +69,7 @@ class VocabLinear(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Width, rows here and rows in all, for printing."""
+        """Return width, local rows and all rows, for printing."""
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]} of {self.vocab_size}, bias={self.bias is not None}"
 
 
@@ -76,10 +77,10 @@ class VocabHead(nn.Module):
     """Final norm, projection to the vocabulary and cross entropy.
 
     Args:
-        norm: before the projection.
+        norm: applied before the projection.
         output_layer: ``h -> V``.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
-        backend: of the loss op.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them unchanged.
+        backend: backend of the loss op.
     """
 
     def __init__(self, norm: nn.Module, output_layer: VocabLinear, softcap: float | None, backend: str) -> None:
@@ -90,7 +91,7 @@ class VocabHead(nn.Module):
         self.backend = backend
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``[T/tp, h]`` under sequence parallelism, else ``[T, h]``; labels ``[T] ->`` losses ``[T]``, none: logits."""
+        """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` losses ``[T]``; without labels: logits."""
         hidden = self.norm(hidden)
         if labels is not None:
             return self.output_layer.losses(hidden, labels, self.softcap, self.backend)
@@ -99,9 +100,10 @@ class VocabHead(nn.Module):
 
 
 def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Join per-part ``logsumexp [T]`` and target logits ``[T]`` (0 where the label lies in another part)."""
+    """Combine each rank's ``logsumexp [T]`` and target logits ``[T]`` (0 if the label lies on another rank)."""
     if group is None:
         return logsumexp, target
+    # Subtract the largest value first, as usual, so that exp does not overflow.
     largest = logsumexp.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     sums = torch.stack([(logsumexp - largest).exp(), target])

@@ -22,12 +22,12 @@ class RowLinear(nn.Module):
 
     Args:
         weight: ``[out, in/tp]``.
-        bias: ``[out]`` or None; under sequence parallelism its gradient here comes from this rank's tokens alone.
-        shared: what the layers share.
-        name: of the module, for options and messages.
+        bias: ``[out]`` or None. Under sequence parallelism, its local gradient comes from this rank's tokens only.
+        shared: the state that all tensor-parallel layers share.
+        name: name of the module, for options and messages.
 
     Attributes:
-        adapter: an :class:`~megalight.nn.adapter.Adapter` whose ``A [r, in/tp]`` is this rank's, or None.
+        adapter: an :class:`~megalight.nn.adapter.Adapter` with this rank's ``A [r, in/tp]``, or None.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, name: str = "") -> None:
@@ -55,7 +55,7 @@ class RowLinear(nn.Module):
         return y
 
     def _adapted_sum(self, x: Tensor, adapter: nn.Module) -> Tensor:
-        """One collective for both: this rank's features contribute a term to ``x W^T`` and one to ``x A^T B^T``."""
+        """Sum layer and adapter with one collective: this rank adds one term to ``x W^T`` and one to ``x A^T B^T``."""
         shared = self.shared
         y = adapter(x, linear(x, self.weight))
         if shared.sequence_parallel:
@@ -63,14 +63,14 @@ class RowLinear(nn.Module):
         return all_reduce(y, shared.group)
 
     def extra_repr(self) -> str:
-        """Shape here and how many ranks share the layer, for printing."""
+        """Return the local shape and the number of ranks, for printing."""
         return f"{self.in_features} x {self.shared.mesh.tp} -> {self.out_features}, bias={self.bias is not None}"
 
 
 class _ScatteredSum(torch.autograd.Function):
-    """Partial sums are scattered by tokens. Backward: the gradient is gathered once, for both GEMMs.
+    """Reduce-scatters partial sums by tokens. Backward: the gradient is gathered once, for both GEMMs.
 
-    Where a way cuts products in pieces, each collective runs under the product that it belongs to.
+    If the overlap backend cuts products into pieces, each collective runs during its own product.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class _ScatteredSum(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_x, whole, grad_weight = None, None, None
-        saved = saved_input(ctx) if need_weight else None  # may run a forward pass, which gathers too
+        saved = saved_input(ctx) if need_weight else None  # may recompute a forward pass, which also gathers
         if need_x:
             product = Product.of_input(ctx.weight)
             grad_x, whole = ctx.overlap.gather_product(grad_y, product, ctx.dim, keep=need_weight)
@@ -98,7 +98,7 @@ class _ScatteredSum(torch.autograd.Function):
 
 
 class _WholeSum(torch.autograd.Function):
-    """Every rank gets the sum of all tokens; its gradient is whole already."""
+    """All-reduces partial sums; every rank gets all tokens, and the incoming gradient is whole already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, overlap: Overlap, dim: int) -> Tensor:
@@ -115,9 +115,9 @@ class _WholeSum(torch.autograd.Function):
 
 
 def _product(ctx: Any, x: Tensor, weight: Tensor) -> Product:
-    """The product in the forward of a function of ``(x, weight, ...)``, which keeps ``x``."""
+    """Return the forward product of a function of ``(x, weight, ...)``, and save ``x`` for the backward."""
     if precision_of(weight) is None:
         save_input(ctx, x, ctx.needs_input_grad[1])
         return Product.forward(weight, None)
-    # never in pieces: it keeps the cast that it makes of the whole input
+    # Not callable in pieces: in low precision it saves the cast of the whole input.
     return Product(lambda whole, out: product_and_save(ctx, whole, weight, None), weight.shape[1], weight.shape[0])

@@ -1,4 +1,4 @@
-"""What all tensor-parallel layers of a model share."""
+"""State that all tensor-parallel layers of a model share."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
 
 Tokens: TypeAlias = Literal["share", "gathered", "whole"]
-"""Which tokens a split layer is fed under sequence parallelism: this rank's ``share``, which the layer gathers; all,
-``gathered`` by a ``Boundary`` above it, which sums the gradient as well; or the ``whole`` sequence that every rank
-holds anyhow. Without sequence parallelism everything is whole."""
+"""The tokens that a split layer receives under sequence parallelism.
+
+``share``: this rank's share, and the layer gathers all tokens. ``gathered``: all tokens, gathered by a ``Boundary``
+above the layer, which also sums the gradient. ``whole``: the whole sequence, which every rank holds anyway. Without
+sequence parallelism all inputs are whole.
+"""
 
 
 @dataclass
 class Shared:
-    """One object per parallel model.
+    """State shared by the tensor-parallel layers: one object per parallel model.
 
     Attributes:
-        mesh: the grid of ranks.
-        sequence_parallel: hidden states between split layers hold this rank's share of the tokens. Read at every
-            forward, so that it can be off for a while (decoding).
+        mesh: the mesh of ranks.
+        sequence_parallel: hidden states between split layers hold this rank's share of the tokens. It is read in every
+            forward, so that it can be switched off temporarily (decoding).
         sequence_dim: the dim of hidden states that counts tokens.
-        context: which kind of attention layers use under context parallelism.
+        context: the kind of attention that layers use under context parallelism.
         tensor: how split layers hide their communication.
         context_groups: the ranks along ``cp``.
         streams: random streams for dropout.
@@ -56,13 +59,13 @@ class Shared:
         self.context_groups = ContextGroups(self.mesh, self.context.inner)
         self.streams = RandomStreams(self.mesh)
         self._group: ProcessGroup | None = None
-        self._splits_tokens = self.sequence_parallel  # also while it is off for decoding
+        self._splits_tokens = self.sequence_parallel  # stays True while decoding switches it off
         self._overlaps: dict[tuple[str, OverlapSpec], Overlap] = {}
         self._ways: dict[str, Overlap] = {}
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ``tp`` group, None for one rank. Made on first use: a model can be split, and looked at, without it.
+        """The ``tp`` group; None for one rank. Made on first use: a model can be split and inspected without it.
 
         Raises:
             ConfigurationError: ``TensorOptions.max_ctas`` is set, and the backend is not NCCL.
@@ -75,24 +78,25 @@ class Shared:
 
     @property
     def tp_group(self) -> ProcessGroup:
-        """The same, where there are several ranks."""
+        """The ``tp`` group, which must exist: for code that runs on several ranks only."""
         assert self.group is not None
         return self.group
 
     @cached_property
     def message_group(self) -> ProcessGroup:
-        """The same ranks, for messages that take few multiprocessors, but at once: products are queued behind them.
+        """A second group of the same ranks, for messages with few multiprocessors and high priority.
 
-        Made on first use, by all of them.
+        Products are queued behind these messages, so they must start at once. The group is made on first use, by all
+        ranks.
         """
         limit = MAX_CTAS if self.tensor.max_ctas is None else self.tensor.max_ctas
         return new_group(self.mesh.ranks("tp"), "tensor-parallel messages", max_ctas=limit, urgent=True)
 
     def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
-        """The way to run the products and collectives of the split layer ``name``, for inputs like ``x``.
+        """Return the overlap backend for the split layer ``name`` and inputs like ``x``.
 
         Raises:
-            LayoutError: the way that was asked for cannot serve.
+            LayoutError: the requested backend cannot serve the layer.
         """
         spec = self._spec(weight, x.device, x.dtype, self.group)
         kind = self.tensor.kind_of(name)
@@ -104,10 +108,10 @@ class Shared:
         return self._overlaps[kind, spec]
 
     def check_overlap(self, name: str, weight: Tensor, device: torch.device) -> None:
-        """Refuse now, before anything runs, a way that cannot serve a layer.
+        """Raise now, before anything runs, if the chosen overlap backend cannot serve a layer.
 
         Raises:
-            LayoutError: says why of each way.
+            LayoutError: gives the reason of each backend.
         """
         choose(name, self._spec(weight, device, None, None), self.tensor.kind_of(name))
 
@@ -127,18 +131,18 @@ class Shared:
         )
 
     def tokens(self, planned: Tokens) -> Tokens:
-        """Which tokens a layer is fed now, where the plan says ``planned`` under sequence parallelism."""
+        """Return the tokens that a layer receives now; ``planned`` holds under sequence parallelism."""
         return planned if self.sequence_parallel else "whole"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
-        """Copies of a model share it: process groups cannot be copied."""
+        """Return the same object, so that copies of a model share it: process groups cannot be copied."""
         return self
 
 
 def steps_recorded(model: nn.Module, recorded: bool) -> None:
     """Tell the split layers of ``model`` whether its training steps are recorded as CUDA graphs.
 
-    It decides how they hide communication under ``overlap="auto"``, so call it before the first step, on all ranks.
+    This affects the choice of ``overlap="auto"``, so call it before the first step, on all ranks.
     """
     for module in model.modules():
         if isinstance(shared := getattr(module, "shared", None), Shared):

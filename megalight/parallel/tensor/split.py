@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds: the pieces of columns, rows, vocabularies, stacks and replicas."""
+"""The part of a parameter that a rank holds: pieces of columns, rows, vocabularies, expert stacks and replicas."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def replicated(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh
 
 
 def output_features(parts: Sequence[Part], units: Sequence[int], mesh: ParallelMesh) -> ShardSpec:
-    """Dim 0 of each part is split over ``tp`` in whole units; fewer units than ranks are each held by several.
+    """Split dim 0 of each part over ``tp`` in whole units; if there are fewer units than ranks, ranks share units.
 
     Args:
         parts: the sections of a fused weight or bias.
-        units: of each section.
-        mesh: the grid of ranks.
+        units: number of units of each section.
+        mesh: the mesh of ranks.
 
     Raises:
         LayoutError: ``tp`` neither divides the units nor is divided by them.
@@ -46,7 +46,7 @@ def output_features(parts: Sequence[Part], units: Sequence[int], mesh: ParallelM
 
 
 def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
-    """One dim of a tensor is split over ``tp``: dim 1 of a weight ``[out, in]`` is its input features.
+    """Split one dim of a tensor over ``tp``; dim 1 of a weight ``[out, in]`` is its input features.
 
     Raises:
         LayoutError: ``tp`` does not divide it.
@@ -59,12 +59,12 @@ def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
 
 
 def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-    """Dim 0 of a parameter ``[E, ...]`` counts experts, of which each rank along ``ep`` keeps an equal share, whole.
+    """Split a parameter ``[E, ...]`` of stacked experts by expert: each rank along ``ep`` keeps an equal number.
 
     Args:
         parts: equally many of each expert, expert by expert.
-        shape: of the parameter.
-        mesh: the grid of ranks.
+        shape: shape of the parameter.
+        mesh: the mesh of ranks.
 
     Raises:
         LayoutError: ``ep`` does not divide the experts.
@@ -80,10 +80,10 @@ def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> 
 
 
 def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
-    """Dim 0 is split over ``tp`` into equally many rows; what the last rank has beyond the vocabulary is padding.
+    """Split dim 0 over ``tp`` into equal numbers of rows; rows of the last rank beyond the vocabulary are padding.
 
     Raises:
-        LayoutError: a rank would hold padding alone.
+        LayoutError: a rank would hold only padding.
     """
     rows = -(-part.shape[0] // mesh.tp)
     first = mesh.rank("tp") * rows
@@ -99,10 +99,10 @@ def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
 
 
 def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> int:
-    """How many ``tp`` ranks hold the same unit: 1, or ``tp / units`` where there are fewer units than ranks.
+    """Return how many ``tp`` ranks hold the same unit: 1, or ``tp / units`` if there are fewer units than ranks.
 
     Raises:
-        LayoutError: the units cannot be spread evenly.
+        LayoutError: the units cannot be distributed evenly.
     """
     if units % tp == 0:
         return 1

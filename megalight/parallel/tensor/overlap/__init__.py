@@ -1,6 +1,6 @@
-"""Collectives of split layers under the products they belong to.
+"""Overlap the collectives of split layers with their matrix products.
 
-Two pairs of work meet at every split layer under sequence parallelism: a gather of tokens, then a product; and a
-product, then a reduce-scatter of its sums. :mod:`.kinds` names the ways to run such a pair, :mod:`.pieces` says into
-how many products one is cut, :mod:`.rounds` in which order ranks then exchange shares.
+Under sequence parallelism every split layer runs two pairs of work: a gather of tokens, then a product; and a product,
+then a reduce-scatter of its sums. :mod:`.kinds` lists the backends that run such a pair. :mod:`.pieces` decides into
+how many pieces a product is cut. :mod:`.rounds` gives the order in which ranks then exchange shares.
 """

@@ -1,4 +1,4 @@
-"""The ways to run a product and its collective, by name: one file each, with why it cannot serve a layer."""
+"""The registry of overlap backends: one file each, with the reasons why it cannot serve a layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalight.registry import Backend, BackendRegistry
 
 
 class Links(Protocol):
-    """What ways are made of."""
+    """What a backend needs for its construction."""
 
     tensor: TensorOptions
 
@@ -28,7 +28,7 @@ class Links(Protocol):
 
     @property
     def message_group(self) -> ProcessGroup:
-        """The same ranks, for messages that take few multiprocessors."""
+        """The same ranks, in a group for messages that use few multiprocessors."""
         ...
 
 
@@ -49,19 +49,19 @@ OVERLAPS.register(
 
 
 def automatic(spec: OverlapSpec) -> str:
-    """The way that ``auto`` takes, by what was measured on H200s (``docs/performance/log.md``).
+    """Return the backend that ``auto`` uses, as measured on H200 GPUs (``docs/performance/log.md``).
 
-    Copies and flags take the host longer to launch than collectives. Where a CUDA graph launches them, ``symmetric``
-    gains 6 to 10 % of a step; step by step the host comes too late, and it loses as much.
+    The host takes longer to launch copies and flags than collectives. If a CUDA graph launches them, ``symmetric``
+    saves 6 to 10 % of a step. Without a graph the host is too slow, and it loses as much.
     """
     return "symmetric" if spec.recorded and symmetric.why_not(spec) is None else "plain"
 
 
 def choose(layer: str, spec: OverlapSpec, kind: str) -> Backend[OverlapSpec, Make]:
-    """The way that serves a layer.
+    """Return the backend for a layer.
 
     Raises:
-        LayoutError: the named one cannot, or does not exist; says why of each.
+        LayoutError: the named backend cannot serve it, or does not exist; gives the reason of each backend.
     """
     try:
         return OVERLAPS.select(spec, automatic(spec) if kind == "auto" else kind)

@@ -1,4 +1,4 @@
-"""Shares sent and received by messages between two ranks each, on any device."""
+"""Shares sent as point-to-point messages, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalight.parallel.tensor.overlap.rounds import Round
 
 
 class Messages:
-    """A carrier; all messages of a call are posted in the order in which they are needed.
+    """A carrier that uses messages; all messages of a call are posted in the order in which they are needed.
 
     Args:
         group: the ranks.
@@ -21,19 +21,19 @@ class Messages:
         self.group = group
 
     def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringMessages:
-        """Start to bring all shares here."""
+        """Start to gather all shares."""
         return GatheringMessages(self.group, share, rounds, place_own)
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringMessages:
-        """Be ready for partial sums."""
+        """Prepare to receive partial sums."""
         return ScatteringMessages(self.group, like.new_empty(self.group.size(), rows, width), rounds)
 
 
 class GatheringMessages:
-    """Shares that are all under way from the beginning."""
+    """A gather whose messages are all posted at the beginning."""
 
     def __init__(self, group: ProcessGroup, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
-        self.share = share  # held until it has left
+        self.share = share  # keeps the memory until it has been sent
         self.whole = share.new_empty(group.size() * len(share), *share.shape[1:])
         shares = self.whole.view(group.size(), *share.shape)
         self.works = [
@@ -43,12 +43,12 @@ class GatheringMessages:
             shares[group.rank()].copy_(share)
 
     def wait(self, number: int) -> None:
-        """Until the shares of a round are here."""
+        """Wait for the shares of a round."""
         wait(self.works[number])
 
 
 class ScatteringMessages:
-    """Partial sums, by sender."""
+    """Partial sums, ordered by sender."""
 
     def __init__(self, group: ProcessGroup, parts: Tensor, rounds: tuple[Round, ...]) -> None:
         self.group = group
@@ -67,14 +67,14 @@ class ScatteringMessages:
         self.leaving.append(piece)
 
     def finish(self) -> Tensor:
-        """Wait, and sum in at least float32."""
+        """Wait, and sum the parts in at least float32."""
         wait(self.works)
         self.leaving.clear()
         return torch.sum(self.parts, 0)
 
 
 def exchange(group: ProcessGroup, leaving: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
-    """Start to send one tensor and to receive another; ranks are those of the group."""
+    """Start to send one tensor and to receive another; ``to`` and ``source`` are ranks within the group."""
     send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
     works: list[dist.Work] = dist.batch_isend_irecv([send, receive])
@@ -82,7 +82,7 @@ def exchange(group: ProcessGroup, leaving: Tensor, to: int, arriving: Tensor, so
 
 
 def wait(works: list[list[dist.Work]]) -> None:
-    """For messages to be through; on a GPU the current stream waits, not the host."""
+    """Wait for messages to finish; on a GPU the current stream waits, not the host."""
     for each in works:
         for work in each:
             work.wait()

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from megalight.errors import LayoutError, nearest
 
 MAX_CTAS = 16
-"""Multiprocessors that messages of ``pipelined`` occupy where nobody says another number."""
+"""Default number of multiprocessors that messages of ``pipelined`` may occupy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorOptions:
-    """How the collectives of split layers run beside their products. With tp=1 nothing acts.
+    """How the collectives of split layers run beside their products. With tp=1 nothing has an effect.
 
     Attributes:
-        overlap: a way's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: ``symmetric`` where whole steps
+        overlap: a backend's name (``plain``, ``pipelined``, ``symmetric``), or ``auto``: ``symmetric`` if whole steps
             are recorded as CUDA graphs and it can serve the layer, else ``plain``. Or a mapping from globs over names
-            of split linear layers (``"*.mlp.gate_up"``) to ways; the first that matches decides, and ``auto`` serves
-            what none matches.
-        pieces: products that one product is cut into, where its communication runs under it; under sequence
-            parallelism a divisor of tp. None: by the sizes of each product
+            of split linear layers (``"*.mlp.gate_up"``) to backends; the first match decides, and layers without a
+            match use ``auto``.
+        pieces: number of pieces into which a product is cut, if its communication runs during it; under sequence
+            parallelism a divisor of tp. None: chosen by the sizes of each product
             (:mod:`megalight.parallel.tensor.overlap.pieces`).
-        max_ctas: most multiprocessors that the messages of ``pipelined`` occupy under NCCL; under another backend a
-            number is refused. None: 16.
-        keep_gathered: keep the gathered input of a layer for its weight gradient, ``tp`` times what is kept otherwise,
-            instead of gathering it again in the backward pass.
+        max_ctas: largest number of multiprocessors that the messages of ``pipelined`` may occupy under NCCL; other
+            backends refuse a number. None: 16.
+        keep_gathered: keep the gathered input of a layer for its weight gradient, instead of gathering it again in the
+            backward pass. This keeps ``tp`` times as much memory.
 
     Raises:
         LayoutError: ``pieces`` or ``max_ctas`` is below 1.
@@ -45,17 +45,17 @@ class TensorOptions:
                 raise LayoutError(f"TensorOptions.{name}={value}; it must be at least 1.")
 
     def kind_of(self, name: str) -> str:
-        """The way for the split layer ``name``."""
+        """Return the backend's name for the split layer ``name``."""
         if isinstance(self.overlap, str):
             return self.overlap
         return next((kind for pattern, kind in self.overlap.items() if fnmatch.fnmatchcase(name, pattern)), "auto")
 
     def check(self, names: Iterable[str], tp: int, sequence_parallel: bool) -> None:
-        """Refuse what cannot act on the split layers ``names``.
+        """Raise if an option cannot have an effect on the split layers ``names``.
 
         Raises:
-            LayoutError: a pattern matches none of them; ``pieces`` does not divide ``tp``; ``keep_gathered`` without
-                anything that is gathered.
+            LayoutError: a pattern matches none of them; ``pieces`` does not divide ``tp``; ``keep_gathered`` is set,
+                but nothing is gathered.
         """
         names = list(names)
         for pattern in [] if isinstance(self.overlap, str) else self.overlap:

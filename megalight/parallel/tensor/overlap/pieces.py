@@ -1,8 +1,8 @@
-"""Into how many products one is cut: a model of the time that product and messages take together.
+"""Choose the number of pieces of a product, with a model of the time that product and messages take together.
 
-More pieces leave less communication exposed, and fill the multiprocessors worse: output tiles come in waves of one tile
-per multiprocessor, and each piece's last wave is partly empty. Numbers were measured on H200s; all ranks must come to
-the same answer, so nothing is asked of the device.
+More pieces expose less communication, but use the multiprocessors less well: output tiles are computed in waves of one
+tile per multiprocessor, and the last wave of each piece is partly empty. The constants were measured on H200 GPUs. All
+ranks must get the same answer, so the model does not query the device.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from itertools import pairwise
 
 MULTIPROCESSORS = 132
 TILE_ROWS, TILE_COLUMNS = 128, 256
-"""Of the output tile of a large half-precision product."""
+"""Size of the output tile of a large half-precision product."""
 TAIL = 0.15
-"""Of a wave that a product leaves empty: cuBLAS picks tiles by size, and four pieces take 3 to 12 % longer than one."""
+"""Fraction of a wave that a product leaves empty. cuBLAS picks tiles by size; four pieces take 3 to 12 % longer."""
 FLOPS = 667e12
-"""Half-precision products per second, all multiprocessors together."""
+"""Half-precision operations per second of all multiprocessors together."""
 LINK = 330e9
-"""Bytes per second that a rank sends, and receives, within a host."""
+"""Bytes per second that a rank sends and receives within a host."""
 LATENCY = 1e-5
-"""Seconds that a message takes beside its bytes."""
+"""Seconds per message in addition to its bytes."""
 MOST = 8
-"""Pieces at most without sequence parallelism, where the ranks set no limit."""
+"""Largest number of pieces without sequence parallelism; with it, tp is the limit."""
 
 
 def product_seconds(rows: int, inner: int, width: int) -> float:
-    """One product ``[rows, inner] x [inner, width]``."""
+    """Return the time of one product ``[rows, inner] x [inner, width]``."""
     tail = TAIL * MULTIPROCESSORS * TILE_ROWS * TILE_COLUMNS
     return 2.0 * (rows * width + tail) * inner / FLOPS
 
 
 def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
-    """Products of blocks as they arrive, the own one first; ``rows`` are those of one rank's share."""
+    """Return the time of products of arriving blocks, the own block first; ``rows`` are those of one rank's share."""
     run = tp // pieces
     message = rows * inner * itemsize / LINK + _latency(pieces, tp)
     clock = 0.0
@@ -43,7 +43,7 @@ def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
 
 
 def scatter_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
-    """Each block's sums leave while the next one is computed, the own block last."""
+    """Return the time if each block's sums are sent while the next block is computed, the own block last."""
     run = tp // pieces
     message = rows * width * itemsize / LINK + _latency(pieces, tp)
     clock = link = 0.0
@@ -54,12 +54,12 @@ def scatter_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, ite
 
 
 def _latency(pieces: int, tp: int) -> float:
-    """Of each message. One collective brings all shares where there is one piece."""
+    """Return the latency of each message. With one piece, a single collective brings all shares."""
     return LATENCY / (tp - 1) if pieces == 1 and tp > 1 else LATENCY
 
 
 def reduce_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, itemsize: int) -> float:
-    """Each piece is all-reduced while the next one is computed; ``rows`` are all there are."""
+    """Return the time if each piece is all-reduced while the next one is computed; ``rows`` is their total number."""
     clock = link = 0.0
     edges = [rows * piece // pieces for piece in range(pieces + 1)]
     for start, stop in pairwise(edges):
@@ -73,15 +73,16 @@ WAYS = {"gather": gather_seconds, "scatter": scatter_seconds, "reduce": reduce_s
 
 @lru_cache(maxsize=1024)
 def best_pieces(way: str, tp: int, rows: int, inner: int, width: int, itemsize: int) -> int:
-    """How many pieces take least; the fewest of several that do.
+    """Return the fastest number of pieces; the smallest one if several are equal.
 
     Args:
         way: ``"gather"``, ``"scatter"``, or ``"reduce"``.
-        tp: ranks that share the layer.
-        rows: of one rank's share; of ``"reduce"``, all.
+        tp: number of ranks that share the layer.
+        rows: rows of one rank's share; for ``"reduce"``, all rows.
         inner: features that the product sums over, on this rank.
         width: features of its result, on this rank.
         itemsize: bytes of an element.
     """
     counts = range(1, MOST + 1) if way == "reduce" else [n for n in range(1, tp + 1) if tp % n == 0]
+    # Under sequence parallelism a piece holds the tokens of whole ranks, so the number must divide tp.
     return min(counts, key=lambda pieces: (WAYS[way](pieces, tp, rows, inner, width, itemsize), pieces))

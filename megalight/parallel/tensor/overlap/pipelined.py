@@ -1,4 +1,4 @@
-"""A product in pieces, each under the messages of the next: order here, how bytes travel is a carrier's matter."""
+"""A product in pieces, each computed during the messages of the next. A carrier moves the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 
 def pieces_why_not(spec: OverlapSpec) -> str | None:
-    """Pieces are formed by plain products, and written where they belong."""
+    """Return why a layer cannot be cut into pieces: pieces are plain products, written directly to their place."""
     if spec.low_precision:
         return "has no products in 8 or 4 bits, whose scales may span all rows; plain has"
     if spec.autocast:
@@ -28,52 +28,52 @@ def pieces_why_not(spec: OverlapSpec) -> str | None:
 
 
 class Gathering(Protocol):
-    """Shares under way to this rank."""
+    """Shares on their way to this rank."""
 
     whole: Tensor
-    """``[tp * n, h]``: all shares in rank order, each valid once its round has been waited for."""
+    """``[tp * n, h]``: all shares in rank order; each is valid after the wait for its round."""
 
     def wait(self, number: int) -> None:
-        """Until the shares of a round are here; on a GPU the current stream waits, not the host."""
+        """Wait for the shares of a round; on a GPU the current stream waits, not the host."""
         ...
 
 
 class Scattering(Protocol):
-    """Partial sums under way to the ranks that own their rows."""
+    """Partial sums on their way to the ranks that own their rows."""
 
     own: Tensor
-    """``[n, w]``: where this rank's own partial sum belongs."""
+    """``[n, w]``: the place of this rank's own partial sum."""
 
     def send(self, number: int, piece: Tensor) -> None:
-        """A round's piece ``[run * n, w]`` is computed: start to send its rows, but own ones, to their owners."""
+        """Start to send a round's finished piece ``[run * n, w]`` to the owners of its rows, without own rows."""
         ...
 
     def finish(self) -> Tensor:
-        """The sum ``[n, w]`` of what has arrived and of :attr:`own`."""
+        """Return the sum ``[n, w]`` of the received parts and :attr:`own`."""
         ...
 
 
 class Carrier(Protocol):
-    """Moves shares between the ranks of one host or several."""
+    """Moves shares between the ranks."""
 
     def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> Gathering:
-        """Start to bring all shares ``[n, h]`` here; the own one too where ``place_own``."""
+        """Start to gather all shares ``[n, h]``; the own one is included if ``place_own``."""
         ...
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> Scattering:
-        """Be ready for partial sums of ``rows`` rows per rank, of the type and device of ``like``."""
+        """Prepare to receive partial sums of ``rows`` rows per rank, with the dtype and device of ``like``."""
         ...
 
 
 class Pipelined(Plain):
-    """Pieces are the tokens of neighbouring ranks, so that they and their results lie whole in memory.
+    """Cuts products into pieces. A piece holds the tokens of neighbouring ranks, so it is contiguous in memory.
 
-    Where a product is not worth cutting it is done the plain way; so is what the caller covers with other work.
+    If it does not pay to cut a product, or the caller covers the collective with other work, it works like ``plain``.
 
     Args:
         group: the ranks.
         carrier: moves shares between them.
-        pieces: of every product; None: by its sizes.
+        pieces: number of pieces of every product; None: chosen by its sizes.
     """
 
     def __init__(self, group: ProcessGroup, carrier: Carrier, pieces: int | None) -> None:
@@ -82,7 +82,7 @@ class Pipelined(Plain):
         self.pieces = pieces
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """The own share is multiplied while the others travel, each block as it arrives."""
+        """Multiply the own share while the others are on their way, then each block as it arrives."""
         flat, back = as_rows(share, dim)
         pieces = self.pieces_of("gather", len(flat), product, flat)
         if pieces == 1:
@@ -91,10 +91,10 @@ class Pipelined(Plain):
         return back(y), back(whole) if keep else None
 
     def gather_in_pieces(self, share: Tensor, product: Product, pieces: int, *, keep: bool) -> tuple[Tensor, Tensor]:
-        """``[n, inner] -> [tp * n, width]``, and all shares; the own one is among them where ``keep``."""
+        """``[n, inner] -> [tp * n, width]``, and all shares; these include the own share if ``keep``."""
         rank, size, rows = self.group.rank(), self.group.size(), len(share)
         rounds = rounds_of(rank, size, pieces)
-        alone = pieces == size  # the first product needs no message at all
+        alone = pieces == size  # then the first product needs only the own share, and no message
         arriving = self.carrier.gather(share, rounds, place_own=keep or not alone)
         y = share.new_empty(size * rows, product.width)
         block = size // pieces * rows
@@ -105,7 +105,7 @@ class Pipelined(Plain):
         return y, arriving.whole
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """Each block's sums leave while the next one is computed, the own block last."""
+        """Send each block's sums while the next block is computed, the own block last."""
         check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
         pieces = 1 if covered else self.pieces_of("scatter", len(flat) // self.group.size(), product, flat)
@@ -115,10 +115,11 @@ class Pipelined(Plain):
         return Pending(None, lambda: back(leaving.finish()))
 
     def scatter_in_pieces(self, x: Tensor, product: Product, pieces: int) -> Scattering:
-        """``[tp * n, inner]``, on its way to sums ``[n, width]``."""
+        """Start the product of ``[tp * n, inner]`` and its reduction to sums ``[n, width]``."""
         rank, size = self.group.rank(), self.group.size()
         rounds, run, rows = rounds_of(rank, size, pieces), size // pieces, len(x) // size
         leaving = self.carrier.scatter(rows, product.width, x, rounds)
+        # Other ranks' blocks come first, so that they travel early; the own block needs no message if run is 1.
         for number in (*range(1, pieces), 0):
             first = rounds[number].block * run * rows
             part = x[first : first + run * rows]
@@ -132,7 +133,7 @@ class Pipelined(Plain):
         return leaving
 
     def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """Each piece of rows, even or not, is all-reduced while the next one is computed."""
+        """All-reduce each piece of rows while the next one is computed; pieces may differ in size."""
         flat, back = as_rows(x, dim)
         pieces = 1 if covered else min(len(flat), self.pieces_of("reduce", len(flat), product, flat))
         if pieces <= 1:
@@ -152,14 +153,14 @@ class Pipelined(Plain):
         return Pending(None, finish)
 
     def pieces_of(self, way: str, rows: int, product: Product, x: Tensor) -> int:
-        """Asked for, or best for a product of these sizes."""
+        """Return the requested number of pieces, or the best one for these sizes."""
         if self.pieces is not None:
             return self.pieces
         return best_pieces(way, self.group.size(), rows, product.inner, product.width, x.element_size())
 
 
 def as_rows(x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """``x`` as rows ``[n, features]``, those of one place along ``dim`` together; and the way back, for any ``n``."""
+    """View ``x`` as rows ``[n, features]``, ordered by ``dim`` first; the second result maps any ``n`` rows back."""
     moved = x.movedim(dim, 0)
     between = moved.shape[1:-1]
 

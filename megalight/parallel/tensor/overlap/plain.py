@@ -1,4 +1,4 @@
-"""One collective, then one product; or the reverse."""
+"""The overlap backend without pieces: one whole collective and one whole product."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 
 def why_not(spec: OverlapSpec) -> str | None:
-    """Serves every layer."""
+    """Return None: this backend serves every layer."""
     return None
 
 
 class Plain:
-    """Collectives hide only under what callers compute before they wait.
+    """Overlaps collectives only with the work that callers do before they wait.
 
     Args:
         group: the ranks.
@@ -25,25 +25,25 @@ class Plain:
         self.group = group
 
     def start_gather(self, share: Tensor, dim: int) -> Pending:
-        """See :class:`~megalight.parallel.tensor.overlap.spec.Overlap`, here and below."""
+        """See :class:`~megalight.parallel.tensor.overlap.spec.Overlap`, for this method and those below."""
         return start_all_gather(share, self.group, dim)
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """Nothing overlaps."""
+        """Gather, then multiply, without overlap."""
         whole = start_all_gather(share, self.group, dim).wait()
         return product.call(whole, None), whole if keep else None
 
     def hold(self, whole: Tensor) -> Tensor:
-        """Nothing is ever written over."""
+        """Return the same tensor: its memory is never reused."""
         return whole
 
     def done(self, whole: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing: no memory is reused."""
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """The reduce-scatter runs until the caller waits."""
+        """Start a reduce-scatter, which runs until the caller waits."""
         return start_reduce_scatter(product.call(x, None), self.group, dim)
 
     def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """The all-reduce runs until the caller waits."""
+        """Start an all-reduce, which runs until the caller waits."""
         return start_all_reduce(product.call(x, None), self.group)

@@ -1,8 +1,8 @@
-"""In which order ranks exchange shares, so that every product has its operands just in time: arithmetic only.
+"""The order in which ranks exchange shares, so that every product has its operands in time: arithmetic only.
 
-The ranks' shares are cut into ``pieces`` blocks of neighbouring ranks. In round ``s`` a rank works on the block ``s``
-places ahead of its own, and in round 0 on its own. Within a round no two ranks send to the same one, so all links carry
-one message at a time.
+The ranks' shares form ``pieces`` blocks of neighbouring ranks. In round ``s`` a rank works on the block ``s`` places
+ahead of its own; round 0 is its own block. Within a round no two ranks send to the same rank, so every link carries one
+message at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Round:
-    """One product and the messages that go with it.
+    """One product and its messages.
 
     Attributes:
-        block: which block of shares the product is of.
-        pairs: ``(ahead, behind)``, one message each way at a time: ``ahead`` owns a share of the block, and for
-            ``behind`` this rank is the one ahead in the same place of the same round. Gathering, a share comes from
-            ``ahead`` and the own one goes to ``behind``; scattering, sums go to ``ahead`` and come from ``behind``.
+        block: index of the block of shares that is multiplied.
+        pairs: ``(ahead, behind)``, one message in each direction. Rank ``ahead`` owns a share of this block. For rank
+            ``behind``, this rank is ``ahead`` at the same place of the same round. In a gather, a share comes from
+            ``ahead``, and the own share goes to ``behind``. In a scatter, sums go to ``ahead`` and come from
+            ``behind``.
     """
 
     block: int
@@ -28,7 +29,7 @@ class Round:
 
 @lru_cache(maxsize=64)
 def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
-    """The rounds of ``rank`` among ``size``, its own block's first; ``pieces`` divides ``size``."""
+    """Return the rounds of ``rank`` among ``size`` ranks, its own block first; ``pieces`` divides ``size``."""
     run = size // pieces
     block, place = divmod(rank, run)
 

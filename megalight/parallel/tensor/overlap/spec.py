@@ -1,4 +1,4 @@
-"""What a way to overlap must serve, and the product it is handed."""
+"""The interface of overlap backends: the layer they must serve, and the product they are given."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megalight.parallel.collectives import Pending
 
 @dataclass(frozen=True)
 class OverlapSpec:
-    """One split layer, as the ways are asked whether they can serve it.
+    """Properties of one split layer; a backend decides by them whether it can serve it.
 
     Attributes:
-        tp: how many ranks share the layer.
+        tp: number of ranks that share the layer.
         sequence_parallel: tokens are split between layers.
-        device: type of the device.
-        dtype: of the layer's input; None before one is seen.
-        weight_dtype: of its weight.
-        low_precision: its products are formed in 8 or 4 bits.
-        autocast: they are formed in another type than the tensors have.
+        device: device type.
+        dtype: dtype of the layer's input; None before the first input.
+        weight_dtype: dtype of its weight.
+        low_precision: its products are computed in 8 or 4 bits.
+        autocast: autocast is enabled, so products have another dtype than the tensors.
         recorded: steps are recorded as CUDA graphs.
         group: the ranks; None: not made yet.
     """
@@ -46,8 +46,8 @@ class Product:
     """A product of rows with a matrix that this rank holds.
 
     Attributes:
-        call: ``(rows [n, inner], out [n, width] or None) -> [n, width]``: into ``out`` where given. With None, leading
-            dims may be several.
+        call: ``(rows [n, inner], out [n, width] or None) -> [n, width]``. The result is written into ``out`` if given.
+            Without ``out``, the rows may have several leading dims.
         inner: features of a row.
         width: features of a result.
     """
@@ -68,26 +68,26 @@ class Product:
 
 
 class Overlap(Protocol):
-    """A way to run products and their collectives. ``dim`` counts tokens; all ranks call the same with equal shapes."""
+    """Runs products and their collectives. ``dim`` counts tokens; all ranks make the same calls with equal shapes."""
 
     def start_gather(self, share: Tensor, dim: int) -> Pending:
-        """All ranks' shares along ``dim``."""
+        """Start to gather all ranks' shares along ``dim``."""
         ...
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """The product of all ranks' shares; and the gathered shares where they are to be kept."""
+        """Return the product of all ranks' shares, and with ``keep`` also the gathered shares."""
         ...
 
     def hold(self, whole: Tensor) -> Tensor:
-        """Gathered shares in memory that nobody writes over; instead of :meth:`done`."""
+        """Return gathered shares in memory that is not reused; call it instead of :meth:`done`."""
         ...
 
     def done(self, whole: Tensor) -> None:
-        """Gathered shares have been read: from here on they may be written over. Every caller says so, soon."""
+        """Release gathered shares, whose memory may then be reused. Every caller must call it soon after reading."""
         ...
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """This rank's slice of the sum over ranks of their products.
+        """Start to compute this rank's slice of the sum over ranks of their products.
 
         Args:
             covered: the caller computes something else before it waits.
@@ -95,5 +95,5 @@ class Overlap(Protocol):
         ...
 
     def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """The whole sum over ranks of their products."""
+        """Start to compute the whole sum over ranks of their products."""
         ...

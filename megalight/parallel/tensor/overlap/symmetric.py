@@ -1,9 +1,9 @@
-"""Shares copied between GPUs of one host by their copy engines, through symmetric memory: no multiprocessor is taken.
+"""Shares copied between GPUs of one host by copy engines, through symmetric memory, without using multiprocessors.
 
-Products stay on the current stream; copies run on one stream of their own. Each rank pushes: its share into the slots
-of all that gather, each partial sum into the slot of the rank that owns its rows. Flags say that something has arrived,
-and that a slot may be written again (:mod:`megalight.parallel.peers`). The current stream waits for arrivals, between
-products; the copies' stream never waits for what peers have still to do.
+Products stay on the current stream; copies run on a stream of their own. Each rank pushes: its share into the slots of
+all ranks that gather, and each partial sum into the slot of the rank that owns its rows. Flags signal that data has
+arrived, and that a slot may be written again (:mod:`megalight.parallel.peers`). The current stream waits for arrivals
+between products. The copy stream never waits for work that peers have not yet launched.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megalight.parallel.tensor.overlap.rounds import Round, rounds_of
 from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 
 LEAST_BYTES = 1 << 20
-"""Of a share. Smaller ones go by the plain way: flags and copies take longer to begin than a collective."""
+"""Smallest share in bytes. Smaller ones use ``plain``: flags and copies take longer to start than a collective."""
 
 
 def why_not(spec: OverlapSpec) -> str | None:
-    """Copies need GPUs that reach each other's memory, and pieces need plain half products."""
+    """Return why a layer cannot be served: it needs GPUs that share memory, and plain half-precision products."""
     if (reason := memory.why_not(spec.device)) is not None:
         return reason
     if not spec.sequence_parallel:
@@ -45,11 +45,11 @@ def why_not(spec: OverlapSpec) -> str | None:
 
 
 class Symmetric(Pipelined):
-    """Pieces as in ``pipelined``; what the caller covers with other work leaves by copy engine too.
+    """Cuts products into pieces like ``pipelined``; copy engines also do the copies that the caller covers with work.
 
     Args:
         group: ranks of one host.
-        pieces: of every product; None: by its sizes.
+        pieces: number of pieces of every product; None: chosen by its sizes.
     """
 
     carrier: PeerCopies
@@ -58,7 +58,7 @@ class Symmetric(Pipelined):
         super().__init__(group, PeerCopies(group), pieces)
 
     def start_gather(self, share: Tensor, dim: int) -> Pending:
-        """Copies run until the caller waits."""
+        """Start the copies, which run until the caller waits."""
         if share.nbytes < LEAST_BYTES:
             return super().start_gather(share, dim)
         flat, back = as_rows(share, dim)
@@ -71,7 +71,7 @@ class Symmetric(Pipelined):
         return Pending(None, finish)
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """In pieces as the shares arrive, or as one; small ones the plain way."""
+        """Multiply pieces as the shares arrive, or all at once; small shares use ``plain``."""
         if share.nbytes < LEAST_BYTES:
             return Plain.gather_product(self, share, product, dim, keep=keep)
         flat, back = as_rows(share, dim)
@@ -81,14 +81,14 @@ class Symmetric(Pipelined):
         return back(y), self._whole(whole, back) if keep else None
 
     def _whole(self, rows: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
-        """Gathered rows in the form of the share; their slot is free where that is another tensor."""
+        """Return gathered rows in the layout of the share; the slot is released if that needed a copy."""
         whole = back(rows)
         if whole.data_ptr() != rows.data_ptr():
             self.done(rows)
         return whole
 
     def hold(self, whole: Tensor) -> Tensor:
-        """A copy, where they lie in a slot."""
+        """Return a copy if the shares lie in a slot."""
         if whole.data_ptr() not in self.carrier.open:
             return whole
         copy = whole.clone()
@@ -96,12 +96,12 @@ class Symmetric(Pipelined):
         return copy
 
     def done(self, whole: Tensor) -> None:
-        """Peers may write into the slot again."""
+        """Let peers write into the slot again."""
         if (slot := self.carrier.open.pop(whole.data_ptr(), None)) is not None:
             self.carrier.free(slot)
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
-        """In pieces; as one where the caller covers the copies; small ones the plain way."""
+        """Send in pieces, or all at once if the caller covers the copies; small ones use ``plain``."""
         check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
         rows = len(flat) // self.group.size()
@@ -113,13 +113,13 @@ class Symmetric(Pipelined):
 
 
 class PeerCopies:
-    """A carrier.
+    """A carrier that uses copy engines.
 
     Args:
         group: ranks of one host.
 
     Attributes:
-        open: slots with gathered shares that are still to be read, by the address of these.
+        open: slots with gathered shares that are still to be read, by the address of the shares.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -129,27 +129,27 @@ class PeerCopies:
         self.spin: Any = import_module("megalight.parallel.peers.spin")
 
     def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringCopies:
-        """Start to bring all shares here."""
+        """Start to gather all shares."""
         return GatheringCopies(self, share, rounds, place_own)
 
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringCopies:
-        """Be ready for partial sums."""
+        """Prepare to receive partial sums."""
         return ScatteringCopies(self, (rows, width), like.dtype, rounds)
 
     def push(self, slot: Slot, to: int, place: Tensor, source: Tensor) -> None:
-        """Copy into the slot of a rank, and tell it."""
+        """Copy into the slot of rank ``to``, and raise its flag."""
         driver.copy(self.stream, place, source)
         driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
 
     def await_free(self, slot: Slot) -> None:
-        """Before the first push: until all others have read what lay in their slots."""
+        """Wait, before the first push, until all peers have read the previous contents of their slots."""
         driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
 
     def free(self, slot: Slot) -> None:
-        """Let peers write into a slot here, once the current stream has come so far."""
+        """Let peers write into a slot of this rank, after the work that the current stream has queued."""
         current = torch.cuda.current_stream()
         flags = slot.flags_at(Flag.FREE, slot.memory.others)
-        if capturing():  # nothing may be left on another stream when a recording ends
+        if capturing():  # a capture must not end with work left on another stream
             driver.raise_flags(current, flags)
             return
         self.stream.wait_stream(current)
@@ -157,12 +157,12 @@ class PeerCopies:
 
 
 class GatheringCopies:
-    """Each rank pushes its share into a slot of every other."""
+    """A gather in which each rank pushes its share into a slot of every other rank."""
 
     def __init__(self, carrier: PeerCopies, share: Tensor, rounds: tuple[Round, ...], place_own: bool) -> None:
         rank, size, shape = carrier.shares.rank, carrier.shares.size, tuple(share.shape)
         self.carrier, self.rounds = carrier, rounds
-        self.share = share  # held until it has left
+        self.share = share  # keeps the memory until it has been copied
         self.slot = carrier.shares.slot(size * share.nbytes, {slot.place for slot in carrier.open.values()})
         carrier.stream.wait_stream(torch.cuda.current_stream())
         carrier.await_free(self.slot)
@@ -177,14 +177,14 @@ class GatheringCopies:
             self.whole.view(size, *shape)[rank].copy_(share)
 
     def wait(self, number: int) -> None:
-        """The current stream waits for the shares of a round; in the end, until the own one has left."""
+        """Let the current stream wait for a round's shares; in the last round also until the own share has left."""
         self.carrier.spin.wait(self.slot.flags(Flag.READY, [ahead for ahead, _ in self.rounds[number].pairs]))
         if number == len(self.rounds) - 1:
             torch.cuda.current_stream().wait_event(self.left)
 
 
 class ScatteringCopies:
-    """Each rank pushes partial sums into the slots of the ranks that own their rows."""
+    """A scatter in which each rank pushes partial sums into the slots of the ranks that own their rows."""
 
     def __init__(
         self, carrier: PeerCopies, shape: tuple[int, int], dtype: torch.dtype, rounds: tuple[Round, ...]
@@ -207,14 +207,14 @@ class ScatteringCopies:
             place = self.slot.view(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
             self.carrier.push(self.slot, ahead, place, by_owner[ahead % run])
         self.left = self.carrier.stream.record_event()
-        self.leaving.append(piece)  # freed when the current stream has waited
+        self.leaving.append(piece)  # freed after the current stream has waited for the copies
 
     def finish(self) -> Tensor:
-        """Wait until everybody has pushed, and sum in float32."""
+        """Wait until all peers have pushed, and sum; float32 is used for accumulation."""
         torch.cuda.current_stream().wait_event(self.left)
         self.leaving.clear()
         self.carrier.spin.wait(self.slot.flags(Flag.READY, self.slot.memory.others))
-        # of two, the same number without a reduction
+        # Two terms: a single addition gives the same result as the reduction.
         total = torch.add(self.parts[0], self.parts[1]) if self.size == 2 else torch.sum(self.parts, 0)
         self.carrier.free(self.slot)
         return total
