@@ -1,8 +1,9 @@
-"""Activation recompute: what a forward pass need not keep, because the backward pass makes it again.
+"""Activation recompute: the forward pass does not keep activations, and the backward pass computes them again.
 
-Two mechanisms: a *region* (a layer, consecutive layers, attention proper, an MLP) keeps its inputs and runs again; an
-output that is cheap to make (of a norm or an activation) is *discarded*, and the linear layer that reads it keeps how
-to make it again. Both act on the ``forward`` of module instances: names of modules and parameters stay as they are.
+There are two mechanisms. A *region* (a layer, consecutive layers, the attention core, an MLP) keeps its inputs and runs
+again. An output that is cheap to compute (of a norm or an activation) is *discarded*: the linear layer that reads it
+keeps a recipe to compute it again. Both replace the ``forward`` of module instances, so the names of modules and
+parameters do not change.
 """
 
 from megalight.parallel.recompute.apply import apply_recompute as apply_recompute

@@ -1,4 +1,4 @@
-"""Making a model chunk recompute."""
+"""Apply activation recompute to a model chunk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megalight.parallel.recompute.selection import DISCARDED, Layer, check_patte
 
 
 def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Sequence[int]] = ()) -> None:
-    """Whether ``recompute`` means something for a whole, uncut model with ``layers``.
+    """Check that ``recompute`` makes sense for a whole model with ``layers``, before it is cut into chunks.
 
     Args:
-        chunks: indices of the layers of each chunk, of a model that will be cut.
+        chunks: indices of the layers of each chunk, if the model will be cut.
 
     Raises:
-        ConfigurationError: the model has no ``layers``; a pattern matches nothing, or nothing whose recompute would
-            save memory; more layers than there are.
+        ConfigurationError: the model has no ``layers``; a pattern matches nothing, or only modules for which recompute
+            saves no memory; there are fewer layers than requested.
     """
     if recompute.granularity == "none":
         return
@@ -39,19 +39,19 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
 
 
 def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = True) -> None:
-    """Make one model chunk recompute, in place; what was applied to it before is taken back first.
+    """Apply recompute to one model chunk, in place; an earlier recompute is removed first.
 
-    It acts while gradients are enabled and the layer is in training mode: evaluation and generation run as before. Call
-    it when modules are final (after ``parallelize``).
+    It acts only while gradients are enabled and the module is in training mode, so evaluation and generation do not
+    change. Call it when modules are final (after ``parallelize``).
 
     Args:
         chunk: a model with ``layers``, a ``ModuleDict`` or ``ModuleList``.
-        whole: the chunk is the whole model, so that :func:`check_recompute` holds for it. A part of a model that was
-            checked before may lack what a pattern names.
+        whole: the chunk is the whole model, so it must pass :func:`check_recompute`. A part of a model that was checked
+            before may lack modules that a pattern names.
 
     Raises:
         ConfigurationError: as :func:`check_recompute`; more layers than the chunk has; a group of layers with forward
-            hooks; a module whose ``forward`` somebody else replaced.
+            hooks; a module whose ``forward`` other code has replaced.
     """
     for module in chunk.modules():
         if isinstance(module.__dict__.get("forward"), Override):
@@ -71,7 +71,7 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
 
 
 def redrawing(chunk: nn.Module) -> list[str]:
-    """Names of what is recomputed and draws random numbers, for which generators are put back on the host."""
+    """Return names of recomputed modules that draw random numbers; for them the host resets generators."""
     found = []
     for module in chunk.modules():
         override = module.__dict__.get("forward")

@@ -1,6 +1,6 @@
-"""Outputs that are not kept: the linear layer that reads one keeps how to make it again.
+"""Discarded outputs: the linear layer that reads one keeps a recipe to compute it again.
 
-Running a norm again in the usual way saves nothing, while the next layer keeps what it gave.
+Ordinary recompute of a norm would save nothing, because the next layer keeps the norm's output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalight.parallel.recompute.override import Override
 
 
 class Discarding(Override):
-    """Hands out its output with the recipe to make it again. The first call shows whether anybody reads the recipe.
+    """Returns the output together with a recipe for it. The first call shows whether a linear layer reads the recipe.
 
     Attributes:
         unread: the first call's recipe was not read; None before that call.
@@ -28,7 +28,7 @@ class Discarding(Override):
         self.unread: bool | None = None
 
     def recomputed(self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False, **kwargs: Any) -> Any:
-        """The output, with its recipe. A norm's pair has what is kept anyhow as its second: the recipe begins there."""
+        """Return the output with its recipe. A norm's second output is kept anyway, so its recipe starts there."""
         if self.unread:
             raise ConfigurationError(
                 f"recompute of {self.name} ({type(self.module).__name__}) saves nothing: no linear layer of Megalight "
@@ -47,7 +47,7 @@ class Discarding(Override):
 
 
 def _again(function: Callable[..., Tensor], device: str, kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """``function`` under the autocast that holds now."""
+    """Bind ``function`` to the current autocast state."""
     enabled = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device)
 

@@ -1,4 +1,4 @@
-"""Consecutive layers as one region."""
+"""Consecutive layers as one recompute region."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megalight.parallel.recompute.selection import Layer
 
 
 def make_group(layers: list[Layer]) -> None:
-    """Make consecutive layers one region."""
+    """Make consecutive layers one recompute region."""
     group = Group(Draws([layer for _, layer in layers]))
     for name, layer in layers:
-        gathering = getattr(layer, "gathering", None)  # a hook of the data-parallel engine: may be called twice
+        gathering = getattr(layer, "gathering", None)  # a hook of the data-parallel engine, which may run twice
         allowed = set() if gathering is None else {gathering.id}
         if {*layer._forward_hooks, *layer._forward_pre_hooks} - allowed:
             raise ConfigurationError(
@@ -30,17 +30,17 @@ def make_group(layers: list[Layer]) -> None:
 
 @dataclass(eq=False)
 class Group:
-    """Consecutive layers that are run at once when the first of them is called; the others pass the result on.
+    """Consecutive layers that all run when the first one is called; the others return their input.
 
-    So the model's own loop stays as it is. What it does between two layers would be skipped, and other arguments for
-    another layer ignored; both are refused.
+    So the model's own loop over layers stays as it is. The loop must not change anything between two layers, nor pass
+    other arguments to another layer; both raise an error.
 
     Attributes:
-        draws: whether the layers draw random numbers.
+        draws: tells whether the layers draw random numbers.
         members: the layers.
-        running: members run their layers.
-        expected: arguments with which the other members must be called now: what the first call gave, and that call's
-            other arguments.
+        running: True while the members run their own layers.
+        expected: the arguments with which the other members must be called now: the first call's result and its other
+            arguments.
     """
 
     draws: Draws
@@ -49,7 +49,7 @@ class Group:
     expected: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        """All layers."""
+        """Run all layers."""
         self.running = True
         try:
             hidden = self.members[0].plain(hidden, *args, **kwargs)
@@ -69,7 +69,7 @@ class Member(Override):
         self.place = place
 
     def recomputed(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole group gives."""
+        """Run the whole group in the first member; return the input in the others."""
         group = self.group
         if group.running:
             return self.plain(*args, **kwargs)
@@ -88,7 +88,7 @@ class Member(Override):
 
 
 def _same(args: tuple[Any, ...], kwargs: dict[str, Any], args_: tuple[Any, ...], kwargs_: dict[str, Any]) -> bool:
-    """Whether two calls got the very same objects."""
+    """Whether two calls got identical objects."""
     if len(args) != len(args_) or kwargs.keys() != kwargs_.keys():
         return False
     return all(map(operator.is_, args, args_)) and all(kwargs[key] is kwargs_[key] for key in kwargs)

@@ -1,4 +1,4 @@
-"""What to recompute, as an option."""
+"""Options of activation recompute."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ METHODS = ("uniform", "block")
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Which activations are recomputed in the backward pass instead of being kept.
+    """Activations that the backward pass computes again, so that they need not be kept.
 
     Attributes:
         granularity: ``none``; ``selective``: the named modules inside every layer; ``full``: whole layers.
-        modules: for ``selective``: names or glob patterns (``*`` also matches dots) of modules as they are called
+        modules: for ``selective``: names or glob patterns (``*`` also matches dots) of modules, as they are called
             inside a layer (``attention.inner``, ``mlp``, ``*_norm``, ``mlp.act``), or in the model
             (``layers.1?.mlp``, ``layers.3``).
         method: for ``full``: ``uniform`` (the default): consecutive layers form groups of ``num_layers``, and each
-            group keeps its input alone; ``block``: the first ``num_layers`` layers of every model chunk are recomputed
-            one by one, the others keep everything.
-        num_layers: for ``full``; 1 by default for ``uniform``.
+            group keeps only its input; ``block``: the first ``num_layers`` layers of every model chunk are recomputed
+            one by one, and the others keep everything.
+        num_layers: for ``full``; the default for ``uniform`` is 1.
 
     Raises:
         ConfigurationError: an unknown word, or settings that do not belong together.

@@ -1,4 +1,4 @@
-"""Taking the place of a module's forward."""
+"""Replacing the forward of a module instance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalight.errors import ConfigurationError
 
 
 class Override(ABC):
-    """Stands in for the ``forward`` of one module instance, and may be copied with it."""
+    """Replaces the ``forward`` of one module instance; it may be copied together with the module."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         if "forward" in module.__dict__:
@@ -25,15 +25,15 @@ class Override(ABC):
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's forward."""
+        """Run the module's forward, with recompute in training mode if gradients are enabled."""
         if torch.is_grad_enabled() and self.module.training:
             return self.recomputed(*args, **kwargs)
         return self.plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @abstractmethod
     def recomputed(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, and little of it is kept."""
+        """Run the module's own forward, and keep only what is needed to run it again."""

@@ -1,4 +1,4 @@
-"""Regions that keep their inputs and run again."""
+"""Recompute regions: modules that keep their inputs and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from megalight.parallel.recompute.override import Override
 
 
 class Region(Override):
-    """Keeps the inputs of a module and runs it again."""
+    """Keeps the inputs of a module, and runs the module again in the backward pass."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         self.draws = Draws([module])
 
     def recomputed(self, *args: Any, **kwargs: Any) -> Any:
-        """The output; only the inputs are kept."""
+        """Return the output, and keep only the inputs."""
         return run_region(self.plain, self.draws(), args, kwargs)
 
 
 def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)``, of which the inputs are kept and the rest is made again."""
+    """Run ``function(*args, **kwargs)`` under ``torch.utils.checkpoint``, which keeps the inputs only."""
     call = _Call(function, args)
     kept = [tensor for part, arg in zip(call.parts, args, strict=True) for tensor in part.kept(arg)]
     return checkpoint(call, *kept, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
 
 class _Call:
-    """A call that runs with its own arguments first, and later with arguments put together from kept tensors.
+    """A call that first runs with its own arguments, and later with arguments rebuilt from kept tensors.
 
-    A dict of tensors is kept entry by entry (the function may change it), a tensor with a recipe as its ingredients.
+    A dict of tensors is kept entry by entry, because the function may change the dict. A tensor with a recipe is kept
+    as the recipe's ingredients.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.parts = [_Part(arg) for arg in args]
-        # A view has no recipe: inside the region the tensor itself is read, which the second run makes once for all.
+        # A view has no recipe. So linear layers inside the region save the tensor itself, which is rebuilt only once.
         self.args: Sequence[Any] | None = [arg if recipe_of(arg) is None else arg.view_as(arg) for arg in args]
 
     def __call__(self, *kept: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,7 @@ class _Call:
 
 
 class _Part:
-    """One argument of a region. Holds no tensor."""
+    """Describes one argument of a region; it holds no tensor."""
 
     def __init__(self, arg: Any) -> None:
         recipe = recipe_of(arg)
@@ -62,12 +63,12 @@ class _Part:
         self.count = len(arg) if self.keys is not None else 1 if recipe is None else len(recipe.ingredients)
 
     def kept(self, arg: Any) -> tuple[Any, ...]:
-        """What of ``arg`` is kept."""
+        """Return the tensors to keep for ``arg``."""
         recipe = recipe_of(arg)
         return tuple(arg.values()) if self.keys is not None else (arg,) if recipe is None else recipe.ingredients
 
     def put_together(self, kept: list[Any]) -> Any:
-        """The argument again."""
+        """Rebuild the argument from the kept tensors."""
         if self.keys is not None:
             return dict(zip(self.keys, kept, strict=True))
         if self.make is not None:
@@ -76,9 +77,9 @@ class _Part:
 
 
 class Draws:
-    """Whether modules draw random numbers, so that generators must be put back for the second run.
+    """Tells whether modules draw random numbers, so that generators must be reset for the second run.
 
-    Modules of this package and of torch say so in ``p`` or ``dropout``; of others it is assumed.
+    Modules of this package and of torch show it by ``p`` or ``dropout``. Other modules are assumed to draw.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -90,7 +91,7 @@ class Draws:
         self.droppers = [part for part in parts if isinstance(_probability(part), float | int)]
 
     def __call__(self) -> bool:
-        """Whether they do now."""
+        """Whether the modules draw random numbers now."""
         return self.always or any(_probability(part) for part in self.droppers)
 
 

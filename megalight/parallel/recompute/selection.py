@@ -1,4 +1,4 @@
-"""Which modules of a layer are meant by names and patterns."""
+"""Selecting modules of a layer by names and patterns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.row import RowLinear
 
 Layer: TypeAlias = tuple[int, nn.Module]
-"""Global index and layer."""
+"""Global index and module of a layer."""
 DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)
-"""Modules whose output the next linear layer makes again."""
+"""Modules whose output the next linear layer can compute again."""
 USELESS: dict[tuple[type[nn.Module], ...], str] = {
     (Linear, ColumnLinear, RowLinear, nn.Linear): "a linear layer keeps its input alone, and so would its recompute",
     (nn.Dropout, ParallelDropout): "dropout keeps a mask, and its recompute would keep its input, which is larger",
     (Embedding, nn.Embedding): "an embedding keeps token ids alone",
     (nn.ModuleDict, nn.ModuleList): "it is a container, which nobody calls",
 }
-"""Modules whose recompute saves nothing, and why."""
+"""Module types for which recompute saves nothing, and why."""
 
 
 def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules of a layer that a pattern names, inside it or as a whole; the layer's own name is empty."""
+    """Return the modules that a pattern names, in the layer or as the layer itself, which has an empty name."""
     index, module = layer
     found = []
     for name, part in module.named_modules():
@@ -39,7 +39,7 @@ def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
 
 
 def selected(layer: Layer, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """What to recompute in a layer: no module that another one in the list contains."""
+    """Return the modules of a layer to recompute, without modules inside another one of the list."""
     found = {name: module for p in patterns for name, module in _matches(layer, p) if not _why_useless(module)}
     return [
         (name, module)
@@ -55,10 +55,10 @@ def _why_useless(module: nn.Module) -> str | None:
 
 
 def check_pattern(layers: list[Layer], pattern: str, patterns: Sequence[str]) -> None:
-    """Whether a pattern, among others, names something whose recompute saves memory.
+    """Check that a pattern, among others, names a module whose recompute saves memory.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it names none.
     """
     found = [(layer, name, module) for layer in layers for name, module in _matches(layer, pattern)]
     if not found:
