@@ -1,15 +1,15 @@
-"""Calls of the CUDA driver that torch lacks: flags in memory that a stream raises or waits for, and plain copies.
+"""CUDA driver calls that torch lacks: flags in memory that a stream raises or waits for, and plain copies.
 
-A flag is a 32-bit word that holds 0 or 1. The stream's front end handles it (``cuStreamBatchMemOp``): there is no
-kernel, so it needs no multiprocessor, and a flag may lie in a peer's memory. Copies go to a copy engine. Everything
-here is queued on a stream and returns at once; a CUDA graph records it like any other work.
+A flag is a 32-bit word that holds 0 or 1. The stream's front end handles it (``cuStreamBatchMemOp``). There is no
+kernel, so it needs no multiprocessor, and a flag may lie in a peer's memory. Copies run on a copy engine. All calls
+here queue work on a stream and return at once. A CUDA graph records them like any other work.
 
-Waits are for flags that have been raised by then. Where one is not, the GPU sets the stream aside and looks again only
-0.5 to 1.4 ms later (measured on an H200, flags raised by a peer); :mod:`.spin` waits for those.
+Wait here only for flags that should already be raised. If a flag is not, the GPU suspends the stream and checks again
+only 0.5 to 1.4 ms later (measured on an H200, flags raised by a peer). Use :mod:`.spin` to wait for later flags.
 
-A stream that waits may hold up other streams of its device: they share hardware queues
-(``CUDA_DEVICE_MAX_CONNECTIONS``). So every flag must be raised by work that its rank queues *before* any wait of its
-own that could depend on the waiting rank. Then all ranks come to an end even if each had one queue only.
+A waiting stream may block other streams of its device, because they share hardware queues
+(``CUDA_DEVICE_MAX_CONNECTIONS``). So a rank must queue the work that raises a flag *before* any wait of its own that
+could depend on the rank that waits for this flag. Then there is no deadlock, even if each rank had only one queue.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megalight.errors import MegalightError
 
 LIBRARY = "libcuda.so.1"
 WAIT, WRITE = 1, 2
-"""Of ``CUstreamBatchMemOpType``: 32-bit values."""
+"""Values of ``CUstreamBatchMemOpType`` for 32-bit words."""
 EQUAL = 1
-"""Of ``CUstreamWaitValue_flags``."""
+"""Value of ``CUstreamWaitValue_flags``."""
 
 
 class Operation(ctypes.Structure):
@@ -45,7 +45,7 @@ class Operation(ctypes.Structure):
 
 @cache
 def library() -> Any:
-    """The CUDA driver, or None where it lacks a function that is used here."""
+    """Return the CUDA driver, or None if it lacks a function that is used here."""
     handle, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
     try:
         found = ctypes.CDLL(LIBRARY)
@@ -57,12 +57,12 @@ def library() -> Any:
 
 
 def why_not() -> str | None:
-    """Why nothing here works on this machine, or None."""
+    """Return why this module does not work on this machine, or None."""
     return None if library() is not None else f"needs {LIBRARY} of CUDA 12 or newer, with cuStreamBatchMemOp_v2"
 
 
 def wait(stream: torch.cuda.Stream, flags: tuple[int, ...]) -> None:
-    """``stream`` waits until every flag is raised, and lowers it.
+    """Let ``stream`` wait until every flag is raised, then lower the flags.
 
     Args:
         flags: addresses on this device.
@@ -71,7 +71,7 @@ def wait(stream: torch.cuda.Stream, flags: tuple[int, ...]) -> None:
 
 
 def raise_flags(stream: torch.cuda.Stream, flags: tuple[int, ...]) -> None:
-    """Raise flags once all that ``stream`` holds so far is done, and visible to other devices.
+    """Raise flags after all work that ``stream`` holds so far is done and visible to other devices.
 
     Args:
         flags: addresses on this device or on peers.
@@ -80,7 +80,7 @@ def raise_flags(stream: torch.cuda.Stream, flags: tuple[int, ...]) -> None:
 
 
 def copy(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
-    """Copy contiguous tensors of equal size on ``stream``; either may lie in a peer's memory."""
+    """Copy contiguous tensors of equal size on ``stream``; both may lie in a peer's memory."""
     _check(
         library().cuMemcpyDtoDAsync_v2(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream),
         "cuMemcpyDtoDAsync",

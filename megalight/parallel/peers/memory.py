@@ -1,7 +1,7 @@
-"""Slots of symmetric memory, used in turn by all ranks of a group, with flags that say who may do what.
+"""Slots of symmetric memory that all ranks of a group use in turn, with flags that control access.
 
 Every rank can read and write its peers' part of a slot (``torch.distributed._symmetric_memory``). NVLink multicast is
-never used: torch is told so before the first allocation.
+never used; an environment variable disables it before the first allocation.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megalight.parallel.peers import driver
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 BUFFERS = "TORCH_SYMMMEM"
-"""Environment variables that torch reads when it makes symmetric memory."""
+"""Environment variables that torch reads when it allocates symmetric memory."""
 SLOTS = 2
-"""In turn: one is filled while peers still read the other."""
+"""Number of slots, used in turn: one is filled while peers still read the other."""
 MOST_VIEWS = 256
-"""Tensors in a memory that are remembered; each shape of micro-batch has its own."""
+"""Largest number of cached views of a memory; each shape of micro-batch has its own."""
 
 
 class Flag(IntEnum):
-    """What a raised flag says. Each slot has one of each kind for every rank of the group.
+    """The meaning of a raised flag. Each slot has one flag of each kind for every rank of the group.
 
     Attributes:
-        FREE: the rank no longer needs what lay in the slot. Raised at the beginning.
-        READY: the rank has put there what it has to put.
+        FREE: the rank no longer needs the contents of the slot. Raised at the beginning.
+        READY: the rank has written its data into the slot.
     """
 
     FREE = 0
@@ -45,7 +45,7 @@ class Flag(IntEnum):
 
 
 def why_not(device: str) -> str | None:
-    """Why this process cannot have such memory on a type of device, or None."""
+    """Return why this process cannot have symmetric memory on a device type, or None."""
     if (reason := cuda_why_not(device)) is not None:
         return reason
     if not has_symmetric_memory():
@@ -63,7 +63,7 @@ def why_not(device: str) -> str | None:
 
 @lru_cache
 def unreachable(group: ProcessGroup) -> str | None:
-    """Why the ranks of a group cannot reach each other's memory, or None. They ask together, once."""
+    """Return why the ranks of a group cannot reach each other's memory, or None. All ranks call this together, once."""
     own = torch.cuda.current_device()
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (socket.gethostname(), own), group=group)
@@ -73,14 +73,14 @@ def unreachable(group: ProcessGroup) -> str | None:
     if len(set(devices)) < len(devices):
         return "needs processes that see all GPUs of the host; let CUDA_VISIBLE_DEVICES be the same for all of them"
     alone = [device for device in devices if device != own and not torch.cuda.can_device_access_peer(own, device)]
-    # all ranks must answer alike, and a rank sees its own links only
+    # All ranks must return the same answer, but each one only sees its own links.
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, alone, group=group)
     return "needs GPUs that reach each other's memory (NVLink)" if any(found) else None
 
 
 class PeerMemory:
-    """Slots that grow; ranks ask for equal sizes in the same order.
+    """Slots of symmetric memory that grow; all ranks request equal sizes in the same order.
 
     Args:
         group: ranks of one host.
@@ -95,24 +95,26 @@ class PeerMemory:
         self._turn = 0
         self._handle: Any = None
         self._kept: list[Tensor] = []
-        """Everything that was ever allocated: peers may still read what has been outgrown."""
+        """All memory ever allocated: peers may still read memory that was replaced by a larger one."""
         self._views: dict[tuple[Any, ...], Tensor] = {}
 
     def slot(self, nbytes: int, busy: Container[int] = ()) -> Slot:
-        """The next slot, of at least so many bytes on every rank.
+        """Return the next slot, with at least ``nbytes`` bytes on every rank.
 
-        The first call, and one that asks for more than any before, makes memory: all ranks wait for each other there.
+        The first call, and every call for more bytes than before, allocates memory; all ranks wait for each other
+        there.
 
         Args:
-            busy: places that this rank is not through with. Peers would wait for it there without end.
+            busy: places that this rank still uses. Peers would wait forever for one of these to become free.
 
         Raises:
-            MegalightError: all are busy.
+            MegalightError: all slots are busy.
         """
         if not self._flags:
             words = self._allocate(SLOTS * len(Flag) * self.size * 4, free=True)
             self._flags = list(words.buffer_ptrs)
         if nbytes > self.capacity:
+            # Powers of two: capacities grow in few steps.
             self.capacity = 1 << (nbytes - 1).bit_length()
             self._handle = self._allocate(SLOTS * self.capacity)
             self._views.clear()
@@ -123,11 +125,12 @@ class PeerMemory:
         raise MegalightError(f"all {SLOTS} slots of symmetric memory are in use: free what is gathered once it is read")
 
     def _allocate(self, nbytes: int, free: bool = False) -> Any:
-        """Symmetric memory that is zero, or flags of which those of kind FREE are raised."""
+        """Allocate zeroed symmetric memory; ``free``: for flags, with those of kind FREE raised."""
         os.environ[NO_MULTICAST] = "1"
         device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric_memory().empty(nbytes, dtype=torch.uint8, device=device)
-        # torch clears it on the default stream and does not wait: behind other work, a peer's first flag would be lost
+        # torch zeroes the memory on the default stream without waiting. If that ran late, it would erase a peer's first
+        # flag.
         torch.cuda.default_stream(device).synchronize()
         if free:
             memory.view(torch.int32).view(SLOTS, len(Flag), -1)[:, Flag.FREE] = 1
@@ -136,7 +139,7 @@ class PeerMemory:
         return symmetric_memory().rendezvous(memory, self.group)
 
     def view(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        """A tensor in the memory of a rank: in a slot, from element ``offset`` on."""
+        """Return a tensor in a slot of a rank's memory, from element ``offset`` on."""
         key = rank, place, shape, dtype, offset
         if key not in self._views:
             if len(self._views) >= MOST_VIEWS:
@@ -146,7 +149,7 @@ class PeerMemory:
         return self._views[key]
 
     def flag(self, rank: int, place: int, kind: Flag, column: int) -> int:
-        """The address of a flag in the memory of a rank."""
+        """Return the address of a flag in a rank's memory."""
         return self._flags[rank] + 4 * ((place * len(Flag) + kind) * self.size + column)
 
 
@@ -154,8 +157,8 @@ class Slot:
     """One slot, for one use.
 
     Args:
-        memory: that it lies in.
-        place: its number there.
+        memory: the memory that holds the slot.
+        place: the slot's index in it.
     """
 
     def __init__(self, memory: PeerMemory, place: int) -> None:
@@ -163,13 +166,13 @@ class Slot:
         self.place = place
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A tensor in the slot of a rank, from element ``offset`` on."""
+        """Return a tensor in the slot of a rank, from element ``offset`` on."""
         return self.memory.view(rank, self.place, shape, dtype, offset)
 
     def flags(self, kind: Flag, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Those here that these ranks raise: their addresses."""
+        """Return the addresses of this rank's flags that the given ranks raise."""
         return tuple(self.memory.flag(self.memory.rank, self.place, kind, rank) for rank in ranks)
 
     def flags_at(self, kind: Flag, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Those that this rank raises at other ranks."""
+        """Return the addresses of the flags that this rank raises on the given ranks."""
         return tuple(self.memory.flag(rank, self.place, kind, self.memory.rank) for rank in ranks)

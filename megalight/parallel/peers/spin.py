@@ -1,6 +1,7 @@
-"""A kernel of one warp that waits for flags: it sees one a microsecond or two after a peer has raised it.
+"""A kernel of one warp that waits for flags: it sees a flag one or two microseconds after a peer has raised it.
 
-It needs a multiprocessor's slot, which a product may hold: so it runs on the stream of the products, between them.
+The kernel needs a place on a multiprocessor, which a product may occupy. So it runs on the stream of the products,
+between them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from functools import lru_cache
 from megalight.ops.jit import Value, constexpr, tl, triton
 
 WIDEST = 32
-"""Flags in a row at most."""
+"""Largest number of flags in a row."""
 
 
 def wait(flags: tuple[int, ...]) -> None:
-    """The current stream waits until every flag is raised, and lowers it.
+    """Let the current stream wait until every flag is raised, then lower the flags.
 
     Args:
-        flags: addresses on this device, at most :data:`WIDEST` words from each other.
+        flags: addresses on this device, at most :data:`WIDEST` words apart.
     """
     if flags:
         _wait[(1,)](*_row(flags), WIDTH=WIDEST, num_warps=1)
@@ -25,7 +26,7 @@ def wait(flags: tuple[int, ...]) -> None:
 
 @lru_cache(maxsize=4096)
 def _row(flags: tuple[int, ...]) -> tuple[int, int]:
-    """The first address, and a bit for each word from there on that is a flag."""
+    """Return the first address, and a bit mask of the words after it that are flags."""
     first = min(flags)
     return first, sum(1 << (flag - first) // 4 for flag in flags)
 
@@ -35,5 +36,6 @@ def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
     row = first.to(tl.pointer_type(tl.int32))
     for word in range(WIDTH):
         if (which >> word) & 1:
+            # Acquire at system scope: data that the peer wrote before the flag is visible after it.
             while tl.atomic_cas(row + word, 1, 0, sem="acquire", scope="sys") == 0:
                 pass
