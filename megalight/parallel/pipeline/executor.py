@@ -1,4 +1,4 @@
-"""Running a schedule: this rank's actions in turn, with messages to and from the neighbours under way meanwhile."""
+"""Run a schedule: this rank's actions in order, while messages to and from neighbours are in flight."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Objective: TypeAlias = Callable[[Loss], Tensor]
 
 @dataclass
 class Flight:
-    """One micro-batch inside one chunk, between its forward and the end of its backward.
+    """One micro-batch inside one chunk, from its forward until the end of its backward.
 
-    The output itself is not kept once it is sent: the backward needs no more than its place in the graph.
+    The output is not kept after it is sent: the backward only needs its edge in the autograd graph.
 
     Attributes:
-        inputs: what came from the previous stage: leaves that collect gradients.
-        outputs: places in the graph of the outputs that want gradients.
-        form: of those outputs.
-        loss: on the last stage.
-        weights: weight gradients still to be computed.
+        inputs: tensors from the previous stage: leaves that accumulate gradients.
+        outputs: edges in the autograd graph of the outputs that need gradients.
+        form: names, shapes and dtypes of those outputs.
+        loss: only on the last stage.
+        weights: weight gradients that are still to be computed.
     """
 
     inputs: Carry
@@ -52,16 +52,16 @@ class Flight:
 
 
 class Executor:
-    """Runs micro-batches through the chunks of this rank, as a schedule says.
+    """Runs micro-batches through the chunks of this rank, in the order of a schedule.
 
     Args:
         chunks: the parts of the model on this rank, in model order.
-        layout: all stages; one for a model that is not cut.
-        device: where the chunks are.
-        varying: carries may change form between micro-batches of equal form: every message is preceded by a header.
+        layout: all stages; a single one for a model that is not cut.
+        device: device of the chunks.
+        varying: carries may change form between micro-batches of equal form, so a header precedes every message.
 
     Attributes:
-        peak: most micro-batches (of any chunk) that were in flight at once in the last step.
+        peak: largest number of micro-batches (of any chunk) in flight at once in the last step.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Executor:
         loss_step: LossStep,
         objective: Objective,
     ) -> list[Loss]:
-        """Forward and backward of every micro-batch.
+        """Run forward and backward of every micro-batch.
 
         Args:
-            agenda: this rank's part of a schedule of as many micro-batches.
-            objective: the scalar to differentiate, from a micro-batch's loss.
+            agenda: this rank's part of a schedule for this number of micro-batches.
+            objective: loss of a micro-batch -> the scalar to differentiate.
 
         Returns:
-            on the last stage the losses, detached, by micro-batch; elsewhere nothing.
+            on the last stage the detached losses, ordered by micro-batch; elsewhere nothing.
         """
         run = _Run(self, agenda, micro_batches, forward_step, loss_step, objective)
         run.play()
@@ -104,7 +104,7 @@ class Executor:
         return [run.losses[index] for index in sorted(run.losses)]
 
     def forward(self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep) -> list[Carry]:
-        """Forward alone, without gradients; on the last stage what the last chunk returned, elsewhere nothing."""
+        """Run forward passes without gradients; return the last chunk's carries on the last stage, else nothing."""
         with torch.no_grad():
             run = _Run(self, agenda, micro_batches, forward_step)
             run.play()
@@ -112,7 +112,7 @@ class Executor:
 
 
 class _Run:
-    """One pass through a schedule."""
+    """One run of a schedule."""
 
     def __init__(
         self,
@@ -149,6 +149,7 @@ class _Run:
         for number, action in enumerate(self.actions):
             span = trace.span(action.kind.name.lower(), chunk=action.chunk, micro_batch=action.micro_batch)
             with self._named(action), span:
+                # Receives are posted early, so that messages travel during computation.
                 self.gradients.post(number)
                 self.activations.post(number)
                 self.sent = {place: message for place, message in self.sent.items() if not message.done()}
@@ -156,7 +157,7 @@ class _Run:
             self.peak = max(self.peak, len(self.flights))
         for message in self.sent.values():
             message.wait()
-        del self.activations, self.gradients  # they refer to this run: now all that it holds is freed with it, at once
+        del self.activations, self.gradients  # they refer to this run: without the cycle its memory is freed at once
 
     def _forward(self, chunk: int, index: int) -> None:
         stage, batch = self.executor.stages[chunk], self.micro_batches[index]
@@ -191,7 +192,7 @@ class _Run:
     def _input_gradient(self, chunk: int, index: int) -> None:
         flight = self.flights[chunk, index]
         flight.weights = WeightGradients()
-        with deferring(flight.weights):
+        with deferring(flight.weights):  # weight gradients wait in a queue for a later action
             self._differentiate(chunk, index, flight)
 
     def _weight_gradient(self, chunk: int, index: int) -> None:
@@ -207,7 +208,7 @@ class _Run:
         else:
             _, gradients = self.gradients.take()
             if gradients and (sent := self.sent.pop((Kind.FORWARD, chunk, index), None)):
-                sent.wait()  # it has arrived: what it became is back (gloo never says so of its own accord)
+                sent.wait()  # it has arrived, since its gradient is here; gloo reports this only in a wait
             if gradients:
                 torch.autograd.backward(flight.outputs, gradients)
         wanted = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
@@ -220,12 +221,12 @@ class _Run:
     # ------------------------------------------------------------------ forms of messages
 
     def _key(self, stage_index: int, micro_batch: int) -> Hashable | None:
-        """Under what the form of the carry into a stage is remembered; None: it is not."""
+        """Return the key under which the form of the carry into a stage is cached; None: it is not cached."""
         seen = self.signatures[micro_batch]
         return None if seen is None else (stage_index, seen, torch.is_grad_enabled())
 
     def _incoming(self, chunk: int, index: int) -> Form:
-        """Of activations: the one remembered, else wait for the header that :meth:`_announce` sends."""
+        """Return the form of incoming activations: the cached one, or the one from the header of :meth:`_announce`."""
         assert self.executor.edges.activations_in is not None
         key = self._key(self.executor.stages[chunk].index, index)
         form = self.executor.coming.get(key)
@@ -235,11 +236,11 @@ class _Run:
         return form
 
     def _returning(self, chunk: int, index: int) -> Form:
-        """Gradients are of the form of what went out."""
+        """Return the form of incoming gradients, which is that of the sent activations."""
         return self.flights[chunk, index].form
 
     def _announce(self, stage: Stage, index: int, form: Form) -> None:
-        """Tell the next stage the form of what comes, unless it knows."""
+        """Send the next stage the form of the coming message, unless it knows it."""
         key = self._key(stage.index + 1, index)
         known = self.executor.going.get(key)
         if known is None:
@@ -263,7 +264,7 @@ class _Run:
 
     @contextmanager
     def _named(self, action: Action) -> Iterator[None]:
-        """Say of an error where in the schedule it came up."""
+        """Add a note to an error that tells where in the schedule it occurred."""
         try:
             yield
         except Exception as error:
@@ -278,7 +279,7 @@ class _Run:
 
 
 def layer_of(error: Exception, chunk: nn.Module) -> int | None:
-    """The global index of the layer in whose forward an error came up."""
+    """Return the global index of the layer in whose forward an error occurred, or None."""
     names = {id(layer): index for index, layer in layers_of(chunk).items()}
     called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((names[id(module)] for module in called if id(module) in names), None)

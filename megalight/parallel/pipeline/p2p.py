@@ -1,9 +1,9 @@
 """Messages between neighbouring stages.
 
-Every directed edge has two groups of its own, one for activations and one for gradients, and each carries messages in
-one direction only, in the order in which the receiver's schedule consumes them. So nothing ever waits for a message
-that lies behind another, whatever both sides have posted in advance: one communicator for all of a pipeline's messages
-would run them in one stream, where a receive posted early blocks a send.
+Every directed edge has two groups of its own, one for activations and one for gradients. Each group carries messages in
+one direction only, in the order in which the receiver's schedule consumes them. So no message ever waits behind another
+one, whatever both sides have posted early. With one communicator for all messages of a pipeline, they would run in one
+stream, where an early receive blocks a send.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 
 MAX_CTAS = 2
-"""Multiprocessors that one message may occupy. A receive posted early waits on the GPU: several of NCCL's own size
-leave none for the computation that the other side waits for (with four chunks per rank on four GPUs nothing moved)."""
+"""Multiprocessors that one message may occupy.
+
+A receive that is posted early waits on the GPU. With NCCL's default size, several of them leave no multiprocessor for
+the computation that the other side waits for. (With four chunks per rank on four GPUs this was a deadlock.)
+"""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Tensors under way, kept alive until they have arrived."""
+    """Tensors in flight, kept alive until they have arrived."""
 
     tensors: list[Tensor]
     works: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        """The tensors; on a GPU the current stream waits, not the host."""
+        """Wait, and return the tensors; on a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         return self.tensors
 
     def done(self) -> bool:
-        """Whether they have arrived, without waiting; never said of messages that a graph records."""
+        """Whether the tensors have arrived, without waiting; always False while a CUDA graph is captured."""
         return not capturing() and all(work.is_completed() for work in self.works)
 
 
@@ -49,7 +52,7 @@ class Channel:
     Args:
         peer: global rank of the other end.
         group: the two ends.
-        host_group: the same for messages that the host must read.
+        host_group: the two ends, for messages that the host must read.
     """
 
     def __init__(self, peer: int, group: ProcessGroup, host_group: ProcessGroup) -> None:
@@ -58,15 +61,15 @@ class Channel:
         self.host_group = host_group
 
     def send(self, tensors: Sequence[Tensor]) -> Message:
-        """Start sending."""
+        """Start to send tensors."""
         return self._start(dist.isend, [tensor.detach().contiguous() for tensor in tensors])
 
     def receive(self, buffers: Sequence[Tensor]) -> Message:
-        """Start receiving into ``buffers``."""
+        """Start to receive into ``buffers``."""
         return self._start(dist.irecv, list(buffers))
 
     def send_text(self, text: bytes) -> Message:
-        """Start sending a few bytes to the other host. (Waiting here could wait for one that waits likewise.)"""
+        """Start to send a few bytes to the other host, without a wait: both ends could wait for each other."""
         parts = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
         works = [dist.isend(part, self.peer, group=self.host_group) for part in parts]
         return Message(parts, [work for work in works if work is not None])
@@ -80,14 +83,14 @@ class Channel:
         return text.numpy().tobytes()
 
     def _start(self, kind: Callable[..., dist.Work | None], tensors: list[Tensor]) -> Message:
-        full = [tensor for tensor in tensors if tensor.numel()]
+        full = [tensor for tensor in tensors if tensor.numel()]  # backends do not send empty tensors
         operations = [dist.P2POp(kind, tensor, self.peer, self.group) for tensor in full]
         return Message(tensors, dist.batch_isend_irecv(operations) if operations else [])
 
 
 @dataclass(frozen=True)
 class Edges:
-    """This rank's channels; None where there is no neighbour.
+    """This rank's channels; None if there is no neighbour.
 
     Attributes:
         activations_in, activations_out: from the previous rank, to the next.
@@ -101,15 +104,15 @@ class Edges:
 
     @classmethod
     def between(cls, mesh: ParallelMesh, around: bool) -> Edges:
-        """The channels of this rank along ``pp``. All ranks call it together.
+        """Create the channels of this rank along ``pp``. All ranks call it together.
 
         Args:
-            around: the last rank hands on to the first (there are several chunks per rank).
+            around: the last rank also sends to the first one (there are several chunks per rank).
         """
         ranks = mesh.ranks("pp")
         here, size = mesh.rank("pp"), len(ranks)
         found: dict[str, Channel] = {}
-        for first in range(size if around and size > 1 else size - 1):  # in one order on all: neighbours meet
+        for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbours meet
             second = (first + 1) % size
             if here in (first, second):
                 side, peer = ("out", ranks[second]) if here == first else ("in", ranks[first])
@@ -121,7 +124,7 @@ class Edges:
 
 
 def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
-    """One channel, proven by a first message: communicators are made here, not in the midst of a schedule."""
+    """Create one channel and send a first message, so that communicators are not created during a schedule."""
     purpose = f"{what} from {ends[0]} to {ends[1]}"
     group = new_group(sorted(ends), purpose, max_ctas=MAX_CTAS)
     on_gpu = dist.get_backend(group) == "nccl"

@@ -1,4 +1,4 @@
-"""Cutting a model into the stages of a pipeline."""
+"""Cut a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PARTS = ("embed", "layers", "head")
 
 
 def check_protocol(model: nn.Module) -> int:
-    """The number of layers of a model that can be cut.
+    """Return the number of layers of a model that can be cut.
 
     Raises:
-        LayoutError: it is not ``embed | layers | head``; names what is missing.
+        LayoutError: the model is not ``embed | layers | head``; the message names what is missing.
     """
     name = type(model).__name__
     missing = [part for part in PARTS if not hasattr(model, part)]
@@ -42,7 +42,7 @@ def check_protocol(model: nn.Module) -> int:
 
 
 def shell(model: nn.Module) -> nn.Module:
-    """Another object of the same model: it shares modules, parameters and hooks, but not the list of its children."""
+    """Return a second object of the same model, which shares everything except the dict of children."""
     twin = copy.copy(model)
     twin.__dict__["_modules"] = dict(model._modules)
     return twin
@@ -51,21 +51,21 @@ def shell(model: nn.Module) -> nn.Module:
 def cut(
     model: nn.Module, specs: Mapping[str, ShardSpec], layout: PipelineLayout, mesh: ParallelMesh
 ) -> tuple[dict[str, ShardSpec], list[nn.Module]]:
-    """Leave in ``model`` what this pipeline rank holds, and make its chunks.
+    """Keep in ``model`` only the modules of this pipeline rank, and make its chunks.
 
-    A parameter that several ranks hold (a tied embedding, or one outside of embed, layers and head) belongs to the
-    first of them; its gradient is summed over all.
+    If several ranks hold a parameter (a tied embedding, or one outside of embed, layers and head), the first of them
+    owns it, and its gradient is summed over all of them.
 
     Args:
-        model: split over the other axes already, on meta or not.
-        specs: what :func:`megalight.parallel.apply.parallelize` returned for it.
+        model: already split over the other axes, on meta or not.
+        specs: the result of :func:`megalight.parallel.apply.parallelize` for it.
 
     Returns:
-        what the parameters and buffers that are left hold, by the names that they keep; and one callable model per
-        stage that lies here, in model order. These share their modules with ``model``, which has those of all.
+        the specs of the remaining parameters and buffers, by their unchanged names; and one callable model per stage on
+        this rank, in model order. The chunks share their modules with ``model``, which has the modules of all of them.
 
     Raises:
-        LayoutError: the model is not ``embed | layers | head``, or the layout is of another number of layers.
+        LayoutError: the model is not ``embed | layers | head``, or the layout has another number of layers.
     """
     num_layers = check_protocol(model)
     if num_layers != layout.num_layers:
@@ -82,6 +82,7 @@ def cut(
     chunks = [_part(model, [stage]) for stage in here]
     model._modules.update(_part(model, here)._modules)
     kept = {name: tensor for name, tensor in _tensors(model).items() if id(tensor) in by_tensor}
+    # Create the groups of shared tensors now, in the same order on all ranks.
     for ranks in sorted({tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}):
         if mesh.rank("pp") in ranks:
             mesh.group(_axis(ranks, mesh))
@@ -89,7 +90,7 @@ def cut(
 
 
 def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
-    """The model with the parts of some stages only."""
+    """Return the model with only the parts of some stages."""
     part = shell(model)
     layers = layers_of(model)
     part._modules["layers"] = nn.ModuleDict({str(i): layers[i] for stage in stages for i in stage.layers})
@@ -108,7 +109,7 @@ def _axis(ranks: Sequence[int], mesh: ParallelMesh) -> str:
 
 
 def _shared(spec: ShardSpec, ranks: Sequence[int], mesh: ParallelMesh) -> ShardSpec:
-    """The spec of a tensor that several pipeline ranks hold."""
+    """Return the spec of a tensor that several pipeline ranks hold."""
     if len(ranks) < 2:
         return spec
     first = mesh.rank("pp") == ranks[0]
