@@ -139,4 +139,8 @@ def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:
     if report is not None:
         return report.loss if isinstance(report.loss, Tensor) else None
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    # Lightning's automatic optimization has divided it by the number of batches whose gradients are added up
+    divided = trainer.lightning_module is not None and trainer.lightning_module.automatic_optimization
+    return loss * trainer.accumulate_grad_batches if divided else loss

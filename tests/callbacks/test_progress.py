@@ -39,6 +39,26 @@ def test_a_line_has_its_own_steps_loss(capsys):
     assert shown == pytest.approx(expected, abs=1e-4)
 
 
+def test_the_loss_shown_does_not_depend_on_accumulation(capsys):
+    class Frozen(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    shown = []
+    for batches in (1, 2):
+        torch.manual_seed(1)
+        runner = tiny_trainer(
+            callbacks=[StepProgress(plain=True)],
+            enable_progress_bar=True,
+            accumulate_grad_batches=batches,
+            log_every_n_steps=12 // batches,
+        )
+        runner.fit(Frozen())
+        shown += re.findall(r"  loss (\d\.\d+)", capsys.readouterr().out)
+    assert len(shown) == 2
+    assert shown[0] == shown[1]
+
+
 def test_the_bar_shows_the_same(capsys):
     fit(callbacks=[StepProgress(interval_s=0, plain=False)], limit_val_batches=2, max_epochs=2)
     text = "".join(capsys.readouterr())
