@@ -1,4 +1,4 @@
-"""What the configurations of all model families share: checks, common groups of settings, plain values and back."""
+"""Common parts of all families' configurations: checks, groups of settings, conversion to plain values and back."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, Self, get_args, get_type_hints
 from megalight.errors import ConfigurationError, nearest
 
 UNBINDING = {"dropout", "backends", "init"}
-"""Settings that may change between the runs of one model."""
+"""Settings that may differ between the runs of one model, because its weights do not depend on them."""
 
 
 def require(good: bool, message: str) -> None:
-    """Raise a :class:`ConfigurationError` with this message unless ``good``."""
+    """Raise a :class:`ConfigurationError` with ``message`` unless ``good``."""
     if not good:
         raise ConfigurationError(message)
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless ``value`` is one of ``choices``; the nearest one is named."""
+    """Raise unless ``value`` is one of ``choices``. The message names the nearest one."""
     require(value in choices, f"{name} is {value!r}; it must be one of {', '.join(choices)}." + nearest(value, choices))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutConfig:
-    """Probabilities of dropping a value while training.
+    """Dropout probabilities in training.
 
     Attributes:
-        hidden: what attention and MLP add to the residual stream.
-        attention: attention weights.
-        embedding: the embedding's output.
+        hidden: for the outputs of attention and MLP, before they are added to the residual stream.
+        attention: for attention weights.
+        embedding: for the output of the embedding.
     """
 
     hidden: float = 0.0
@@ -44,12 +44,12 @@ class DropoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """Initial weights: normal with mean 0.
+    """Initial weights, drawn from a normal distribution with mean 0.
 
     Attributes:
         std: standard deviation.
-        scale_residual: divide it by ``sqrt(2 num_layers)`` in the projections that write to the residual stream, so
-            that the stream's variance does not grow with depth (GPT-2).
+        scale_residual: whether to divide ``std`` by ``sqrt(2 num_layers)`` in the projections that write to the
+            residual stream, so that its variance does not grow with depth (GPT-2).
     """
 
     std: float = 0.02
@@ -59,24 +59,24 @@ class InitConfig:
         require(self.std > 0, f"init.std is {self.std}; it must be above 0.")
 
     def residual_std(self, num_layers: int) -> float:
-        """Standard deviation of the projections that write to the residual stream."""
+        """Return the standard deviation of the projections that write to the residual stream."""
         return float(self.std / (2 * num_layers if self.scale_residual else 1) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What all transformers have; a family's configuration adds its own.
+    """Settings of all transformers. The configuration of each family adds its own.
 
     Attributes:
-        num_layers: transformer layers.
+        num_layers: number of transformer layers.
         hidden_size: width of the residual stream, ``h``.
-        num_heads: attention heads, of queries where they differ from keys'.
-        vocab_size: token ids, ``V``.
-        max_sequence_length: the longest sequence it takes, in tokens.
-        ffn_hidden_size: width inside the MLP; 0: ``4 hidden_size``.
+        num_heads: number of attention heads (query heads, if there are fewer key heads).
+        vocab_size: number of token ids, ``V``.
+        max_sequence_length: length of the longest sequence, in tokens.
+        ffn_hidden_size: inner width of the MLP. 0 means ``4 hidden_size``.
 
     Raises:
-        ConfigurationError: values out of range.
+        ConfigurationError: a value is out of range.
     """
 
     num_layers: int
@@ -104,22 +104,22 @@ class ModelConfig:
         return self.init.residual_std(self.num_layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested values, fit for JSON and YAML."""
+        """Return plain nested values for JSON and YAML."""
         return to_plain(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration that :meth:`to_dict` described.
+        """Make a configuration from the values of :meth:`to_dict`.
 
         Raises:
-            ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
+            ConfigurationError: a key is unknown (the message names the nearest one) or missing, or a value is bad.
         """
         config: Self = from_plain(cls, values)
         return config
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """A configuration as plain nested values, fit for JSON and YAML."""
+    """Convert a configuration to plain nested values for JSON and YAML."""
     plain: dict[str, Any] = _plain(asdict(config))
     return plain
 
@@ -131,10 +131,10 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any:
-    """The configuration of class ``cls`` that :func:`to_plain` described.
+    """Make a configuration of class ``cls`` from the values of :func:`to_plain`.
 
     Raises:
-        ConfigurationError: an unknown key (the nearest known one is named), a missing one, or a bad value.
+        ConfigurationError: a key is unknown (the message names the nearest one) or missing, or a value is bad.
     """
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]
@@ -153,7 +153,7 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
 
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path: str = "") -> list[str]:
-    """Settings that bind the weights and differ, as ``name is ours here and theirs in <where>``."""
+    """List the settings that weights depend on and that differ, as ``name is ours here and theirs in <where>``."""
     found = []
     for name in sorted(set(ours) | set(theirs)):
         if not path and name in UNBINDING:

@@ -1,4 +1,4 @@
-"""Folders of ``transformers`` (``config.json`` beside safetensors files): a source of weights, and how to write one."""
+"""``transformers`` folders (``config.json`` and safetensors files): read them as a source of weights; write them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Kept:
     """A canonical tensor inside a folder.
 
     Attributes:
-        shape: of the canonical tensor.
-        dtype: torch's name for it.
+        shape: shape of the canonical tensor.
+        dtype: torch's name of its dtype.
         file: the file that holds it.
-        entry: their tensor.
-        place: which part of their tensor it is.
+        entry: header entry of the stored tensor.
+        place: which part of the stored tensor it is.
     """
 
     shape: tuple[int, ...]
@@ -54,20 +54,20 @@ class Kept:
 class Folder:
     """A folder that ``save_pretrained`` wrote, as a :class:`~megalight.parallel.source.Source`.
 
-    Headers are read when it is opened. A fill reads the bytes of its boxes: of a fused weight the own part alone, of a
-    transposed one the own columns.
+    The constructor reads the headers. A fill reads only the bytes of its boxes: its part of a fused weight, its columns
+    of a transposed weight.
 
     Args:
         path: the folder.
-        weights: how its tensors are called and laid out.
-        prefix: put before every canonical name.
+        weights: names and layouts of its tensors.
+        prefix: added before every canonical name.
 
     Attributes:
         tensors: canonical name -> shape, dtype and place.
-        bytes_read: by this process so far.
+        bytes_read: bytes that this process has read so far.
 
     Raises:
-        CheckpointError: a file is missing or torn, or holds tensors of another model.
+        CheckpointError: a file is missing or incomplete, or holds tensors of another model.
     """
 
     def __init__(self, path: str | os.PathLike[str], weights: WeightMap, prefix: str) -> None:
@@ -98,7 +98,7 @@ class Folder:
     ) -> Filled:
         """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`.
 
-        The format has no checksums: names, shapes and sizes of files are checked, values are not.
+        The format has no checksums, so only names, shapes and file sizes are checked, not values.
         """
         ranks, where = Ranks(process_group), str(self.path)
         boxes = [target for target in targets if target.data.numel()]
@@ -121,20 +121,21 @@ class Folder:
         return filled
 
     def _read(self, file: str, targets: Sequence[Target]) -> int:
-        """Fill boxes from one file; returns how many bytes were read."""
+        """Fill boxes from one file, and return the number of bytes read."""
         with OpenFile(self.path / file, f"{self.path}/{file}", host_buffer().numpy()) as opened:
             for target in targets:
                 kept = self.tensors[target.name]
                 entry, rows = kept.entry, kept.place.rows or (0, 0)
                 offset = [rows[0] + target.offset[0], *target.offset[1:]] if target.offset else []
                 data = target.data
+                # rows count in our order, [out, in]; the file has [in, out], so turn the box around
                 if kept.place.transposed and len(offset) == 2:
                     offset, data = offset[::-1], data.t()
                 read_box(opened, entry.start, getattr(torch, entry.dtype), entry.shape, offset, data)
         return opened.count
 
     def _check_fused(self) -> None:
-        """The parts of a fused tensor are all of it."""
+        """Check that the parts of each fused tensor cover all its rows."""
         last: dict[str, int] = {}
         for kept in self.tensors.values():
             if kept.place.rows is not None:
@@ -149,7 +150,7 @@ class Folder:
                 )
 
     def _label(self, name: str) -> str:
-        """A tensor with its name in the folder."""
+        """Name a tensor in messages, with its name in the folder."""
         try:
             return f"{name!r} ({self._weights.theirs(name.removeprefix(self._prefix)).name})"
         except CheckpointError:
@@ -157,15 +158,15 @@ class Folder:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` looks like a folder that ``save_pretrained`` wrote."""
+    """Return whether ``path`` looks like a folder that ``save_pretrained`` wrote."""
     return (Path(path) / CONFIG).is_file()
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a folder's ``config.json``.
+    """Read ``config.json`` of a folder.
 
     Raises:
-        CheckpointError: no such folder, or its configuration is not JSON.
+        CheckpointError: there is no such folder, or its configuration is not JSON.
     """
     folder = Path(path)
     if not is_folder(folder):
@@ -174,7 +175,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_folder(path: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write what :class:`Folder` and ``from_pretrained`` read."""
+    """Write a folder that :class:`Folder` and ``from_pretrained`` can read."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
@@ -182,7 +183,7 @@ def write_folder(path: str | os.PathLike[str], config: Mapping[str, Any], tensor
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the files with weights. They may be links, as in the cache of the Hub."""
+    """List the names of the weight files. They may be links, as in the cache of the Hugging Face Hub."""
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
         listed = _json(folder / INDEX).get("weight_map")

@@ -1,4 +1,4 @@
-"""The longest sequence a model takes."""
+"""Check of the length of sequences."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from megalight.types import PackedSequences
 
 
 def check_length(sequences: PackedSequences, limit: int) -> None:
-    """Refuse sequences that are longer than ``max_sequence_length``.
+    """Refuse sequences longer than ``limit``, the model's ``max_sequence_length``.
 
     Raises:
-        DataError: one is.
+        DataError: a sequence is too long.
     """
     if sequences.longest > limit:
         raise DataError(

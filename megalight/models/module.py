@@ -1,8 +1,8 @@
-"""The user's contract: a LightningModule whose model is written for one device and which any strategy can run.
+"""The base class for users: a LightningModule with a model for one device, which any strategy can run.
 
-Write ``build_model``, ``forward_step``, ``loss_step`` and ``loss_tokens``. The default ``training_step`` and
-``validation_step`` make the module run under every Lightning strategy; ``MegatronStrategy`` calls the four methods
-itself, per micro-batch and per model chunk.
+Write ``build_model``, ``forward_step``, ``loss_step`` and ``loss_tokens``. With the default ``training_step`` and
+``validation_step`` the module runs under every Lightning strategy. ``MegatronStrategy`` calls the four methods itself,
+for each micro-batch and model chunk.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from megalight.types import Loss, Totals, inverse, mean
 Carry: TypeAlias = dict[str, Tensor]
 
 CANONICAL_PREFIX = "model."
-"""Canonical names of a model's tensors start with this in checkpoints (optimizer state starts otherwise)."""
+"""Prefix of the canonical names of a model's tensors in checkpoints. Optimizer state has other prefixes."""
 
 
 class MegalightModule(pl.LightningModule):
-    """A LightningModule with a one-device model that strategies may cut, split and replicate.
+    """A LightningModule with a one-device model that strategies can divide into stages, shard and replicate.
 
     Args:
-        seed: of the initial weights, which are the same under every parallel layout.
+        seed: seed of the initial weights. They are the same in every parallel layout.
 
     Attributes:
-        model: the model, or this process's part of it; None until ``configure_model``.
-        token_multiple: packed token counts are padded to a multiple of this (sequence parallelism needs it). Set by
-            the strategy; 1 on one device.
-        transforms: changes of the model's structure, in this order. Callbacks may add theirs before the model is built.
-        saves_base: checkpoints hold all weights, not only those that transforms made.
-        varying_carry: what ``forward_step`` hands on may change its names or shapes between micro-batches of equal
-            shapes. Pipeline stages then tell each other beforehand, every time.
+        model: the model, or this process's part of it. None before ``configure_model``.
+        token_multiple: numbers of packed tokens are padded to a multiple of this, which sequence parallelism needs. The
+            strategy sets it; it is 1 on one device.
+        transforms: changes of the model's structure, in this order. Callbacks can add theirs before the model is built.
+        saves_base: whether checkpoints hold all weights, or only those that transforms added.
+        varying_carry: whether the carry of ``forward_step`` can change its names or shapes between micro-batches of
+            equal shapes. If so, pipeline stages send its shapes before every carry.
     """
 
     varying_carry = False
@@ -59,65 +59,66 @@ class MegalightModule(pl.LightningModule):
         self._means = nn.ModuleDict()  # Lightning logs only metrics that are submodules
 
     def build_model(self) -> nn.Module:
-        """The whole one-device model. Must work under ``torch.device("meta")``: no reading of weight values."""
+        """Build the whole one-device model. Do not read weight values: it must work under ``torch.device("meta")``."""
         raise NotImplementedError(f"{type(self).__name__} must define build_model() and return the one-device model.")
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         """Run one chunk of the model on one micro-batch.
 
         Args:
-            model: the chunk; the whole model when there is no pipeline.
-            carry: what the previous chunk returned; None on the first.
+            model: the chunk. Without a pipeline it is the whole model.
+            batch: the micro-batch.
+            carry: the result of the previous chunk. None on the first chunk.
 
         Returns:
-            named tensors for the next chunk, or for :meth:`loss_step` after the last.
+            named tensors for the next chunk or, on the last chunk, for :meth:`loss_step`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward_step(model, batch, carry).")
 
     def loss_step(self, carry: Carry, batch: Any) -> Loss:
-        """The *sum* of the losses of one micro-batch, from what the last chunk returned."""
+        """Return the *sum* of the losses of one micro-batch, from the result of the last chunk."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_step(carry, batch).")
 
     def output_step(self, carry: Carry, batch: Any) -> Any:
-        """What ``predict`` hands out for a batch, from what the last chunk returned. Default: all of it."""
+        """Return the prediction for a batch, from the result of the last chunk. Default: all of that result."""
         return carry
 
     def loss_tokens(self, batch: Any) -> Tensor:
-        """How many tokens (or samples) of ``batch`` count in the loss: a 0-dim tensor. Called before any forward."""
+        """Return how many tokens (or samples) of ``batch`` count in the loss, 0-dim. Called before any forward."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_tokens(batch).")
 
     def plan(self, model: nn.Module) -> Plan:
-        """How the model splits. Default: the plan registered for its type; without one, everything is replicated."""
+        """Return the model's parallel plan. Default: the plan registered for its class, or else full replication."""
         return plan_for(model) or Plan()
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
-        """Models that run beside this one without being trained, by name: a teacher, a reference policy. Default: none.
+        """Return models that run beside this one untrained, by name: a teacher, a reference policy. Default: none.
 
-        With any, :meth:`forward_step` and :meth:`loss_step` get :class:`~megalight.types.WithResults` in place of the
-        batch. Only strategies of Megalight run them.
+        If there are any, :meth:`forward_step` and :meth:`loss_step` get :class:`~megalight.types.WithResults` in place
+        of the batch. Only strategies of Megalight run these models.
         """
         return {}
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse settings that do not fit the whole model, before it is split. Default: none."""
+        """Refuse settings that do not fit the whole model, before it is split. Default: no check."""
 
     def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
-        """Cut one rank's share of a global batch into micro-batches of ``size`` samples.
+        """Divide one rank's share of a global batch into micro-batches of ``size`` samples.
 
-        Tensors are cut along dim 0, as are lists of strings or numbers; other containers entry by entry; objects
-        through their own ``split(size)``.
+        Tensors, and lists of strings or numbers, are divided along dim 0. Other containers are divided entry by entry.
+        Objects are divided by their own ``split(size)``.
         """
         return split_batch(batch, size)
 
     def context_share(self, batch: Any, rank: int, size: int) -> Any:
-        """Share ``rank`` of ``size`` of every sequence of a micro-batch: what one rank is given of it when ``cp > 1``.
+        """Return share ``rank`` of ``size`` of every sequence of a micro-batch, for context parallelism (``cp > 1``).
 
-        Labels and masks are cut with the tokens, and padding has no loss. All the steps above then see the share.
+        Labels and masks are divided like the tokens, and padding has no loss. All steps above then get the share.
         Default: the batch's own ``context_share(rank, size, multiple)``.
 
         Raises:
             ConfigurationError: the batch has no such method.
-            DataError: its sequences are too short to be shared.
+            DataError: its sequences are too short to be divided.
         """
         if not hasattr(batch, "context_share"):
             raise ConfigurationError(
@@ -128,14 +129,14 @@ class MegalightModule(pl.LightningModule):
         return batch.context_share(rank, size, self.token_multiple)
 
     def initial_weights(self) -> Source | None:
-        """Where the weights of a fresh model are read from. Default: nowhere, they are drawn.
+        """Return the source of the initial weights of a new run. Default: None, which means random weights.
 
-        All ranks call it together. A run that resumes from a checkpoint does not ask.
+        All ranks call it together. A run that resumes from a checkpoint does not call it.
         """
         return None
 
     def configure_model(self) -> None:
-        """Build the model, once. Strategies that split it build it on the meta device and fill it themselves."""
+        """Build the model once. Strategies that split it build it on the meta device and fill it themselves."""
         if self.model is not None:
             return
         self.model = self.build_model()
@@ -148,7 +149,7 @@ class MegalightModule(pl.LightningModule):
                 source.fill((t for t in targets if t.name not in added), prefix=CANONICAL_PREFIX)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The mean loss of a batch: for strategies that know nothing of micro-batches."""
+        """Return the mean loss of a batch, for strategies without micro-batches."""
         with collecting(KeptSideLosses()) as side_losses:
             loss = self._loss(batch)
         for name, value in loss.auxiliary.items():
@@ -160,23 +161,22 @@ class MegalightModule(pl.LightningModule):
         return torch.stack([objective, *side_losses.values.values()]).sum()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Adds a batch to ``val_loss``, the mean over all tokens of the validation set."""
+        """Add a batch to ``val_loss``, the mean over all tokens of the validation set."""
         self.log_totals("val", self._totals(batch), dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Adds a batch to ``test_loss``."""
+        """Add a batch to ``test_loss``, the mean over all tokens of the test set."""
         self.log_totals("test", self._totals(batch), dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """:meth:`output_step` of a batch."""
+        """Return :meth:`output_step` of a batch."""
         assert self.model is not None
         return self.output_step(self.forward_step(self.model, batch), batch)
 
     def log_totals(self, stage: str, totals: Totals, dataloader_idx: int = 0) -> None:
-        """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation, of each data loader on its own.
+        """Log ``{stage}_{name}`` as Sum(sum) / Sum(count) over the evaluation, separately for each data loader.
 
-        A strategy that sums the totals over its ranks first has ``reduces_totals`` set; then ranks are not reduced
-        again.
+        A strategy with ``reduces_totals`` has already summed the totals over its ranks, so they are not reduced again.
         """
         reduced = getattr(self.trainer.strategy, "reduces_totals", False)
         for name, (total, count) in totals.items():
@@ -196,11 +196,11 @@ class MegalightModule(pl.LightningModule):
             )
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the totals of the previous evaluation."""
+        """Reset the totals of the previous evaluation."""
         self._forget("val")
 
     def on_test_epoch_start(self) -> None:
-        """Forget the totals of the previous evaluation."""
+        """Reset the totals of the previous evaluation."""
         self._forget("test")
 
     def _forget(self, stage: str) -> None:
@@ -219,7 +219,7 @@ class MegalightModule(pl.LightningModule):
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
-    """Micro-batches of ``size`` samples (the last may be smaller) of nested tensors, or of an object that can split."""
+    """Divide nested tensors or an object with ``split`` into micro-batches of ``size`` samples (the last: at most)."""
     if hasattr(batch, "split") and not isinstance(batch, Tensor | str):
         return list(batch.split(size))
     if isinstance(batch, Tensor):

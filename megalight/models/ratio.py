@@ -1,4 +1,4 @@
-"""A metric that is a quotient of two sums."""
+"""A metric: the quotient of two sums."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megalight.types import mean
 
 
 class Ratio(Metric):
-    """Sum of numerators over sum of denominators, in float64; 0 where nothing counted. NaN stays NaN.
+    """Sum of numerators divided by sum of denominators, in float64. It is 0 if the denominators are 0; NaN stays NaN.
 
-    Unlike torchmetrics' ``MeanMetric`` it drops no NaN, so a diverged model does not look healthy, and reads nothing
-    back from the device.
+    Unlike torchmetrics' ``MeanMetric`` it does not drop NaN, which would hide that a model diverged, and it does not
+    copy values to the host.
     """
 
     full_state_update = False
@@ -29,10 +29,10 @@ class Ratio(Metric):
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, count: Tensor) -> None:
-        """Add one batch's sum and count, both 0-dim."""
+        """Add the sum and the count of one batch, both 0-dim."""
         self.total += total
         self.count += count
 
     def compute(self) -> Tensor:
-        """The quotient so far."""
+        """Return the quotient so far."""
         return mean(self.total, self.count)

@@ -1,4 +1,4 @@
-"""Models from folders: the whole model of a checkpoint on one device, and the weights that a run starts from."""
+"""Models from folders: build the whole model of a checkpoint on one device, and find the initial weights of a run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from megalight.parallel.transform import ModelTransform
 log = logging.getLogger(__name__)
 
 PREFIX = "model."
-"""Canonical names of a model's weights in a checkpoint start with this."""
+"""Prefix of the canonical names of a model's weights in a checkpoint."""
 
 BASE = "base"
-"""Entry of a checkpoint's ``model``: whether it holds all weights, not only those that transforms made."""
+"""Entry of a checkpoint's ``model``: whether it holds all weights, or only those that transforms added."""
 
 
 def saved_model(
@@ -43,14 +43,14 @@ def saved_model(
     """Build the model that a checkpoint describes, with its transforms, and read its weights.
 
     Args:
-        opened: the checkpoint, whatever layout saved it.
-        device: where the weights go.
-        dtype: of the weights; None: the widest that was saved.
-        base: the folder that training began with, for a checkpoint that holds adapters alone.
+        opened: the checkpoint, saved in any layout.
+        device: device of the weights.
+        dtype: dtype of the weights. None: the widest saved dtype.
+        base: the folder with the initial weights of the training, for a checkpoint that holds only adapters.
 
     Raises:
-        CheckpointError: torn, it does not say which model it holds, or ``base`` is missing.
-        MegalightError: a family or a transform that is not known here.
+        CheckpointError: the checkpoint is incomplete or does not describe its model, or ``base`` is missing.
+        MegalightError: its family or a transform is not known here.
     """
     described = description(opened)
     known = family(described["family"])
@@ -69,16 +69,16 @@ def saved_model(
 def transformers_model(
     folder: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> ParallelModel:
-    """Build the model in a folder of ``transformers``, and read its weights.
+    """Build the model in a ``transformers`` folder, and read its weights.
 
     Args:
-        folder: what ``save_pretrained`` wrote.
-        device: where the weights go.
-        dtype: of the weights; None: the widest in the folder.
+        folder: a folder that ``save_pretrained`` wrote.
+        device: device of the weights.
+        dtype: dtype of the weights. None: the widest dtype in the folder.
 
     Raises:
-        CheckpointError: a file is missing or torn, or holds tensors of another model.
-        ConfigurationError: no family reads such models.
+        CheckpointError: a file is missing or incomplete, or holds tensors of another model.
+        ConfigurationError: no family can read such models.
     """
     known = family_of_transformers(read_config(folder))
     config = initial_config(folder, known)
@@ -96,7 +96,7 @@ def _room(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> ParallelModel:
-    """A whole model that is about to be read."""
+    """Allocate a whole model whose weights are read next."""
     with torch.device("meta"):
         root = known.model(config)
     model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan(), transforms=tuple(transforms)))
@@ -105,10 +105,10 @@ def _room(
 
 
 def description(opened: Checkpoint) -> Mapping[str, Any]:
-    """What a checkpoint says of its model: ``family``, ``config`` and, where there are any, ``transforms``.
+    """Return a checkpoint's description of its model: ``family``, ``config`` and, if there are any, ``transforms``.
 
     Raises:
-        CheckpointError: it does not say so.
+        CheckpointError: it has no such description.
     """
     described = opened.common.get("model")
     if not isinstance(described, Mapping) or not {"family", "config"} <= described.keys():
@@ -120,21 +120,21 @@ def description(opened: Checkpoint) -> Mapping[str, Any]:
 
 
 def holds_base(common: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint with these entries holds all weights of its model."""
+    """Return whether a checkpoint with these entries holds all weights of its model."""
     return bool(common.get("model", {}).get(BASE, True))
 
 
 def needs_base(opened: Checkpoint, step: str) -> CheckpointError:
-    """The error for a checkpoint of adapters whose base is not known."""
+    """Make the error for a checkpoint that holds only adapters, if no base is given."""
     return CheckpointError(f"checkpoint {opened.path} holds adapters alone; {step}.")
 
 
 def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
-    """The configuration of the model in a folder to start from: a checkpoint of ours, or a ``transformers`` folder.
+    """Return the model's configuration in a folder of initial weights: our checkpoint or a ``transformers`` folder.
 
     Raises:
-        CheckpointError: no such folder.
-        ConfigurationError: a model of another family, or with options that have no counterpart here.
+        CheckpointError: there is no such folder.
+        ConfigurationError: the model is of another family, or has options that are not supported here.
     """
     if not checkpoint.is_complete(folder):
         return _weights(known).config_of(folder)
@@ -145,16 +145,16 @@ def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
 
 
 def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -> Source:
-    """The weights in a folder to start from, by canonical name; see :func:`initial_config`.
+    """Open a folder of initial weights as a source by canonical name; see :func:`initial_config`.
 
     Args:
-        folder: with the weights.
-        known: the family of the model that is to be filled.
-        config: of that model. Where it differs from the folder's, the log says so.
+        folder: the folder with the weights.
+        known: family of the model to fill.
+        config: configuration of the model to fill. Differences from the folder's configuration are logged.
 
     Raises:
-        CheckpointError: no such folder, or a checkpoint with adapters, which are to be merged first.
-        ConfigurationError: as :func:`initial_config`.
+        CheckpointError: there is no such folder, or its checkpoint has adapters, which must be merged first.
+        ConfigurationError: as in :func:`initial_config`.
     """
     if not checkpoint.is_complete(folder):
         return _weights(known).source(folder, config, PREFIX)
@@ -176,7 +176,7 @@ def _weights(known: Family) -> Weights:
 
 
 def widest(source: Source) -> torch.dtype:
-    """The type of the widest weight in a source."""
+    """Return the widest dtype of the weights in a source."""
     names = {stored.dtype for name, stored in source.tensors.items() if name.startswith(PREFIX)}
     found: torch.dtype = max((getattr(torch, name) for name in names), key=lambda dtype: dtype.itemsize)
     return found

@@ -1,4 +1,4 @@
-"""The tensors of another library as canonical ones, by one table for both directions, for dictionaries and files."""
+"""Conversion of another library's tensors to canonical tensors and back, with one table for both directions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from megalight.errors import CheckpointError
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-"""An index (of a layer, say) inside a name. Tables write ``N``."""
+"""An index inside a name, for example of a layer. Tables write ``N`` instead."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """Where a canonical tensor lies in theirs.
+    """The place of a canonical tensor in the other library's tensors ("theirs").
 
     Attributes:
-        name: in tables, their module or tensor with ``N`` for indices; once looked up, their tensor.
-        rows: ``(first, last)``: it is these rows of their fused tensor; None: all.
-        transposed: they keep matrices as ``[in, out]``. Rows count in ``[out, in]``.
+        name: in tables, the name of their module or tensor with ``N`` for indices. After a look-up, their tensor.
+        rows: ``(first, end)``, its rows in their fused tensor. None means all rows.
+        transposed: whether they store matrices as ``[in, out]``. ``rows`` always counts in ``[out, in]``.
     """
 
     name: str
@@ -33,26 +33,26 @@ class Theirs:
     transposed: bool = False
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The canonical tensor, as a view of their tensor."""
+        """Return the canonical tensor as a view of their tensor."""
         ours = tensor.T if self.transposed and tensor.ndim == 2 else tensor
         return ours if self.rows is None else ours[slice(*self.rows)]
 
     def shape(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
-        """The canonical shape, where their tensor has shape ``theirs``."""
+        """Return the canonical shape, if their tensor has shape ``theirs``."""
         ours = theirs[::-1] if self.transposed and len(theirs) == 2 else theirs
         return ours if self.rows is None else (self.rows[1] - self.rows[0], *ours[1:])
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A model's tensors in another library.
+    """The table of a model's tensors in another library.
 
     Attributes:
-        places: our module, or one tensor of it, -> theirs. A module's entry serves its weight and its bias.
-        root: what names begin with, except in files of the base model alone (``transformer.``).
-        copies: their tensor -> another of theirs that holds the same; the former is read where the latter is missing.
+        places: our module, or a single tensor -> theirs. The entry of a module covers its weight and its bias.
+        root: prefix of all their names (``transformer.``). Files of the base model alone do not have it.
+        copies: their tensor -> another one with equal values. The first is read only if the second is missing.
         left_out: pattern of their tensors that are not read (buffers).
-        respelt: pattern -> replacement, for names as older releases wrote them.
+        respelt: pattern -> replacement, for names from older releases.
     """
 
     places: Mapping[str, Theirs]
@@ -62,10 +62,10 @@ class WeightMap:
     respelt: Mapping[str, str] = field(default_factory=dict)
 
     def theirs(self, name: str) -> Theirs:
-        """Where our canonical tensor lies.
+        """Return the place of our canonical tensor.
 
         Raises:
-            CheckpointError: it has no counterpart.
+            CheckpointError: they have no such tensor.
         """
         template, numbers = _template(name)
         module, _, leaf = template.rpartition(".")
@@ -79,7 +79,7 @@ class WeightMap:
         return replace(found, name=_numbered(found.name, numbers))
 
     def ours(self, names: Iterable[str]) -> dict[str, Theirs]:
-        """The canonical tensors that their tensors are, and where they lie.
+        """Return the canonical tensors that their tensors contain, and the place of each.
 
         Raises:
             CheckpointError: a tensor has no counterpart.
@@ -89,6 +89,7 @@ class WeightMap:
             reverse.setdefault(place.name, []).append((ours, place))
         spelt = {self._spelt(name, reverse): name for name in names}
         spelt = {modern: name for modern, name in spelt.items() if not re.fullmatch(self.left_out, modern)}
+        # a file may hold a tied tensor twice, or only the copy: keep one of them
         for copy, original in self.copies.items():
             if copy in spelt:
                 spelt.setdefault(original, spelt[copy])
@@ -107,7 +108,7 @@ class WeightMap:
         return found
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors as canonical ones.
+        """Convert their tensors to canonical tensors.
 
         Raises:
             CheckpointError: a tensor has no counterpart.
@@ -115,10 +116,10 @@ class WeightMap:
         return {name: place.part(tensors[place.name]).contiguous() for name, place in self.ours(tensors).items()}
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Canonical tensors as theirs.
+        """Convert canonical tensors to theirs.
 
         Raises:
-            CheckpointError: a tensor has no counterpart, or one that is part of a fused tensor is missing.
+            CheckpointError: a tensor has no counterpart, or a part of a fused tensor is missing.
         """
         parts: dict[str, list[tuple[Theirs, Tensor]]] = {}
         for name, tensor in tensors.items():
@@ -127,7 +128,7 @@ class WeightMap:
         return {name: _joined(name, found) for name, found in parts.items()}
 
     def _spelt(self, name: str, known: Mapping[str, object]) -> str:
-        """Their name as the present release writes it."""
+        """Return their name in the spelling of the current release."""
         for pattern, replacement in self.respelt.items():
             name = re.sub(pattern, replacement, name)
         rooted = self.root + name
@@ -136,7 +137,7 @@ class WeightMap:
 
 
 def _joined(name: str, parts: list[tuple[Theirs, Tensor]]) -> Tensor:
-    """One of their tensors from its parts, in order."""
+    """Join one of their tensors from its parts, in the order of rows."""
     parts.sort(key=lambda part: part[0].rows or (0, 0))
     stop = 0
     for place, tensor in parts:
@@ -152,6 +153,6 @@ def _template(name: str) -> tuple[str, list[str]]:
 
 
 def _numbered(template: str, numbers: list[str]) -> str:
-    """``template`` with its ``N`` replaced in order."""
+    """Replace each ``N`` of ``template`` by a number, in order."""
     left = iter(numbers)
     return re.sub(r"(?<=\.)N(?=\.)|^N(?=\.)", lambda _: next(left), template)

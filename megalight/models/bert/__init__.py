@@ -28,7 +28,7 @@ register(
 
 
 def __getattr__(name: str) -> Any:
-    """``BertModule`` on first use: it brings Lightning, which the model itself does without."""
+    """Import ``BertModule`` on first use, because it imports Lightning and the model itself does not need it."""
     if name == "BertModule":
         return FAMILIES["bert"].module()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

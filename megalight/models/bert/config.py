@@ -1,4 +1,4 @@
-"""What a BERT is: sizes and choices, checked when made."""
+"""The configuration of a BERT: sizes and options, checked when it is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalight.nn.mlp import is_gated
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """Which implementation each op uses; ``auto`` takes the best that can serve (``megalight doctor`` lists them)."""
+    """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them)."""
 
     attention: str = "auto"
     norm: str = "auto"
@@ -29,15 +29,15 @@ class BertConfig(ModelConfig):
     """A bidirectional encoder with post-norm layers (https://arxiv.org/abs/1810.04805).
 
     Attributes:
-        max_sequence_length: the longest sequence it takes, in tokens: positions are learned.
-        num_token_types: segments that a token may be of.
+        max_sequence_length: length of the longest sequence in tokens, as positions are learned.
+        num_token_types: number of token types (segments).
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS` without a gate.
-        norm_eps: added to the variance.
-        sentence_order: whether the model also judges the order of the two segments, from its first token.
-        tie_embeddings: the masked-LM head's weight is the word embedding's.
+        norm_eps: added to the variance in norms.
+        sentence_order: whether the model also predicts the order of the two segments, from the first token.
+        tie_embeddings: whether the masked-LM head and the word embedding share one weight.
 
     Raises:
-        ConfigurationError: sizes that do not divide, values out of range.
+        ConfigurationError: sizes do not divide, or a value is out of range.
     """
 
     max_sequence_length: int = 512
@@ -64,5 +64,5 @@ class BertConfig(ModelConfig):
 
     @property
     def head_dim(self) -> int:
-        """Features per head."""
+        """Number of features per head."""
         return self.hidden_size // self.num_heads

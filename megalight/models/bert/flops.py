@@ -1,20 +1,20 @@
-"""Parameters and floating-point operations of a BERT, from its configuration alone."""
+"""Numbers of parameters and floating-point operations of a BERT, computed from its configuration."""
 
 from __future__ import annotations
 
 from megalight.models.bert.config import BertConfig
 
 MASKED = 0.15
-"""Part of the tokens that the masked-LM head looks at."""
+"""Fraction of the tokens that the masked-LM head processes."""
 
 
 def _layer_matmul_parameters(config: BertConfig) -> int:
-    """Weights of one layer's projections."""
+    """Return the number of weights in the projections of one layer."""
     return config.hidden_size * (4 * config.hidden_size + 2 * config.ffn_hidden_size)
 
 
 def num_parameters(config: BertConfig) -> int:
-    """All parameters; a tied weight counts once."""
+    """Return the number of all parameters. A tied weight counts once."""
     h, norm = config.hidden_size, 2 * config.hidden_size
     rows = config.vocab_size + config.max_sequence_length + config.num_token_types
     layer = _layer_matmul_parameters(config) + (4 * h + config.ffn_hidden_size + h) + 2 * norm
@@ -24,11 +24,11 @@ def num_parameters(config: BertConfig) -> int:
 
 
 def flops_per_token(config: BertConfig, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward, per token, in sequences of ``sequence_length`` tokens.
+    """Return floating-point operations of forward and backward per token, in sequences of ``sequence_length`` tokens.
 
-    Six per weight of the projections, and of the masked-LM head for the part of the tokens that are masked (embeddings
-    are look-ups, and what the first tokens alone go through is left out), and for attention twelve per query feature
-    and key: every token sees its whole sequence. Recomputation is not counted.
+    Each weight of the projections counts six operations. Weights of the masked-LM head count six for each masked token.
+    Attention counts twelve for each query feature and key, as every token sees its whole sequence. Not counted:
+    embeddings (look-ups), the head that reads only first tokens, and recomputation.
     """
     h = config.hidden_size
     head = MASKED * (h * h + config.vocab_size * h)

@@ -1,4 +1,4 @@
-"""BERT: ``embed | layers | head`` over packed tokens ``[T, h]``, every token seeing all of its sequence."""
+"""BERT: ``embed | layers | head`` over packed tokens ``[T, h]``. Every token sees its whole sequence."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from megalight.types import PackedSequences
 
 @dataclass(frozen=True)
 class Output:
-    """What a BERT, or a part of one, hands on: hidden states without the head, else the head's answers.
+    """The output of a BERT or of a part of it: hidden states, or the results of the head.
 
     Attributes:
-        hidden: ``[T, h]``, of a part without the head.
-        losses: ``[T]``, or ``[M]`` of chosen rows, where labels were given; 0 where a label is negative.
-        logits: ``[T, V]`` or ``[M, V]``, where not.
-        order: ``[n, 2]`` logits, one row for each sequence (padding's dummy sequence among them): the segments are in
-            order, or swapped. None where the model has no such head.
+        hidden: ``[T, h]``, if this part has no head.
+        losses: ``[T]``, or ``[M]`` for chosen rows, if labels are given. Negative labels give 0.
+        logits: ``[T, V]`` or ``[M, V]``, if no labels are given.
+        order: ``[n, 2]`` logits for "in order" and "swapped", one row for each sequence, also for the dummy sequence of
+            padding. None if the model has no such head.
     """
 
     hidden: Tensor | None = None
@@ -48,11 +48,11 @@ class Output:
 
 
 class BertHead(nn.Module):
-    """Masked tokens, and the order of segments where configured.
+    """Predicts masked tokens and, if configured, the order of segments.
 
     Args:
-        masked: hidden states to the vocabulary.
-        order: first tokens to two classes, or None.
+        masked: from hidden states to the vocabulary.
+        order: from first tokens to two classes, or None.
     """
 
     def __init__(self, masked: MaskedLMHead, order: SequenceHead | None) -> None:
@@ -63,7 +63,7 @@ class BertHead(nn.Module):
     def forward(
         self, hidden: Tensor, sequences: PackedSequences, labels: Tensor | None = None, rows: Tensor | None = None
     ) -> Output:
-        """``[T, h]`` and labels ``[T]`` (or None), of which ``rows [M]`` count, to what :class:`Output` describes."""
+        """From ``[T, h]`` and labels ``[T]`` (or None), or their ``rows [M]``, to the fields of :class:`Output`."""
         order = None if self.order is None else self.order(hidden, sequences)
         if rows is not None:
             hidden, labels = hidden.index_select(0, rows), None if labels is None else labels[rows]
@@ -72,19 +72,19 @@ class BertHead(nn.Module):
 
 
 def build_norm(config: BertConfig) -> LayerNorm:
-    """Layer norm over hidden states."""
+    """Build a layer norm over hidden states."""
     return LayerNorm(config.hidden_size, config.norm_eps, backend=config.backends.norm)
 
 
 def build_embedding(config: BertConfig) -> TokenEmbedding:
-    """Word, position and token type, normed."""
+    """Build the embedding of words, positions and token types, with its norm."""
     rows = (config.vocab_size, config.max_sequence_length, config.num_token_types)
     word, position, token_type = (Embedding(count, config.hidden_size, config.init.std) for count in rows)
     return TokenEmbedding(word, position, token_type, build_norm(config), dropout=config.dropout.embedding)
 
 
 def build_layer(config: BertConfig) -> PostNormLayer:
-    """One encoder layer; all are alike."""
+    """Build an encoder layer. All layers are the same."""
     attention = Attention(
         config.hidden_size,
         config.num_heads,
@@ -109,7 +109,7 @@ def build_layer(config: BertConfig) -> PostNormLayer:
 
 
 def build_head(config: BertConfig) -> BertHead:
-    """Masked-LM head and, where configured, pooler and order of segments."""
+    """Build the masked-LM head and, if configured, the pooler and the head for the order of segments."""
     size, std = config.hidden_size, config.init.std
     output_layer = Linear(size, config.vocab_size, bias=True, std=std)
     masked = MaskedLMHead(
@@ -124,15 +124,15 @@ def build_head(config: BertConfig) -> BertHead:
 
 
 class Bert(nn.Module):
-    """A bidirectional encoder. Parameters hold no values until they are initialised or loaded.
+    """A bidirectional encoder. Parameters have no values until they are initialised or loaded.
 
-    A model may be cut: without ``embed`` it takes hidden states, without ``head`` it gives them, and ``layers`` keeps
-    the global indices of those it has.
+    It may be a part of a model: without ``embed`` its input is hidden states, without ``head`` its output is hidden
+    states, and ``layers`` keeps the global indices of its layers.
 
     Attributes:
-        embed: token ids to hidden states, or None.
-        layers: encoder layers by global index, as strings, in order.
-        head: hidden states to losses or logits, or None.
+        embed: from token ids to hidden states, or None.
+        layers: encoder layers in order, by global index as a string.
+        head: from hidden states to losses or logits, or None.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -153,20 +153,20 @@ class Bert(nn.Module):
         hidden: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Output:
-        """Run the parts that are there.
+        """Run the parts that this model has.
 
         Args:
-            tokens: ``[T]`` ids; read by ``embed``.
+            tokens: ``[T]`` ids, the input of ``embed``.
             sequences: how the tokens divide into sequences. Rows of different lengths are packed without padding.
-            token_types: ``[T]``, the segment of each token; None: all are of segment 0.
-            labels: ``[T]`` ids that belong in the place of masked ones, negative elsewhere; given, the head answers
-                with losses.
-            hidden: ``[T, h]``, for a model without ``embed``.
-            rows: ``[M]`` places of the tokens whose losses or logits are wanted (the masked ones: a seventh of the
-                work of the head); None: of all.
+            token_types: ``[T]``, the segment of each token. None means 0 for all.
+            labels: ``[T]``, the original ids of masked tokens, negative elsewhere. With labels, the head returns
+                losses.
+            hidden: ``[T, h]``, the input of a model without ``embed``.
+            rows: ``[M]`` indices of the tokens for which to compute losses or logits. With the masked tokens only, the
+                head does a seventh of the work. None means all tokens.
 
         Raises:
-            DataError: a sequence longer than ``max_sequence_length``, or the input that this part reads is missing.
+            DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
         """
         check_length(sequences, self.config.max_sequence_length)
         if self.embed is not None:

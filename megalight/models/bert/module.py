@@ -18,22 +18,22 @@ from megalight.types import Loss
 
 
 class BertModule(FamilyModule[BertConfig]):
-    """Training of a BERT on masked words and the order of segments, on :class:`~megalight.data.bert.batch.BertBatch`.
+    """Trains a BERT on masked words and the order of segments, with :class:`~megalight.data.bert.batch.BertBatch`.
 
-    The objective is the mean cross entropy of the masked tokens of the global batch (``loss``) plus, where the model
-    has the head, the mean cross entropy of its samples' order (``order_loss``; ALBERT,
-    https://arxiv.org/abs/1909.11942). Neither depends on how the batch is cut into micro-batches.
+    The objective is the mean cross entropy of the masked tokens of the global batch (``loss``). If the model has the
+    head for it, the mean cross entropy of the order of segments is added (``order_loss``; ALBERT,
+    https://arxiv.org/abs/1909.11942). Both are the same for any division of the batch into micro-batches.
 
     Args:
         config: the model, or the name of a preset (``bert_base``; see :mod:`megalight.models.bert.presets`);
-            None: that of ``weights``.
-        optimizer: Adam's settings, parameter groups and learning-rate schedule.
-        seed: of the initial weights.
-        weights: a checkpoint, or a folder of ``transformers``, to start from; None: weights are drawn.
+            None: the configuration in ``weights``.
+        optimizer: settings of Adam, parameter groups and learning-rate schedule.
+        seed: seed of the initial weights.
+        weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
     """
 
     family = "bert"
-    varying_carry = True  # samples keep their lengths, so no two micro-batches need be alike
+    varying_carry = True  # samples are not padded to one length, so shapes differ between micro-batches
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class BertModule(FamilyModule[BertConfig]):
         super().__init__(config, optimizer, seed, weights)
 
     def forward_step(self, model: nn.Module, batch: BertBatch, carry: Carry | None = None) -> Carry:
-        """Tokens, or the carry's ``hidden [T, h]``, to ``hidden``; on the last chunk ``losses``, ``order [n, 2]``."""
+        """From tokens or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses``, ``order [n, 2]``."""
         sequences = batch.sequences.pad_to(self.token_multiple)
         output = model(
             pack(batch.tokens, sequences, 0),
@@ -59,9 +59,9 @@ class BertModule(FamilyModule[BertConfig]):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def loss_step(self, carry: Carry, batch: BertBatch) -> Loss:
-        """Cross entropy in nats: summed over masked tokens, and a mean over samples for their order.
+        """Return cross entropy in nats: the sum over masked tokens, and the mean over samples for the order.
 
-        Means of micro-batches are averaged, so a micro-batch of fewer samples than others counts by its ``weight``.
+        The step averages the means of micro-batches, so ``weight`` reduces a micro-batch with fewer samples.
         """
         total = carry["losses"].sum()
         if "order" not in carry:
@@ -78,14 +78,14 @@ class BertModule(FamilyModule[BertConfig]):
         )
 
     def loss_tokens(self, batch: BertBatch) -> Tensor:
-        """Masked tokens."""
+        """Count the masked tokens."""
         return (batch.labels != IGNORED).sum()
 
     def output_step(self, carry: Carry, batch: BertBatch) -> Tensor:
-        """``[M]`` cross entropy of the masked tokens, in their order, in nats."""
+        """Return the cross entropy of the masked tokens in nats, ``[M]``, in their order."""
         losses = carry["losses"]
         return losses if batch.rows is not None else losses[: batch.labels.numel()][batch.labels != IGNORED]
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Forward and backward, by the rule of :func:`megalight.models.bert.flops.flops_per_token`."""
+        """Return operations of forward and backward; see :func:`megalight.models.bert.flops.flops_per_token`."""
         return float(flops_per_token(self.config, sequence_length))

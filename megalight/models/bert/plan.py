@@ -1,4 +1,4 @@
-"""How a BERT splits."""
+"""The parallel plan of BERT: how its modules are split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RULES = Plan(
         "*.attention.proj": Row(),
         "*.mlp.up": Column(),
         "*.mlp.down": Row(),
-        # the head looks at few tokens, masked and first ones, which may lie in any rank's share
+        # the head reads a few tokens (the masked and the first ones), which may be on any rank
         "*head": Boundary(enter="join"),
         "*head.masked.dense": Replicated(),
         "*head.masked.lm.norm": Replicated(),
@@ -39,9 +39,9 @@ RULES = Plan(
         InnerAttention: (ContextRegion(), Dropout(split=True)),
     }
 )
-"""Rules for every member of the family; a member lacks some of the modules."""
+"""Rules for all models of the family. A model may lack some of these modules."""
 
 
 def bert_plan(model: nn.Module) -> Plan:
-    """The plan of one BERT, or of a part of one, or of a module that contains one."""
+    """Return the plan of a BERT, of a part of it, or of a module that contains one."""
     return RULES.only(name for name, _ in model.named_modules())

@@ -6,20 +6,20 @@ from megalight.models.bert.config import BertConfig, DropoutConfig
 from megalight.registry import Registry
 
 PRESETS: Registry[BertConfig] = Registry("BERT preset")
-"""Name -> configuration. Other packages may add theirs."""
+"""Name -> configuration. Other packages can add their own."""
 
 
 def preset(name: str) -> BertConfig:
-    """The configuration of a published model.
+    """Return the configuration of a published model.
 
     Raises:
-        MegalightError: no such preset; the message lists the known ones.
+        MegalightError: no such preset. The message lists the known ones.
     """
     return PRESETS[name]
 
 
 def bert(num_layers: int, hidden_size: int, num_heads: int, vocab_size: int = 30522) -> BertConfig:
-    """BERT (https://huggingface.co/google-bert) in one of its sizes, with its dropout."""
+    """Configure BERT (https://huggingface.co/google-bert) in one of its sizes, with its dropout."""
     return BertConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,

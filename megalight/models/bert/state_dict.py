@@ -1,6 +1,6 @@
-"""Weights and configurations of ``transformers``' BERT, to ours and back.
+"""Conversion of weights and configurations of BERT from ``transformers`` to ours and back.
 
-Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
+Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLACES = {
     "head.order.pooler.dense": "bert.pooler.dense",
     "head.order.output": "cls.seq_relationship",
 }
-"""Our module to theirs; ``N`` is a layer's index."""
+"""Our module -> their module. ``N`` stands for a layer's index."""
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -46,15 +46,15 @@ BUFFERS = r"bert\.embeddings\.(position_ids|token_type_ids)"
 ORDER = r"bert\.pooler\..*|cls\.seq_relationship\..*"
 DECODER = "cls.predictions.decoder"
 BIAS = "cls.predictions.bias"
-"""The decoder's bias in files where its weight is tied. Where it is not, nobody reads it."""
+"""The decoder's bias in files with a tied decoder weight. It is not read if the weight is not tied."""
 
 WITH_ORDER = ("BertForPreTraining", "BertForNextSentencePrediction")
 
 
 def weight_map(config: BertConfig) -> WeightMap:
-    """Where the tensors of a model lie in ``transformers``.
+    """Return where ``transformers`` keeps the tensors of a model.
 
-    Pooler and sentence-order head are left out where the configuration has none, a decoder weight where it is tied.
+    Without ``sentence_order``, pooler and sentence-order head are not read. A tied decoder weight is not read either.
     """
     places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
     copies = {BIAS: f"{DECODER}.bias"}
@@ -66,24 +66,24 @@ def weight_map(config: BertConfig) -> WeightMap:
         root="bert.",
         copies=copies,
         left_out=BUFFERS if config.sentence_order else f"{BUFFERS}|{ORDER}",
-        respelt={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # the first published files
+        respelt={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # names in the first published files
     )
 
 
 def from_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """The canonical tensors of a ``BertForPreTraining`` or ``BertForMaskedLM`` state dict.
+    """Convert a ``BertForPreTraining`` or ``BertForMaskedLM`` state dict to canonical tensors.
 
     Raises:
-        CheckpointError: a tensor that such models do not have.
+        CheckpointError: there is a tensor that such models do not have.
     """
     return weight_map(config).read(tensors)
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Canonical tensors under the names of ``transformers``. A tied decoder weight is left out, as there.
+    """Convert canonical tensors to those of ``transformers``, which does not store a tied decoder weight.
 
     Raises:
-        CheckpointError: a tensor that such models do not have.
+        CheckpointError: there is a tensor that such models do not have.
     """
     theirs = weight_map(config).write(tensors)
     if not config.tie_embeddings:
@@ -92,14 +92,14 @@ def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[s
 
 
 def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | None = None) -> BertConfig:
-    """The configuration that a ``transformers`` BERT's ``config.json`` describes.
+    """Convert the ``config.json`` of a ``transformers`` BERT to our configuration.
 
     Args:
-        values: its content.
-        sentence_order: whether the weights have a pooler and a next-sentence head; None: as ``architectures`` says.
+        values: content of ``config.json``.
+        sentence_order: whether the weights have a pooler and a next-sentence head. None: decide by ``architectures``.
 
     Raises:
-        ConfigurationError: a model type or option that has no counterpart here.
+        ConfigurationError: the model type or an option is not supported here.
     """
     if values.get("model_type") != "bert":
         raise ConfigurationError(f"model_type is {values.get('model_type')!r}; weights of bert can be read.")
@@ -136,10 +136,10 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
 
 
 def config_to_transformers(config: BertConfig) -> dict[str, Any]:
-    """The content of a ``config.json`` for this model.
+    """Return the content of ``config.json`` for this model.
 
     Raises:
-        ConfigurationError: an activation, or dropouts, that theirs cannot say.
+        ConfigurationError: theirs cannot express the activation or the dropouts.
     """
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     if config.activation not in names:

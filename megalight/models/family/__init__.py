@@ -1,7 +1,7 @@
-"""Families of models: one folder and one registration each.
+"""Families of models. Each has one folder and one registration.
 
-``megalight/models/<family>/__init__.py`` registers its :class:`Family`, and another package registers its own from its
-plugin's entry point. Checkpoints name the family of their model.
+``megalight/models/<family>/__init__.py`` registers its :class:`Family`. Other packages register theirs from the entry
+point of their plugin. A checkpoint contains the name of its model's family.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Weights:
-    """How the weights of a ``transformers`` model become a family's, and back.
+    """Converts the weights of ``transformers`` models to those of a family and back.
 
     Attributes:
-        kinds: values of ``model_type`` in ``config.json`` that can be read.
+        kinds: the supported values of ``model_type`` in ``config.json``.
         config: content of ``config.json`` -> configuration.
-        map: configuration -> where its tensors lie in theirs.
+        map: configuration -> the table of tensors for both directions.
     """
 
     kinds: tuple[str, ...]
@@ -43,11 +43,11 @@ class Weights:
     map: Callable[[Any], WeightMap]
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
-        """The configuration of the model in a folder that ``save_pretrained`` wrote.
+        """Return the configuration of the model in a folder that ``save_pretrained`` wrote.
 
         Raises:
-            CheckpointError: no such folder.
-            ConfigurationError: a model of another family, or with options that have no counterpart here.
+            CheckpointError: there is no such folder.
+            ConfigurationError: the model is of another family, or has options that are not supported here.
         """
         values = read_config(folder)
         if values.get("model_type") not in self.kinds:
@@ -58,16 +58,16 @@ class Weights:
         return self.config(values)
 
     def source(self, folder: str | os.PathLike[str], config: Any, prefix: str) -> Folder:
-        """The folder's tensors under canonical names.
+        """Open the folder as a source of tensors with canonical names.
 
         Args:
-            folder: what ``save_pretrained`` wrote.
-            config: of the model that is to be filled. Where it differs from the folder's, the log says so.
-            prefix: put before every canonical name.
+            folder: a folder that ``save_pretrained`` wrote.
+            config: configuration of the model to fill. Differences from the folder's configuration are logged.
+            prefix: added before every canonical name.
 
         Raises:
-            CheckpointError: a file is missing or torn, or holds tensors of another model.
-            ConfigurationError: as :meth:`config_of`.
+            CheckpointError: a file is missing or incomplete, or holds tensors of another model.
+            ConfigurationError: as in :meth:`config_of`.
         """
         differences = compare(config.to_dict(), self.config_of(folder).to_dict(), "the folder")
         if differences:
@@ -77,17 +77,17 @@ class Weights:
 
 @dataclass(frozen=True)
 class Family:
-    """What the rest of the product knows of a family.
+    """A family as the rest of Megalight sees it.
 
     Attributes:
-        name: in checkpoints.
+        name: its name in checkpoints.
         config: class of its configurations, with ``to_dict`` and ``from_dict``.
-        model: configuration -> one-device model; the class, so that a plan can be found by it.
-        plan: one-device model -> how it splits.
+        model: class of its one-device model, built from a configuration. Plans are found by this class.
+        plan: one-device model -> its parallel plan.
         presets: published configurations by name.
-        module: gives the class of its LightningModule; called late, as it brings Lightning.
-        weights: how weights of ``transformers`` become its own; None: it has no map.
-        generates: its model writes text: it takes caches of keys and values and returns logits.
+        module: returns the class of its LightningModule. It is called late, because it imports Lightning.
+        weights: conversion of ``transformers`` weights, or None.
+        generates: whether the model can generate text: it takes states of earlier tokens and returns logits.
     """
 
     name: str
@@ -100,19 +100,19 @@ class Family:
     generates: bool = False
 
     def build(self, config: Mapping[str, Any]) -> nn.Module:
-        """The one-device model of a configuration's plain values."""
+        """Build the one-device model from the plain values of a configuration."""
         return self.model(self.config.from_dict(config))
 
 
 FAMILIES: Registry[Family] = Registry("model family")
-"""Name -> family, of those that have been imported; :func:`family` imports what it needs."""
+"""Name -> family, for families that have been imported. :func:`family` imports the one it needs."""
 
 
 def register(new: Family) -> Family:
-    """Add a family, and its plan for models of its type.
+    """Add a family, and register its plan for models of its class.
 
     Raises:
-        MegalightError: its name is taken.
+        MegalightError: the name is in use.
     """
     FAMILIES.register(new.name)(new)
     PLANS.register(f"{new.model.__module__}.{new.model.__qualname__}")(new.plan)
@@ -120,10 +120,10 @@ def register(new: Family) -> Family:
 
 
 def family(name: str) -> Family:
-    """The family of this name; of the tree's own, no other is imported.
+    """Return the family with this name. Other families in this folder are not imported.
 
     Raises:
-        MegalightError: there is none; the message lists the known ones.
+        MegalightError: there is no such family. The message lists the known ones.
     """
     own = _folders()
     for folder in [name] if name in own else own:
@@ -132,17 +132,17 @@ def family(name: str) -> Family:
 
 
 def families() -> list[Family]:
-    """All families, by name."""
+    """Return all families, sorted by name."""
     for folder in _folders():
         import_module(f"{PACKAGE}.{folder}")
     return [FAMILIES[name] for name in FAMILIES]
 
 
 def family_of_transformers(values: Mapping[str, Any]) -> Family:
-    """The family that reads the weights of the ``transformers`` model with this ``config.json``.
+    """Return the family that can read the ``transformers`` model with this ``config.json``.
 
     Raises:
-        ConfigurationError: none does.
+        ConfigurationError: no family can.
     """
     kind = values.get("model_type")
     readers = {known: found for found in families() if found.weights for known in found.weights.kinds}
@@ -155,6 +155,6 @@ PACKAGE = __name__.rpartition(".")[0]
 
 
 def _folders() -> list[str]:
-    """Folders beside this one: those with a plan are families."""
+    """List the families' folders, which are those beside this one with a plan."""
     here = Path(__file__).parent.parent
     return [found.name for found in pkgutil.iter_modules([str(here)]) if (here / found.name / "plan.py").is_file()]

@@ -1,4 +1,4 @@
-"""The Lightning module of a model family: its configuration bound to data, checkpoints and Adam."""
+"""The LightningModule of a model family: connects its configuration with data, checkpoints and Adam."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ IGNORED = -100
 
 
 class FamilyConfig(Protocol):
-    """What every family's configuration states."""
+    """The part that all families' configurations have."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids."""
+        """Number of token ids."""
 
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence the model takes."""
+        """Length of the longest sequence of the model, in tokens."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested values."""
+        """Return plain nested values."""
 
 
 ConfigT = TypeVar("ConfigT", bound=FamilyConfig)
 
 
 class FamilyModule(MegalightModule, Generic[ConfigT]):
-    """A module whose model follows from a configuration: its checkpoints say which model they hold, and data and
-    checkpoints of another are refused.
+    """A LightningModule that builds its model from a configuration.
+
+    It writes the configuration to checkpoints, and refuses data and checkpoints that do not fit it.
 
     Args:
-        config: the model, or the name of one of the family's presets; None: that of ``weights``.
-        optimizer: Adam's settings, parameter groups and learning-rate schedule.
-        seed: of the initial weights.
-        weights: a checkpoint, or a folder of ``transformers``, to start from; None: weights are drawn. When a run
-            resumes, its own checkpoint takes their place.
+        config: the model, or the name of a preset of the family. None: the configuration in ``weights``.
+        optimizer: settings of Adam, parameter groups and learning-rate schedule.
+        seed: seed of the initial weights.
+        weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights. A run that
+            resumes reads its own checkpoint instead.
 
     Attributes:
-        family: name of the family in checkpoints.
+        family: the family's name in checkpoints.
 
     Raises:
         ConfigurationError: neither ``config`` nor ``weights`` is given, or the folder holds a model of another family.
-        CheckpointError: ``config`` is to be read from a folder that is not there.
+        CheckpointError: ``config`` is None and the folder ``weights`` does not exist.
     """
 
     family: ClassVar[str]
@@ -89,13 +90,13 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         return found
 
     def initial_weights(self) -> Source | None:
-        """The folder that was given as ``weights``."""
+        """Return the folder ``weights`` as a source."""
         if self.weights is None:
             return None
         return initial_source(self.weights, family(self.family), self.config)
 
     def build_model(self) -> nn.Module:
-        """The whole model on one device."""
+        """Build the whole model for one device."""
         return family(self.family).model(self.config)
 
     def setup(self, stage: str) -> None:
@@ -103,10 +104,10 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self.check_data(getattr(self.trainer, "datamodule", None))
 
     def check_data(self, datamodule: Any) -> None:
-        """Refuse data that the model cannot take. ``MegatronStrategy`` asks before it starts processes.
+        """Refuse data that does not fit the model. ``MegatronStrategy`` calls this before it starts processes.
 
         Raises:
-            DataError: sequences too long for the model, or a tokenizer with more tokens than its vocabulary.
+            DataError: sequences are too long for the model, or the tokenizer has more tokens than the vocabulary.
         """
         length = getattr(datamodule, "sequence_length", None)
         if length is not None and length > self.config.max_sequence_length:
@@ -122,11 +123,12 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             )
 
     def configure_optimizers(self) -> Any:
-        """Adam and its schedule, stepped once per optimizer step.
+        """Make Adam and its schedule, which advances once per optimizer step.
 
-        A schedule that must know the length of the run takes the trainer's ``max_steps``, or its own ``steps``. (Not
-        ``estimated_stepping_batches``: it would start the data before a checkpoint says where to.)
+        A schedule that needs the length of the run uses the trainer's ``max_steps`` or its own ``steps``. We do not use
+        ``estimated_stepping_batches``: it would create the data loader before the checkpoint restores its position.
         """
+        # a pipeline stage has only some parameters, so a rule without a match is no mistake there
         part = getattr(self.trainer.strategy, "pipeline_parallel", 1) > 1
         optimizer, scheduler = self.optimizer.build(self.named_parameters(), self.trainer.max_steps, part)
         if scheduler is None:
@@ -138,7 +140,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self.optimizer.check((f"model.{name}", parameter) for name, parameter in model.named_parameters())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write what the model is, so that a checkpoint can be used without its recipe."""
+        """Write family, configuration and transforms, so that the checkpoint can be used without its recipe."""
         checkpoint["model"] = {
             "family": self.family,
             "config": self.config.to_dict(),
@@ -147,14 +149,14 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the checkpoint is of this model."""
+        """Check that the checkpoint belongs to this model."""
         self.check_checkpoint(checkpoint)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model. ``MegatronStrategy`` asks before it starts processes.
+        """Refuse the checkpoint of another model. ``MegatronStrategy`` calls this before it starts processes.
 
         Raises:
-            CheckpointError: names the settings that differ, or the other family.
+            CheckpointError: the model differs. The message names the differing settings, or the other family.
         """
         described = checkpoint.get("model", {})
         found, family = described.get("config"), described.get("family", self.family)
@@ -173,7 +175,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self._take_transforms(rebuild(described.get("transforms", [])))
 
     def _take_transforms(self, found: list[ModelTransform]) -> None:
-        """Take over what the checkpoint's model has, where this module has none and its model has no values yet."""
+        """Use the checkpoint's transforms if this module has none and its model has no values yet."""
         if found == self.transforms:
             return
         if self.transforms or (self.model is not None and not all(p.is_meta for p in self.model.parameters())):
@@ -188,7 +190,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
 
 def pack(rows: Tensor, sequences: PackedSequences, filler: int) -> Tensor:
-    """Rows ``[b, s]``, or tokens end to end already, as ``[T]``, with ``filler`` in the dummy sequence."""
+    """Flatten rows ``[b, s]``, or packed ``[tokens]``, to ``[T]``, with ``filler`` in the dummy sequence of padding."""
     flat = rows.reshape(-1)
     missing = sequences.num_tokens - len(flat)
     return F.pad(flat, (0, missing), value=filler) if missing else flat

@@ -32,7 +32,7 @@ register(
 
 
 def __getattr__(name: str) -> Any:
-    """``GPTModule`` on first use: it brings Lightning, which the model itself does without."""
+    """Import ``GPTModule`` on first use, because it imports Lightning and the model itself does not need it."""
     if name == "GPTModule":
         return FAMILIES["gpt"].module()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

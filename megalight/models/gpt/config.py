@@ -1,4 +1,4 @@
-"""What a GPT is: sizes and choices, checked when made."""
+"""The configuration of a GPT: sizes and options, checked when it is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalight.nn.mlp import is_gated
 from megalight.ops.rotary import RotaryScaling
 
 MIXERS = ("attention", "conv")
-"""How a layer may mix tokens."""
+"""The mixers that a layer can have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class NormConfig:
 
     Attributes:
         kind: ``rms`` or ``layer`` (with bias).
-        eps: added to the mean square.
+        eps: added to the mean square (``rms``) or the variance (``layer``).
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -34,14 +34,14 @@ class NormConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig:
-    """How the model knows where a token is.
+    """How the model encodes positions.
 
     Attributes:
         kind: ``rope`` (rotary), ``learned`` (an embedding per position) or ``none``.
-        base: the slowest rotary pair turns once in about ``2 pi base`` tokens.
-        scaling: how rotary frequencies are stretched for contexts longer than those first trained on.
-        fraction: of a head's features that turn.
-        interleaved: rotary pairs are neighbours instead of half a head apart.
+        base: the slowest rotary pair has a wavelength of about ``2 pi base`` tokens.
+        scaling: how rotary frequencies are scaled for contexts longer than in the first training.
+        fraction: fraction of a head's features that are rotated.
+        interleaved: whether the features of a rotary pair are neighbours instead of half a head apart.
     """
 
     kind: Literal["rope", "learned", "none"] = "rope"
@@ -58,16 +58,16 @@ class PositionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What attention does beside the plain form.
+    """Options of attention.
 
     Attributes:
-        qkv_bias: biases in the projection to queries, keys and values.
-        proj_bias: a bias in the projection back.
-        qk_norm: normalise each query and key head's features.
-        scale: of the scores; None is ``1 / sqrt(head_dim)``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
-        window: in windowed layers, how many tokens before itself a token may see; None: no layer is windowed.
-        window_pattern: which layers are windowed, repeated over the depth: ``[true, false]`` is every other one.
+        qkv_bias: whether the projection to queries, keys and values has biases.
+        proj_bias: whether the projection back has a bias.
+        qk_norm: whether to normalise the features of each query and key head.
+        scale: factor of the scores. None means ``1 / sqrt(head_dim)``.
+        softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
+        window: how many earlier tokens a token sees in layers with a window. None: no layer has a window.
+        window_pattern: which layers have a window, repeated over the depth: ``[true, false]`` means every other layer.
     """
 
     qkv_bias: bool = False
@@ -94,13 +94,13 @@ class AttentionConfig:
         )
 
     def window_of(self, layer: int) -> int | None:
-        """The window of a layer by its index, or None."""
+        """Return the window of the layer with this index, or None."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """Which implementation each op uses; ``auto`` takes the best that can serve (``megalight doctor`` lists them)."""
+    """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them)."""
 
     attention: str = "auto"
     norm: str = "auto"
@@ -114,19 +114,19 @@ class GPTConfig(ModelConfig):
     """A decoder-only language model.
 
     Attributes:
-        num_kv_heads: key-value heads; 0: as many as query heads.
-        head_dim: features per head; 0: ``hidden_size / num_heads``.
+        num_kv_heads: number of key-value heads. 0 means as many as query heads.
+        head_dim: features per head. 0 means ``hidden_size / num_heads``.
         activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
-        mlp_bias: biases in the MLP.
-        tie_embeddings: the head's weight is the word embedding's.
-        embedding_multiplier: scales the word embedding.
-        mixer_pattern: how layers mix tokens, repeated over the depth: ``attention``, or ``conv`` (a gated short
-            convolution). ``[conv, conv, attention]`` is two of one kind and then one of the other.
-        conv_kernel: tokens that a convolution sees.
-        logit_softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them.
+        mlp_bias: whether the MLP has biases.
+        tie_embeddings: whether the head and the word embedding share one weight.
+        embedding_multiplier: factor of the word embedding.
+        mixer_pattern: the mixers of the layers, repeated over the depth: ``attention``, or ``conv`` (a gated short
+            convolution). ``[conv, conv, attention]`` means two layers with ``conv``, then one with ``attention``.
+        conv_kernel: number of tokens that a convolution sees.
+        logit_softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
 
     Raises:
-        ConfigurationError: sizes that do not divide, values out of range.
+        ConfigurationError: sizes do not divide, or a value is out of range.
     """
 
     num_kv_heads: int = 0
@@ -176,10 +176,10 @@ class GPTConfig(ModelConfig):
         require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
 
     def mixer_of(self, layer: int) -> str:
-        """How a layer mixes tokens, by its index."""
+        """Return the name of the mixer of the layer with this index."""
         return self.mixer_pattern[layer % len(self.mixer_pattern)]
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that turn: an even number."""
+        """Number of features of a head that are rotated. It is even."""
         return int(self.head_dim * self.position.fraction) // 2 * 2

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of a GPT, from its configuration alone."""
+"""Numbers of parameters and floating-point operations of a GPT, computed from its configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _norm_parameters(config: GPTConfig, size: int) -> int:
 
 
 def _matmul_parameters(config: GPTConfig) -> int:
-    """Weights of all layers' projections and convolutions."""
+    """Return the number of weights in the projections and convolutions of all layers."""
     h = config.hidden_size
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = h * (qkv_size + config.num_heads * config.head_dim)
@@ -21,7 +21,7 @@ def _matmul_parameters(config: GPTConfig) -> int:
 
 
 def _vector_parameters(config: GPTConfig) -> int:
-    """Norm weights and biases of all layers."""
+    """Return the number of norm weights and biases in all layers."""
     norms = 2 * _norm_parameters(config, config.hidden_size)
     attention = 0
     if config.attention.qk_norm:
@@ -41,7 +41,7 @@ def _attention_layers(config: GPTConfig) -> list[int]:
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """All parameters; a tied weight counts once."""
+    """Return the number of all parameters. A tied weight counts once."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     if config.position.kind == "learned":
         tables += config.max_sequence_length * config.hidden_size
@@ -50,11 +50,11 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward, per token, in sequences of ``sequence_length`` tokens.
+    """Return floating-point operations of forward and backward per token, in sequences of ``sequence_length`` tokens.
 
-    Six per weight of projections, convolutions and the head (the embedding is a look-up), and for attention twelve per
-    query feature and visible key: half of the sequence on average under the causal mask, less under a window.
-    Recomputation is not counted.
+    Each weight of projections, convolutions and the head counts six operations. Attention counts twelve for each query
+    feature and visible key: with a causal mask, half of the sequence on average; with a window, less. Not counted: the
+    embedding (a look-up) and recomputation.
     """
     matmul = _matmul_parameters(config) + config.vocab_size * config.hidden_size
     windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
@@ -63,7 +63,7 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
 
 
 def _mean_visible_keys(length: int, window: int | None) -> float:
-    """Keys that a causal query sees, averaged over the sequence, to leading order."""
+    """Return how many keys a causal query sees, averaged over the sequence, to leading order."""
     if window is None or window >= length:
         return length / 2
     return window - window**2 / (2 * length)

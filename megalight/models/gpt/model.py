@@ -31,17 +31,17 @@ from megalight.nn import (
 from megalight.types import PackedSequences
 
 ROTARY = "rotary"
-"""Name of the rotary table in the layers' context."""
+"""Name of the rotary table in the context of the layers."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a GPT, or a part of one, hands on: exactly one of the three.
+    """The output of a GPT or of a part of it. Exactly one of the three is set.
 
     Attributes:
-        hidden: ``[T, h]``, of a part without the head.
-        losses: ``[T]``, where labels were given.
-        logits: ``[T, V]``, where not.
+        hidden: ``[T, h]``, if this part has no head.
+        losses: ``[T]``, if labels are given.
+        logits: ``[T, V]``, if no labels are given.
     """
 
     hidden: Tensor | None = None
@@ -50,13 +50,13 @@ class Output:
 
 
 def build_norm(config: GPTConfig, size: int) -> nn.Module:
-    """The configured norm over ``size`` features."""
+    """Build the configured norm over ``size`` features."""
     kind = RMSNorm if config.norm.kind == "rms" else LayerNorm
     return kind(size, config.norm.eps, backend=config.backends.norm)
 
 
 def build_attention(config: GPTConfig, index: int) -> Attention:
-    """The attention of the layer at a global index."""
+    """Build the attention of the layer with this global index."""
     inner = InnerAttention(
         scale=config.attention.scale,
         window=config.attention.window_of(index),
@@ -81,16 +81,16 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
 
 
 def build_conv(config: GPTConfig, index: int) -> ShortConv:
-    """The convolution of a layer; all are alike."""
+    """Build the convolution of a layer. All convolutions are the same."""
     return ShortConv(config.hidden_size, config.conv_kernel, std=config.init.std, proj_std=config.residual_std)
 
 
 MIXERS: dict[str, Callable[[GPTConfig, int], nn.Module]] = {"attention": build_attention, "conv": build_conv}
-"""Name in ``mixer_pattern``, which is also the module's in the layer -> how it is made for the layer at an index."""
+"""Name in ``mixer_pattern``, also of the layer's submodule -> function that builds the mixer of a layer index."""
 
 
 def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
-    """The layer at a global index."""
+    """Build the layer with this global index."""
     name = config.mixer_of(index)
     mlp = MLP(
         config.hidden_size,
@@ -107,7 +107,7 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
 
 
 def build_embedding(config: GPTConfig) -> TokenEmbedding:
-    """Word and, where configured, position embedding."""
+    """Build the embedding of words and, if configured, of positions."""
     word = Embedding(config.vocab_size, config.hidden_size, config.init.std)
     learned = config.position.kind == "learned"
     position = Embedding(config.max_sequence_length, config.hidden_size, config.init.std) if learned else None
@@ -115,7 +115,7 @@ def build_embedding(config: GPTConfig) -> TokenEmbedding:
 
 
 def build_rotary(config: GPTConfig) -> Rotary | None:
-    """Rotary angles, where configured."""
+    """Build the rotary embedding, if configured."""
     if config.position.kind != "rope":
         return None
     position = config.position
@@ -129,7 +129,7 @@ def build_rotary(config: GPTConfig) -> Rotary | None:
 
 
 def build_head(config: GPTConfig) -> LMHead:
-    """Final norm and output layer."""
+    """Build the final norm and the output layer."""
     output_layer = Linear(config.hidden_size, config.vocab_size, std=config.init.std)
     return LMHead(
         build_norm(config, config.hidden_size),
@@ -140,15 +140,15 @@ def build_head(config: GPTConfig) -> LMHead:
 
 
 class GPT(nn.Module):
-    """A decoder-only language model. Parameters hold no values until they are initialised or loaded.
+    """A decoder-only language model. Parameters have no values until they are initialised or loaded.
 
-    A model may be cut: without ``embed`` it takes hidden states, without ``head`` it gives them, and ``layers`` keeps
-    the global indices of those it has.
+    It may be a part of a model: without ``embed`` its input is hidden states, without ``head`` its output is hidden
+    states, and ``layers`` keeps the global indices of its layers.
 
     Attributes:
-        embed: token ids to hidden states, or None.
-        layers: transformer layers by global index, as strings, in order.
-        head: hidden states to losses or logits, or None.
+        embed: from token ids to hidden states, or None.
+        layers: transformer layers in order, by global index as a string.
+        head: from hidden states to losses or logits, or None.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -162,7 +162,7 @@ class GPT(nn.Module):
             self.head.output_layer.weight = self.embed.word.weight
 
     def context(self, sequences: PackedSequences, dtype: torch.dtype) -> LayerContext:
-        """What the layers share, for hidden states of ``dtype``."""
+        """Make the context that the layers share, for hidden states of ``dtype``."""
         if self.rotary is None:
             return LayerContext(sequences)
         return LayerContext(sequences, {ROTARY: self.rotary(sequences.positions, dtype)})
@@ -176,18 +176,18 @@ class GPT(nn.Module):
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
     ) -> Output:
-        """Run the parts that are there.
+        """Run the parts that this model has.
 
         Args:
-            tokens: ``[T]`` ids; read by ``embed``.
+            tokens: ``[T]`` ids, the input of ``embed``.
             sequences: how the tokens divide into sequences.
-            labels: ``[T]`` ids that follow; given, the head answers with losses.
-            hidden: ``[T, h]``, for a model without ``embed``.
-            states: what each layer keeps of earlier tokens (see :mod:`megalight.inference.cache`); None: all are here.
-            rows: ``[N]`` indices of the tokens whose losses or logits are wanted; None: of all.
+            labels: ``[T]``, the id that follows each token. With labels, the head returns losses.
+            hidden: ``[T, h]``, the input of a model without ``embed``.
+            states: the state of each layer (see :mod:`megalight.inference.cache`). None if there are no earlier tokens.
+            rows: ``[N]`` indices of the tokens for which to compute losses or logits. None means all tokens.
 
         Raises:
-            DataError: a sequence longer than ``max_sequence_length``, or the input that this part reads is missing.
+            DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
         """
         check_length(sequences, self.config.max_sequence_length)
         if self.embed is not None:

@@ -15,14 +15,14 @@ from megalight.types import Loss, TokenBatch
 
 
 class GPTModule(FamilyModule[GPTConfig]):
-    """Next-token training of a GPT on :class:`~megalight.types.TokenBatch`.
+    """Trains a GPT to predict the next token, with :class:`~megalight.types.TokenBatch`.
 
     Args:
         config: the model, or the name of a preset (``llama3_8b``; see :mod:`megalight.models.gpt.presets`);
-            None: that of ``weights``.
-        optimizer: Adam's settings, parameter groups and learning-rate schedule.
-        seed: of the initial weights.
-        weights: a checkpoint, or a folder of ``transformers``, to start from; None: weights are drawn.
+            None: the configuration in ``weights``.
+        optimizer: settings of Adam, parameter groups and learning-rate schedule.
+        seed: seed of the initial weights.
+        weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
     """
 
     family = "gpt"
@@ -37,7 +37,7 @@ class GPTModule(FamilyModule[GPTConfig]):
         super().__init__(config, optimizer, seed, weights)
 
     def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
-        """``[b, s]`` tokens (or the carry's ``hidden [T, h]``) to ``hidden``, or on the last chunk ``losses [T]``."""
+        """From tokens ``[b, s]`` or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses [T]``."""
         sequences = batch.sequences.pad_to(self.token_multiple)
         labels = batch.labels.masked_fill(batch.loss_mask == 0, IGNORED)
         output = model(
@@ -49,18 +49,18 @@ class GPTModule(FamilyModule[GPTConfig]):
         return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
 
     def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
-        """Cross entropy in nats, summed over the tokens that the loss mask lets count."""
+        """Return the cross entropy in nats, summed over the tokens with loss mask 1."""
         mask = batch.loss_mask.reshape(-1)
         return Loss(sum=(carry["losses"][: mask.numel()] * mask).sum())
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
-        """Tokens that the loss mask lets count."""
+        """Count the tokens with loss mask 1."""
         return batch.loss_mask.sum()
 
     def output_step(self, carry: Carry, batch: TokenBatch) -> Tensor:
-        """``[b, s]`` cross entropy of each label, in nats; 0 where the loss mask is 0."""
+        """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""
         return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Forward and backward, by the rule of :func:`megalight.models.gpt.flops.flops_per_token`."""
+        """Return operations of forward and backward; see :func:`megalight.models.gpt.flops.flops_per_token`."""
         return float(flops_per_token(self.config, sequence_length))

@@ -1,4 +1,4 @@
-"""How a GPT splits."""
+"""The parallel plan of GPT: how its modules are split."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ RULES = Plan(
         InnerAttention: (ContextRegion(), Dropout(split=True)),
     }
 )
-"""Rules for every member of the family; a member lacks some of the modules."""
+"""Rules for all models of the family. A model may lack some of these modules."""
 
 
 def gpt_plan(model: nn.Module) -> Plan:
-    """The plan of one GPT, or of a part of one, or of a module that contains one."""
+    """Return the plan of a GPT, of a part of it, or of a module that contains one."""
     return RULES.only(name for name, _ in model.named_modules())

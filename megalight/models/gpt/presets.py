@@ -7,20 +7,20 @@ from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry
 
 PRESETS: Registry[GPTConfig] = Registry("GPT preset")
-"""Name -> configuration. Other packages may add theirs."""
+"""Name -> configuration. Other packages can add their own."""
 
 
 def preset(name: str) -> GPTConfig:
-    """The configuration of a published model.
+    """Return the configuration of a published model.
 
     Raises:
-        MegalightError: no such preset; the message lists the known ones.
+        MegalightError: no such preset. The message lists the known ones.
     """
     return PRESETS[name]
 
 
 def gpt2(num_layers: int, hidden_size: int, num_heads: int) -> GPTConfig:
-    """GPT-2 (https://huggingface.co/openai-community/gpt2) in one of its sizes; without its dropout of 0.1."""
+    """Configure GPT-2 (https://huggingface.co/openai-community/gpt2) in one of its sizes, without dropout (0.1)."""
     return GPTConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -45,7 +45,7 @@ def llama3(
     tie_embeddings: bool = False,
     rotary_factor: float = 8.0,
 ) -> GPTConfig:
-    """Llama 3.1 and 3.2 (https://huggingface.co/meta-llama) in one of their sizes: 8 key-value heads, 131072 tokens."""
+    """Configure Llama 3.1 or 3.2 (https://huggingface.co/meta-llama): 8 key-value heads, 131072 tokens."""
     return GPTConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -63,7 +63,7 @@ def llama3(
 def qwen3(
     num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int, *, tie_embeddings: bool = False
 ) -> GPTConfig:
-    """Qwen3 (https://huggingface.co/Qwen) in one of its dense sizes: 8 key-value heads of 128 features, QK-norm."""
+    """Configure a dense Qwen3 (https://huggingface.co/Qwen): 8 key-value heads of 128 features, QK-norm."""
     return GPTConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,

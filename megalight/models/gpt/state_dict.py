@@ -1,6 +1,6 @@
-"""Weights and configurations of ``transformers`` models (Llama, Qwen2, Qwen3, GPT-2), to ours and back.
+"""Conversion of weights and configurations from ``transformers`` (Llama, Qwen2, Qwen3, GPT-2) to ours and back.
 
-Ours are canonical names: ``layers.0.attention.q.weight``, not the fused ``qkv``.
+Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LLAMA = {
     "head.norm": "model.norm",
     "head.output_layer": "lm_head",
 }
-"""Our module to that of Llama and Qwen; ``N`` is a layer's index."""
+"""Our module -> the module of Llama and Qwen. ``N`` stands for a layer's index."""
 
 GPT2 = {
     "embed.word": "transformer.wte",
@@ -46,11 +46,11 @@ GPT2_TRANSPOSED = {
     "layers.N.mlp.up": "transformer.h.N.mlp.c_fc",
     "layers.N.mlp.down": "transformer.h.N.mlp.c_proj",
 }
-"""GPT-2 keeps these weights as ``[in, out]``, as it does its queries, keys and values, which are one tensor."""
+"""Weights that GPT-2 stores as ``[in, out]``. So is its fused tensor of queries, keys and values."""
 
 
 def weight_map(config: GPTConfig) -> WeightMap:
-    """Where the tensors of a model lie in ``transformers``."""
+    """Return where ``transformers`` keeps the tensors of a model."""
     tied = config.tie_embeddings
     if config.position.kind != "learned":
         return WeightMap(
@@ -76,28 +76,28 @@ PLAIN = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gel
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Canonical tensors under the names and in the shapes of ``transformers``. A tied head is left out, as there.
+    """Convert canonical tensors to names and shapes of ``transformers``, which does not store a tied head.
 
     Raises:
-        CheckpointError: a tensor that such models do not have.
+        CheckpointError: there is a tensor that such models do not have.
     """
     return weight_map(config).write(tensors)
 
 
 def from_transformers(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """The canonical tensors of a ``transformers`` state dict.
+    """Convert a ``transformers`` state dict to canonical tensors.
 
     Raises:
-        CheckpointError: a tensor that such models do not have.
+        CheckpointError: there is a tensor that such models do not have.
     """
     return weight_map(config).read(tensors)
 
 
 def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
-    """The configuration that a ``transformers`` model's ``config.json`` describes.
+    """Convert the ``config.json`` of a ``transformers`` model to our configuration.
 
     Raises:
-        ConfigurationError: a model type or option that has no counterpart here.
+        ConfigurationError: the model type or an option is not supported here.
     """
     kind = values.get("model_type")
     if kind not in READERS:
@@ -106,7 +106,7 @@ def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def _llama(values: Mapping[str, Any]) -> GPTConfig:
-    """Llama, Qwen2 and Qwen3: one architecture with other biases and norms."""
+    """Convert Llama, Qwen2 and Qwen3. They differ only in biases and norms."""
     bias = bool(values.get("attention_bias", False))
     kind = values["model_type"]
     window, pattern = _window(values)
@@ -177,7 +177,7 @@ def _activation(name: str, known: Mapping[str, str]) -> str:
 
 
 def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
-    """Their window counts the token itself, ours does not."""
+    """Convert the window. Theirs counts the token itself, ours does not."""
     kinds = tuple(kind == "sliding_attention" for kind in values.get("layer_types") or ())
     if not any(kinds):
         return None, (True,)

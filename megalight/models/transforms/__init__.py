@@ -1,4 +1,4 @@
-"""Transforms of models, and how checkpoints record them: by registered name and plain values, never an import path."""
+"""Transforms of models. Checkpoints record them by registered name and plain values, never by an import path."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megalight.parallel.transform import TRANSFORMS, ModelTransform
 
 
 def describe(transforms: Iterable[ModelTransform]) -> list[dict[str, Any]]:
-    """Transforms as plain values, fit for JSON."""
+    """Convert transforms to plain values for JSON."""
     return [{"name": transform.name, "values": to_plain(transform)} for transform in transforms]
 
 
 def rebuild(described: Iterable[Mapping[str, Any]]) -> list[ModelTransform]:
-    """The transforms that :func:`describe` described.
+    """Make the transforms from the values of :func:`describe`.
 
     Raises:
-        MegalightError: an unknown name; the message lists the known ones.
-        ConfigurationError: values that the transform does not know.
+        MegalightError: a name is unknown. The message lists the known ones.
+        ConfigurationError: the transform does not have these settings.
     """
     return [from_plain(TRANSFORMS[entry["name"]], entry["values"]) for entry in described]

@@ -19,20 +19,20 @@ from megalight.parallel.transform import ModelTransform, register
 @register
 @dataclass(frozen=True)
 class LoRA(ModelTransform):
-    """Freezes a model and gives linear layers ``y = x W^T + alpha / rank * dropout(x) A^T B^T``.
+    """Freezes a model and changes linear layers to ``y = x W^T + alpha / rank * dropout(x) A^T B^T``.
 
-    ``A [rank, in]`` is drawn, ``B [out, rank]`` begins at 0. A fused layer has a pair for each section (q, k, v; gate,
-    up); where several of its sections are adapted, they share one dropout mask.
+    The initial ``A [rank, in]`` is random, the initial ``B [out, rank]`` is 0. A fused layer has a pair for each
+    section (q, k, v; gate, up). All adapted sections of a layer share one dropout mask.
 
     Args:
-        rank: of the updates.
-        targets: globs over the names of linear layers or sections, whole (``layers.*.attention.q``) or their ends
-            (``attention.q``, ``q``). Default: all in the transformer layers.
-        alpha: the update is scaled by ``alpha / rank``.
-        dropout: probability of dropping an input feature of an adapter while training.
+        rank: rank of the updates.
+        targets: globs that match full names of linear layers or sections (``layers.*.attention.q``) or the ends of
+            names (``attention.q``, ``q``). Default: all linear layers in the transformer layers.
+        alpha: the update is multiplied by ``alpha / rank``.
+        dropout: probability of dropping an input feature of an adapter in training.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
     """
 
     name: ClassVar[str] = "lora"
@@ -56,10 +56,11 @@ class LoRA(ModelTransform):
             raise ConfigurationError(f"dropout={self.dropout}; it must be at least 0 and below 1.")
 
     def change(self, model: nn.Module) -> None:
-        """Freeze all parameters and add the adapters. Styles split them with their layers, so no rule is added.
+        """Freeze all parameters and add the adapters. Styles split adapters with their layers, so no rule is needed.
 
         Raises:
-            ConfigurationError: a target matches no linear layer, the rank is too large for one, or one is adapted.
+            ConfigurationError: a target matches no linear layer, the rank is too large for a layer, or a layer has an
+                adapter already.
         """
         layers = dict(_linear_layers(model))
         names = [name for sections in layers.values() for name in sections]
@@ -94,10 +95,10 @@ class LoRA(ModelTransform):
 
 @torch.no_grad()
 def merge(model: nn.Module) -> int:
-    """Add the adapters of a one-device model to the weights of their layers, in float32 or wider, and remove them.
+    """Add the adapters of a one-device model to their layers' weights and remove them. It sums in float32 or wider.
 
     Returns:
-        how many layers had one.
+        the number of layers that had an adapter.
     """
     count = 0
     for module in list(model.modules()):
@@ -111,7 +112,7 @@ def merge(model: nn.Module) -> int:
 
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """``W + scale * B A`` of each section, in ``weight``'s type, rounded once."""
+    """Return ``W + scale * B A`` of each section. The sum is rounded once, to the dtype of ``weight``."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     downs, ups = iter(adapter.A.split(adapter.width)), iter(adapter.B.split(adapter.sizes))  # type: ignore[no-untyped-call]
     parts = [
@@ -122,7 +123,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Path of each linear layer -> full names of its sections, or its own."""
+    """Yield the path of each linear layer, and the full names of its sections or its own name."""
     for path, module in model.named_modules():
         if isinstance(module, Linear | nn.Linear):
             around = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Checkpoints with adapters, as checkpoints of plain models."""
+"""Merge adapters: turn a checkpoint with adapters into a checkpoint of a plain model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from megalight.models.transforms import describe, rebuild
 from megalight.models.transforms.lora import LoRA, merge
 
 RUN = ("optimizer", "callbacks", "lr_schedulers")
-"""Entries of a checkpoint that belong to the run which trained the adapters."""
+"""Entries of a checkpoint about the run that trained the adapters. The result does not have them."""
 
 
 def merge_checkpoint(
     path: str | os.PathLike[str], output: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
 ) -> int:
-    """Write the model of a checkpoint with its adapters added to the weights of their layers.
+    """Write a checkpoint's model with its adapters added to the weights of their layers.
 
-    The result holds weights only: it can be generated from, evaluated, and fine-tuned again.
+    The result holds only weights. Use it to generate, to evaluate, or to fine-tune again.
 
     Args:
         path: the checkpoint.
         output: the folder to write.
-        base: the weights that training began with, for a checkpoint that holds adapters alone.
+        base: the initial weights of the training, for a checkpoint that holds only adapters.
 
     Returns:
-        how many linear layers had an adapter.
+        the number of linear layers that had an adapter.
 
     Raises:
-        CheckpointError: torn, without adapters, or ``base`` is missing.
+        CheckpointError: the checkpoint is incomplete or has no adapters, or ``base`` is missing.
     """
     opened = checkpoint.open(path)
     described = description(opened)
