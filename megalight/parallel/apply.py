@@ -1,4 +1,4 @@
-"""Make a one-device model parallel, by its plan."""
+"""Split a one-device model in place, by its plan."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ def parallelize(
     tensor: TensorOptions | None = None,
     prefix: str = "",
 ) -> dict[str, ShardSpec]:
-    """Split a one-device model in place: its layers over the ``tp`` axis of a mesh, attention over ``cp``, experts
-    over ``ep``.
+    """Split a one-device model in place: its layers over ``tp``, attention over ``cp``, experts over ``ep``.
 
-    Modules that the plan names are replaced by parallel ones under the same name, whose parameters, under the same
-    names again, hold this rank's part. Real values are sliced; meta parameters stay meta.
+    Modules that the plan names are replaced by parallel ones with the same name. Their parameters also keep their
+    names, and hold this rank's part. Real values are sliced; meta parameters stay meta.
 
     Args:
-        model: on the meta device or with values; equal on all ranks.
-        plan: how its modules split. Modules that no rule matches are replicated.
-        mesh: the grid of ranks.
-        sequence_parallel: hidden states between split layers hold a share of the tokens each; token counts must then
-            be multiples of ``tp``.
-        context: which kind of attention its layers use under context parallelism; None is ``auto``.
+        model: on the meta device or with values, which must be equal on all ranks.
+        plan: how its modules are split. Modules that no rule matches are replicated.
+        mesh: the mesh of ranks.
+        sequence_parallel: each rank holds a share of the tokens of hidden states between split layers; token counts
+            must then be multiples of ``tp``.
+        context: the kind of attention that its layers use under context parallelism; None is ``auto``.
         tensor: how its split layers hide their communication; None is ``auto``.
         prefix: put before every canonical name.
 
     Returns:
-        name of each parameter and persistent buffer -> what part of which canonical tensors it holds. A tied
-        parameter appears once, under its first name.
+        name of each parameter and persistent buffer -> the parts of canonical tensors that it holds. A tied parameter
+        appears once, under its first name.
 
     Raises:
-        LayoutError: the model is parallel already; something does not divide; a pattern matches nothing; a style does
-            not fit its module; under sequence parallelism, a module with parameters has no rule; under context
-            parallelism, the plan names no attention, or a kind cannot serve a layer; with ``ep``, it names no experts;
-            options of ``tensor`` that cannot act.
+        LayoutError: the model is parallel already; a size is not divisible; a pattern matches nothing; a style does not
+            fit its module; under sequence parallelism, a module with parameters has no rule; under context parallelism,
+            the plan names no attention, or a kind cannot serve a layer; with ``ep``, it names no experts; options of
+            ``tensor`` have no effect.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -95,7 +94,7 @@ def parallelize(
 
 
 def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
-    """Some attention looks at all shares, and what the options say of it matches something."""
+    """Check that the plan names attention for ``cp``, and that the context options match some of it."""
     regions = [
         name for name, module in modules.items() if any(style.axis == "cp" for style in plan.styles_of(name, module))
     ]
@@ -108,7 +107,7 @@ def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
 
 
 def _check_experts(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
-    """There are experts to divide."""
+    """Check that there are experts to divide over ``ep``."""
     divided = any(style.axis == "ep" for name, module in modules.items() for style in plan.styles_of(name, module))
     if shared.mesh.ep > 1 and not divided:
         raise LayoutError(
@@ -118,17 +117,17 @@ def _check_experts(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
 
 
 def _check_tensor(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
-    """What the options say of split layers acts on some."""
+    """Check that the tensor options have an effect on some split layers."""
     split = [name for name, module in modules.items() if any(style.overlaps for style in plan.styles_of(name, module))]
     if shared.mesh.tp > 1:
         shared.tensor.check(split, shared.mesh.tp, shared.sequence_parallel)
 
 
 def check_overlap(model: nn.Module, device: torch.device) -> None:
-    """Refuse, before a parallel model runs on ``device``, ways to overlap that cannot serve one of its layers.
+    """Raise, before a parallel model runs on ``device``, if an overlap backend cannot serve one of its layers.
 
     Raises:
-        LayoutError: names the layer, and says why of each way.
+        LayoutError: names the layer, and gives the reason of each backend.
     """
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear) and module.shared.mesh.tp > 1:
@@ -137,7 +136,7 @@ def check_overlap(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def whole_tokens(model: nn.Module) -> Iterator[None]:
-    """Sequence parallelism is off inside the context: for decoding, where tokens are few and need not divide."""
+    """Switch sequence parallelism off inside the context: for decoding, where there are few tokens of any number."""
     candidates = {id(shared): shared for module in model.modules() if (shared := getattr(module, "shared", None))}
     active = [x for x in candidates.values() if isinstance(x, Shared) and x.sequence_parallel]
     try:

@@ -1,6 +1,6 @@
-"""Collectives over one process group: plain tensors (with handles for overlap), and differentiable regions.
+"""Collectives over one process group: on plain tensors (with handles for overlap), and as differentiable regions.
 
-A group of None has one member, and everything here is then the identity. Regions come in pairs of forward and backward:
+A group of None has one member; everything here is then the identity. Regions are pairs of a forward and a backward:
 
 ================== ======================= =======================
 region             forward                 backward
@@ -14,7 +14,7 @@ region             forward                 backward
 ``all_to_all``     all-to-all              all-to-all
 ================== ======================= =======================
 
-``join`` hands the whole to ranks that all compute the same with it; ``all_gather`` to ranks that each compute a part.
+Use ``join`` if all ranks then compute the same with the whole, and ``all_gather`` if each rank computes a part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors from ranks that hold them to ranks that need them, between two layouts of the same ranks."""
+"""Send tensors from ranks that hold them to ranks that need them, between two layouts of the same ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megalight.parallel.pipeline.carry import Form
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one list of tensors. All ranks know all routes.
+    """The holders and receivers of one list of tensors. All ranks know all routes.
 
     Attributes:
-        holders: global ranks that have the tensors, all the same.
-        needers: global ranks that will have them.
+        holders: global ranks that have equal copies of the tensors.
+        needers: global ranks that need the tensors.
         form: shapes and dtypes.
     """
 
@@ -29,7 +29,7 @@ class Route:
     form: Form
 
     def source(self, needer: int) -> int:
-        """Who sends to a rank; the rank itself where it has the tensors already."""
+        """Return the rank that sends to ``needer``; ``needer`` itself if it has the tensors already."""
         if needer in self.holders:
             return needer
         return self.holders[self.needers.index(needer) % len(self.holders)]
@@ -38,17 +38,17 @@ class Route:
 def exchange(
     routes: Sequence[Route], held: Sequence[Sequence[Tensor] | None], rank: int, device: torch.device
 ) -> list[list[Tensor] | None]:
-    """Bring the tensors of every route to the ranks that need them, each message straight from a holder.
+    """Send the tensors of every route to the ranks that need them, each message directly from a holder.
 
     All ranks that any route names call this together, with the same routes.
 
     Args:
-        held: by route, the tensors of those that this rank holds.
-        rank: this one.
-        device: where tensors travel and arrive.
+        held: for each route, its tensors if this rank holds them.
+        rank: this rank.
+        device: the device from which and to which tensors are sent.
 
     Returns:
-        by route, the tensors of those that this rank needs, in the order of the form.
+        for each route, its tensors in the order of the form if this rank needs them, else None.
     """
     operations: list[P2POp] = []
     found: list[list[Tensor] | None] = []

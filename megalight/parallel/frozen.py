@@ -1,7 +1,7 @@
-"""A second model of a run on the same ranks, with a layout of its own, which is not trained: a teacher, say.
+"""A second model on the same ranks that is not trained, with its own layout: a teacher, for example.
 
-Before a step's schedule, the frozen model runs forward over all micro-batches of the step. They are divided anew over
-*its* data-parallel replicas, and what it returns goes back, in order, to the ranks that hold the micro-batches.
+The frozen model runs forward over all micro-batches of a step, before the step's schedule. They are redistributed over
+*its* data-parallel replicas, and its results go back, in order, to the ranks that hold the micro-batches.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from megalight.parallel.source import Renamed, Source
 
 
 class FrozenTask(Protocol):
-    """What a frozen model is and returns. A ``MegalightModule`` is one.
+    """The interface of a frozen model. A ``MegalightModule`` implements it.
 
     Attributes:
-        token_multiple: set to what the model's layout needs: packed token counts must be multiples of it.
+        token_multiple: set to the requirement of the model's layout: packed token counts must be multiples of it.
     """
 
     token_multiple: int
 
     def build_model(self) -> nn.Module:
-        """The one-device model, on the meta device."""
+        """Return the one-device model, on the meta device."""
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
-        """Run one chunk on one micro-batch. The last one returns the results: whole tensors, equal along ``tp``."""
+        """Run one chunk on one micro-batch. The last chunk returns the results: whole tensors, equal along ``tp``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModel:
-    """How a frozen model is declared.
+    """Declaration of a frozen model.
 
     Attributes:
         task: the model and its forward pass.
-        tensor_parallel, pipeline_parallel: its own degrees; data parallelism takes the ranks that are left.
-        options: how it is split besides; the plan of a ``MegalightModule`` is its own.
-        source: its values; None: initial values of ``seed``.
-        saved_as: what its names begin with in the source.
-        seed: see there; also of random numbers that it draws.
-        dtype: of its parameters; None: that of the run.
+        tensor_parallel, pipeline_parallel: its own degrees; data parallelism uses the remaining ranks.
+        options: further options of its split; the plan of a ``MegalightModule`` is its own.
+        source: its values; None: initial values drawn with ``seed``.
+        saved_as: the prefix of its names in the source.
+        seed: seed of initial values, and of random numbers that it draws.
+        dtype: dtype of its parameters; None: that of the run.
     """
 
     task: FrozenTask
@@ -68,23 +68,23 @@ class FrozenModel:
     dtype: torch.dtype | None = None
 
     def check(self, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> None:
-        """Refuse a layout that does not fit, before there are process groups.
+        """Raise if the layout does not fit, before there are process groups.
 
         Args:
-            mesh: of the model that is trained.
+            mesh: mesh of the trained model.
 
         Raises:
-            LayoutError: the model does not divide so; context parallelism.
+            LayoutError: a size of the model is not divisible; or there is context parallelism.
         """
         with torch.device("meta"):
             root = self.task.build_model()
         check_split(root, self.mesh(mesh), self._options(root), self.dtype or dtype, device)
 
     def mesh(self, mesh: ParallelMesh) -> ParallelMesh:
-        """The same ranks in this model's layout.
+        """Return the same ranks in this model's layout.
 
         Raises:
-            LayoutError: they do not divide so; context parallelism on either side.
+            LayoutError: the ranks are not divisible; or there is context parallelism in either model.
         """
         if mesh.cp > 1:
             raise LayoutError(
@@ -94,11 +94,11 @@ class FrozenModel:
         return ParallelMesh(mesh.world_size, mesh.global_rank, tp=self.tensor_parallel, pp=self.pipeline_parallel)
 
     def build(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> FrozenRun:
-        """The model with its values, on the ranks of the model that is trained. All of them call this together.
+        """Build the model with its values on the ranks of the trained model. All of them call this together.
 
         Args:
-            name: begins its canonical names.
-            mesh: of the model that is trained.
+            name: prefix of its canonical names.
+            mesh: mesh of the trained model.
         """
         with torch.device("meta"):
             root = self.task.build_model()
@@ -130,11 +130,11 @@ class FrozenRun:
 
     Args:
         model: in evaluation mode.
-        mesh: of the model that is trained, over the same ranks.
-        seed: of the model's random streams. They are its own: what it draws changes nothing for others.
+        mesh: mesh of the trained model, over the same ranks.
+        seed: seed of the model's random streams. They are its own, so its draws do not affect those of other models.
 
     Attributes:
-        model: held here, outside of the tree of the model that is trained.
+        model: the frozen model, which is not a submodule of the trained model.
     """
 
     def __init__(self, model: ParallelModel, task: FrozenTask, mesh: ParallelMesh, seed: int) -> None:
@@ -154,15 +154,15 @@ class FrozenRun:
         self._host: dist.ProcessGroup | None = None
         if mesh.world_size > 1:
             gloo = dist.get_backend() == "gloo"
-            # NCCL makes a group's communicator with its first collective; point-to-point messages of some ranks cannot
+            # NCCL creates a group's communicator in its first collective; messages between some ranks cannot do so.
             dist.all_reduce(torch.zeros(1, device=model.device))
             self._host = mesh.everyone if gloo else new_group(mesh.members, "frozen models", backend="gloo")
 
     def __call__(self, micro_batches: Sequence[Any]) -> list[Carry]:
-        """What the model returns for each micro-batch, in their order. All ranks call this together.
+        """Return the model's results for each micro-batch, in order. All ranks call this together.
 
         Args:
-            micro_batches: of this replica of the model that is trained; the same on all ranks of it.
+            micro_batches: those of this replica of the trained model; the same on all ranks of the replica.
         """
         homes, skeletons = self._all(micro_batches)
         share = [index * len(self._theirs) // len(skeletons) for index in range(len(skeletons))]
@@ -202,7 +202,7 @@ class FrozenRun:
             return self._executor.forward(agenda, batches, self.task.forward_step)
 
     def _all(self, micro_batches: Sequence[Any]) -> tuple[list[int], list[Any]]:
-        """Of all replicas in turn: which one a micro-batch is of, and the micro-batch with tensors on meta."""
+        """Return replica and skeleton (tensors on meta) of the micro-batches of all replicas, replica by replica."""
         skeletons = [with_tensors(b, (t.to("meta") for t in tensors_of(b))) for b in micro_batches]
         if len(self._ours) == 1:
             return [0] * len(skeletons), skeletons
@@ -212,7 +212,7 @@ class FrozenRun:
         return [home for home, _ in rows], [skeleton for _, skeleton in rows]
 
     def _forms_of(self, skeletons: Sequence[Any], share: Sequence[int], answers: Mapping[int, Carry]) -> list[Form]:
-        """The forms of all answers; those of micro-batches like earlier ones are known."""
+        """Return the forms of all results; forms for micro-batches like earlier ones are cached."""
         keys = [signature(skeleton) for skeleton in skeletons]
         unknown = [index for index, key in enumerate(keys) if key is None or key not in self._forms]
         here = {index: _form_of(answers[index]) for index in unknown if index in answers}
@@ -222,7 +222,7 @@ class FrozenRun:
         return [fresh[index] if index in fresh else self._forms[key] for index, key in enumerate(keys)]
 
     def _tell(self, value: Any) -> dict[int, Any]:
-        """What every rank tells all others, by global rank."""
+        """All-gather a value of every rank, by global rank."""
         if self._host is None:
             return {self._rank: value}
         values: list[Any] = [None] * dist.get_world_size(self._host)
@@ -231,7 +231,7 @@ class FrozenRun:
 
 
 def _replicas(mesh: ParallelMesh) -> list[tuple[int, ...]]:
-    """The global ranks of each data-parallel replica."""
+    """Return the global ranks of each data-parallel replica."""
     return [tuple(r for r in mesh.members if mesh.rank("dp", of=r) == place) for place in range(mesh.dp)]
 
 

@@ -1,8 +1,8 @@
-"""Initial values of a parallel model, equal bit for bit to the one-device model's, whatever the layout.
+"""Initial values of a parallel model, bitwise equal to the one-device model's in every layout.
 
-Modules that state ``initializers`` are drawn locally: only the tiles that this rank's pieces touch. Other modules draw
-themselves, whole and one at a time, with a generator seeded by their name, and are sliced. Everything is drawn in
-float32, so that masters may keep more than a half-precision parameter can.
+Modules with ``initializers`` are drawn locally: only the tiles that this rank's pieces touch. Other modules are drawn
+whole, one at a time, by their own methods, with a generator seeded by their name; the result is sliced. Everything is
+drawn in float32, so that masters keep more precision than a half-precision parameter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megalight.parallel.tensor.split import take
 
 
 def materialise(model: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:
-    """Move a model to ``device`` in place. What is on meta becomes NaN there; tied parameters stay tied.
+    """Move a model to ``device`` in place. Meta tensors become NaN there; tied parameters stay tied.
 
     Args:
-        memory: False: parameters on meta get a place on the device, and no memory yet.
+        memory: False: parameters on meta get the device, but no memory yet.
     """
-    device = torch.empty(0, device=device).device  # with its index
+    device = torch.empty(0, device=device).device  # adds the index of the current device
     moved: dict[int, nn.Parameter] = {}
-    kept = []  # alive until the end, so that their ids stay their own
+    kept = []  # keeps replaced parameters alive: a freed one's id could be used again
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.device == device:
@@ -48,10 +48,10 @@ def materialise(model: nn.Module, device: torch.device | str, *, memory: bool = 
 
 @torch.no_grad()
 def broadcast_values(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the parameters and buffers of rank 0: each process may have drawn its own. Meta ones stay.
+    """Copy rank 0's parameters and buffers to all ranks, as each process may have drawn its own. Meta tensors stay.
 
     Args:
-        device: on which tensors travel, one at a time.
+        device: device from which tensors are sent, one at a time.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -73,18 +73,18 @@ def initialise(
 ) -> None:
     """Give every parameter and buffer of a materialised model its initial value.
 
-    A module that cannot draw itself keeps the values that it came with.
+    A module that cannot draw its values keeps those that it had.
 
     Args:
         model: parallel or not, on a real device.
-        specs: what :func:`megalight.parallel.apply.parallelize` returned for it.
-        seed: the run's.
-        on_values: called with each parameter's name and its values here in float32, before they are rounded to the
-            parameter's type: masters are filled from these.
+        specs: the result of :func:`megalight.parallel.apply.parallelize` for it.
+        seed: seed of the run.
+        on_values: called with each parameter's name and its local values in float32, before they are rounded to the
+            parameter's dtype. It fills the masters.
         only: canonical names; other tensors keep their values.
 
     Raises:
-        ConfigurationError: a module has no values and no way to draw them.
+        ConfigurationError: a module has no values and no method to draw them.
     """
     stated = {name: initializer for name, _, _, initializer in initializers(model)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -106,19 +106,19 @@ def initialise(
         if not wanted and not any(buffer is not None for buffer in module._buffers.values()):
             continue
         parts = {local: _parts(module, local, specs[name]) for local, name in wanted.items()}
-        # the same seed on all ranks: of the whole module's first tensor, which a rank need not hold
+        # The seed must be equal on all ranks: it follows from the whole module's first tensor, held here or not.
         first = next((found[0].name.rpartition(".")[0] for found in parts.values() if found), path)
         whole = _drawn_whole(model, path, module, key(seed, first))
         for local, name in wanted.items():
             _take_drawn(name, module._parameters[local], whole._parameters[local], parts[local], specs[name], give)
         for local, buffer in module._buffers.items():
-            if buffer is not None and local in whole._buffers:  # else a transform put it onto the split module
+            if buffer is not None and local in whole._buffers:  # otherwise a transform added it to the split module
                 _copy_known(_join(path, local), buffer, whole._buffers[local])
         drawn.update(wanted.values())
 
 
 def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> nn.Module:
-    """A whole copy of a module that draws itself: float32, NaN where it does not know how."""
+    """Return a whole copy of a module, drawn by its own methods: float32, NaN where they draw nothing."""
     origin = getattr(module, "origin", None)
     shell = on_meta(origin.module if isinstance(origin, Origin) else module)
     device = next(t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
@@ -138,7 +138,7 @@ def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> n
 
 
 def _ways(model: nn.Module, path: str, shell: nn.Module) -> list[Callable[[], object]]:
-    """How a module may draw itself: by ``_init_weights`` of the nearest module around it, by ``reset_parameters``."""
+    """Return functions that may draw a module: ``_init_weights`` of the nearest parent, then ``reset_parameters``."""
     ways: list[Callable[[], object]] = []
     steps = path.split(".") if path else []
     for end in range(len(steps), -1, -1):
@@ -162,7 +162,7 @@ def _take_drawn(
     spec: ShardSpec,
     give: Callable[[str, Tensor], None],
 ) -> None:
-    """Keep the own part of a whole drawn parameter; one that was not drawn keeps its value."""
+    """Keep this rank's part of a whole drawn parameter; a parameter that was not drawn keeps its value."""
     assert parameter is not None
     assert whole is not None
     if _unknown(whole):
@@ -176,7 +176,7 @@ def _take_drawn(
 
 
 def _parts(module: nn.Module, local: str, spec: ShardSpec) -> Sequence[Part]:
-    """The canonical tensors of the whole parameter. A module that was not replaced holds its parameters whole."""
+    """Return the canonical tensors of the whole parameter; a module that was not replaced holds them whole."""
     origin = getattr(module, "origin", None)
     if isinstance(origin, Origin):
         return origin.parts[local]
@@ -184,7 +184,7 @@ def _parts(module: nn.Module, local: str, spec: ShardSpec) -> Sequence[Part]:
 
 
 def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:
-    """Copy what was drawn; what was not must have a value already."""
+    """Copy a drawn tensor. If it was not drawn, the target must have a value already."""
     assert drawn is not None
     if not _unknown(drawn):
         tensor.copy_(drawn)

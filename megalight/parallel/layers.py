@@ -1,4 +1,4 @@
-"""Finding the layers of a model, or of a part of one."""
+"""Find the layers of a model, or of a chunk of one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megalight.errors import ConfigurationError
 
 
 def layers_of(model: nn.Module, needed_by: str | None = None) -> dict[int, nn.Module]:
-    """The layers that a model has under ``layers``, by global index, in order.
+    """Return the layers under ``model.layers`` in order, by global index.
 
     Args:
         model: a whole model or a chunk of one.
-        needed_by: what cannot do without layers, in words for the error; None: a model may have none.
+        needed_by: name of the feature that needs layers, for the error; None: a model may have no layers.
 
     Raises:
-        ConfigurationError: ``layers`` is neither a ``ModuleList`` nor a ``ModuleDict`` whose keys are numbers, and
-            something needs it.
+        ConfigurationError: a feature needs layers, and ``layers`` is neither a ``ModuleList`` nor a ``ModuleDict`` with
+            numbers as keys.
     """
     layers = getattr(model, "layers", None)
     if isinstance(layers, nn.ModuleList):

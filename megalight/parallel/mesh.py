@@ -1,11 +1,13 @@
-"""The grid of ranks: one frozen object with named axes, built once and passed by argument.
+"""The mesh of ranks: one frozen object with named axes, built once and passed by argument.
 
-Rank order is Megatron's, fastest first: ``tp, cp, dp, pp``. The same ranks seen by experts are ``etp, ep, edp, pp``
-(parallel folding). "Axis" is a mesh word; tensors have "dims".
+Rank order is Megatron's, fastest first: ``tp, cp, dp, pp``. Experts see the same ranks as ``etp, ep, edp, pp``
+(parallel folding). "Axis" is a word for meshes; tensors have "dims".
 
-An axis can be read as two: ``"tp%2"`` is the place within runs of 2 neighbouring ranks of ``tp``, ``"tp/2"`` the run
-(both as in the arithmetic of coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"`` counts KV heads and ``"tp%2"``
-their replicas. ``"pp:0+3"`` is the ranks at the places 0 and 3 of ``pp`` alone: the stages that share a tied weight.
+An axis can be divided into two: ``"tp%2"`` is the place within runs of 2 neighbouring ranks of ``tp``, and ``"tp/2"``
+    is
+the number of the run (both as in integer arithmetic on coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"`` counts
+KV heads and ``"tp%2"`` their replicas. ``"pp:0+3"`` means only the ranks at places 0 and 3 of ``pp``: for example the
+stages that share a tied weight.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ class ParallelMesh:
     """Named axes over all ranks.
 
     Args:
-        world_size: number of ranks of the grid; must be ``pp * dp * cp * tp``.
-        global_rank: this process.
-        tp, cp, pp: degrees; data parallelism takes what is left.
-        ep, etp: expert degrees; ``world_size / (pp * ep * etp)`` replicas of each expert (``edp``).
-        offset: first global rank of a grid that is a part of the world, one of several side by side; processes outside
-            may hold it too, but have no place and no groups in it. None: the grid is the whole world.
+        world_size: number of ranks of the mesh; must be ``pp * dp * cp * tp``.
+        global_rank: rank of this process.
+        tp, cp, pp: degrees; data parallelism uses the remaining ranks.
+        ep, etp: expert degrees; there are ``world_size / (pp * ep * etp)`` replicas of each expert (``edp``).
+        offset: first global rank of a mesh that is a part of the world, one of several side by side. Processes outside
+            may hold such a mesh too, but have no place and no groups in it. None: the mesh is the whole world.
 
     Raises:
         LayoutError: the degrees do not divide the world size.
 
-    Process groups are made on first use and kept. The members of a group must ask for it at the same time; other ranks
-    need not know of it. Meshes share them: several models on the same ranks do not multiply communicators.
+    Process groups are made on first use and kept. All members of a group must ask for it at the same time; other ranks
+    do not take part. Meshes share groups, so several models on the same ranks need no further communicators.
     """
 
     world_size: int = 1
@@ -87,43 +89,43 @@ class ParallelMesh:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: what tp, cp and pp leave of the world."""
+        """Data-parallel degree: the world size divided by tp, cp and pp."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        """Replicas of each expert shard."""
+        """Number of replicas of each expert shard."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     @property
     def members(self) -> range:
-        """Global ranks of the grid."""
+        """Global ranks of the mesh."""
         first = self.offset or 0
         return range(first, first + self.world_size)
 
     def contains(self, rank: int) -> bool:
-        """Whether a global rank has a place in the grid."""
+        """Whether a global rank has a place in the mesh."""
         return rank in self.members
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``."""
+        """Return the number of ranks along ``axis``."""
         known = self.global_rank if self.contains(self.global_rank) else self.members.start
         return len(self._members(axis, self._coordinate(axis, known)))
 
     def rank(self, axis: str, of: int | None = None) -> int:
-        """Coordinate of this process along ``axis`` (or of global rank ``of``).
+        """Return the coordinate of this process (or of global rank ``of``) along ``axis``.
 
         Raises:
-            LayoutError: it is not in the grid.
+            LayoutError: the rank is not in the mesh.
         """
         place = self._coordinate(axis, of)
         return self._members(axis, place).index(place)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Global ranks of the group along ``axes`` that this process is in, in rank order.
+        """Return the global ranks, in order, of this process's group along ``axes``.
 
         Raises:
-            LayoutError: it is not in the grid.
+            LayoutError: this process is not in the mesh.
         """
         if axes not in self._ranks:
             self._ranks[axes] = self._along(axes)
@@ -142,11 +144,11 @@ class ParallelMesh:
         return tuple((reduce(np.add.outer, terms).flatten() + self.members.start).tolist())
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """The process group along one axis, or along several taken together; None where it has one member.
+        """Return the process group along one axis, or along several together; None if it has one member.
 
         Raises:
-            LayoutError: there are several members, but torch.distributed is not initialised; this process is not in
-                the grid.
+            LayoutError: the group has several members, but torch.distributed is not initialised; or this process is not
+                in the mesh.
         """
         ranks = self.ranks(*axes)
         if len(ranks) == 1:
@@ -157,16 +159,16 @@ class ParallelMesh:
         return self._groups[ranks]
 
     def device_mesh(self, device_type: str, axes: Sequence[str] = DENSE_AXES) -> DeviceMesh:
-        """The same grid as a torch ``DeviceMesh`` (for DTensor, FSDP2 and the like).
+        """Return the same mesh as a torch ``DeviceMesh`` (for DTensor, FSDP2 and others).
 
-        torch makes its groups: all processes of the world must call this, those outside of a part of it too.
+        torch creates its groups, so all processes of the world must call this, also those outside of a partial mesh.
 
         Args:
             device_type: ``"cuda"`` or ``"cpu"``.
-            axes: the mesh's dims, in any order: those of one view, of which axes of size 1 may be left out.
+            axes: the dims of the ``DeviceMesh``, in any order: the axes of one view; axes of size 1 may be left out.
 
         Raises:
-            LayoutError: the axes do not tell all ranks apart.
+            LayoutError: the axes do not distinguish all ranks.
         """
         grid = np.full([self.size(axis) for axis in axes], -1)
         for rank in self.members:
@@ -180,18 +182,18 @@ class ParallelMesh:
 
     @property
     def everyone(self) -> ProcessGroup | None:
-        """The group of all ranks of the grid; None for one."""
+        """The group of all ranks of the mesh; None for a single rank."""
         return self.group(*DENSE_AXES)
 
     def describe(self) -> str:
-        """One line for logs: the degrees that are not 1, and the ranks."""
+        """Return one line for logs: the degrees that are not 1, and the ranks."""
         sizes = {axis: self.size(axis) for axis in (*DENSE_AXES, "ep", "etp")}
         shown = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return f"{ranks}{'' if self.offset is None else f' from {self.offset}'}: {shown or 'one device'}"
 
     def _coordinate(self, axis: str, of: int | None = None) -> int:
-        """Place of a rank on the whole axis that ``axis`` is part of."""
+        """Return the place of a rank on the whole axis that contains ``axis``."""
         whole = _whole(axis)
         order = _view(whole)
         stride = prod(int(getattr(self, name)) for name in order[order.index(whole) + 1 :])
@@ -204,7 +206,7 @@ class ParallelMesh:
         return (rank - self.members.start) // stride % int(getattr(self, whole))
 
     def _members(self, axis: str, place: int) -> Sequence[int]:
-        """Places on the whole axis of the ranks that form one group along ``axis`` with the one at ``place``."""
+        """Return the places on the whole axis that form one group along ``axis`` with ``place``."""
         whole, sign, numbers = _parsed(axis)
         size = int(getattr(self, whole))
         if sign == ":":
@@ -222,7 +224,7 @@ class ParallelMesh:
 
 @lru_cache
 def _parsed(axis: str) -> tuple[str, str, str]:
-    """The whole axis, ``/ % :`` or nothing, and the numbers behind."""
+    """Return the whole axis, the sign (one of ``/ % :``, or empty), and the numbers after it."""
     match = re.fullmatch(r"(\w+?)(?:([/%])(\d+)|(:)(\d+(?:\+\d+)*))?", axis)
     if not match or match[1] not in AXES:
         raise LayoutError(f"unknown mesh axis {axis!r}; known: {', '.join(AXES)}." + nearest(axis, AXES))
@@ -234,5 +236,5 @@ def _whole(axis: str) -> str:
 
 
 def _view(axis: str) -> tuple[str, ...]:
-    """The view of the ranks that ``axis`` belongs to; ``pp`` is in both and read in the dense one."""
+    """Return the view of the ranks that contains ``axis``; ``pp`` is in both, and the dense view is used."""
     return DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES

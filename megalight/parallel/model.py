@@ -1,18 +1,18 @@
 """One model split over one mesh of ranks.
 
-A model is built for one device and changed in a fixed order, of which docs/parallelism-order.md says why:
+A model is built for one device and changed in a fixed order; docs/parallelism-order.md explains why:
 
 0. structural transforms (:class:`~megalight.parallel.transform.ModelTransform`),
 1. split by the plan (:class:`ParallelModel`): each rank's modules hold its part,
-2. cut into the stages of a pipeline (the same),
+2. cut into the stages of a pipeline (the same class),
 3. places: dtype and device of parameters that have no memory yet (:meth:`ParallelModel.place`),
 4. recompute (:meth:`ParallelModel.recompute`),
 5. storage: that of a data-parallel engine, for one training run, over the trainable parts (:func:`engine_over`), or
-   memory of the parameters' own (:meth:`ParallelModel.fill`),
-6. values: draws, or those of a source, which the same two functions bring straight into that storage.
+   the parameters' own memory (:meth:`ParallelModel.fill`),
+6. values: drawn or read from a source; the same two functions write them directly into that storage.
 
-:meth:`ParallelModel.build` does all of it for a model that is not trained, or not yet. An engine that follows takes
-over the values that are there.
+:meth:`ParallelModel.build` does all of it for a model that is not trained, or not yet. A later engine takes over the
+values.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where values come from.
+    """The origin of a model's values.
 
     Attributes:
-        seed: of initial values; None: those that are there.
+        seed: seed of initial values; None: the present values are kept.
         source: read after that.
         only: canonical names of the tensors that are drawn; None: all.
     """
@@ -64,30 +64,31 @@ class Origin:
 
 
 class ParallelModel:
-    """This rank's part of a model, and what it holds of the whole. The root is changed in place.
+    """This rank's part of a model, and the description of what it holds. The root is changed in place.
 
     Args:
         root: the one-device model, on meta or with values that are equal on all ranks.
-        mesh: the grid of ranks.
+        mesh: the mesh of ranks.
         options: how it is split.
-        name: begins the canonical name of every tensor (``model.layers.0...``).
+        name: the first part of the canonical name of every tensor (``model.layers.0...``).
 
     Attributes:
         plan: the plan that was used.
-        specs: local name of each parameter and persistent buffer -> what it holds of the one-device model.
+        specs: local name of each parameter and persistent buffer -> the part of the one-device model that it holds.
         layout: the stages of the pipeline.
-        coupling: how data-parallel ranks agree on numbers of micro-batches, where they meet inside a forward pass;
+        coupling: lets data-parallel ranks agree on numbers of micro-batches, if they communicate in a forward pass;
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
-        added: canonical names of the tensors that transforms made: in the whole model, and on this rank.
-        origin: where the values come from, before rounding; None once they may be others.
-        pending: they are still to be brought.
+        added: canonical names of the tensors that transforms made, in the whole model and on this rank.
+        origin: the origin of the values, before rounding; None after they may have changed.
+        pending: the values are still to be drawn or read.
         empty: parameters came without values.
-        filled: values were brought, once.
+        filled: values were drawn or read, once.
 
     Raises:
-        LayoutError: the model is split already, or does not divide so.
-        ConfigurationError: ``tp > 1`` and no plan says what to split; recompute of what is not there.
+        LayoutError: the model is split already, or its sizes are not divisible.
+        ConfigurationError: ``tp > 1``, but no plan says what to split; or recompute of a layer or module that does not
+            exist.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ParallelModel:
         self.device = torch.device("meta")
         self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
-        # before the cut: all stages run equally many micro-batches, also those that hold no experts
+        # Before the cut, because all stages run the same number of micro-batches, also those without experts.
         self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh) else None
         self.chunks = [root]
         if mesh.pp > 1:
@@ -131,9 +132,9 @@ class ParallelModel:
         """Split, place and fill a model.
 
         Args:
-            device: of the parameters.
-            dtype: of the floating-point parameters and buffers; None: as they are.
-            seed: of the initial values, where the model is on meta.
+            device: device of the parameters.
+            dtype: dtype of the floating-point parameters and buffers; None: unchanged.
+            seed: seed of the initial values, if the model is on meta.
             source: read after that; None: the initial values stay.
 
         Raises:
@@ -150,10 +151,10 @@ class ParallelModel:
         return model
 
     def check_same(self, mesh: ParallelMesh, options: ParallelOptions) -> None:
-        """Refuse to go on with this model under another layout, or another plan where one is named.
+        """Raise if this model is now wanted with another layout, or with another plan.
 
         Raises:
-            LayoutError: says what it was split for.
+            LayoutError: says how the model was split.
         """
         before, after = self.options.describe(self.mesh), options.describe(mesh)
         kind = type(self.root).__name__
@@ -171,10 +172,10 @@ class ParallelModel:
     # ------------------------------------------------------------------ storage and values
 
     def place(self, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-        """Move everything to a device. Parameters on meta get a place there, and no memory yet; buffers become NaN.
+        """Move everything to a device. Parameters on meta get the device, but no memory yet; meta buffers become NaN.
 
         Args:
-            dtype: of floating-point parameters and buffers; None: as they are.
+            dtype: dtype of floating-point parameters and buffers; None: unchanged.
         """
         self.empty = not self.filled and not all(map(has_memory, self.parameters()))
         if dtype is not None:
@@ -183,11 +184,11 @@ class ParallelModel:
         self.device = torch.empty(0, device=device).device
 
     def begin_from(self, seed: int, source: Source | None = None) -> None:
-        """Say where values come from. :meth:`fill` brings them, or :func:`engine_over` into the storage of an engine.
+        """Set the origin of values; :meth:`fill` or :func:`engine_over` then draws or reads them.
 
         Args:
-            seed: of the initial values, which do not depend on the layout. A model that came with values keeps them,
-                and only what transforms made is drawn.
+            seed: seed of the initial values, which do not depend on the layout. A model that came with values keeps
+                them, and only tensors that transforms made are drawn.
             source: read after that.
         """
         origin = Origin(None, source)
@@ -197,7 +198,7 @@ class ParallelModel:
         self.pending = self.origin is not None
 
     def fill(self) -> None:
-        """Give parameters memory of their own, and bring the values that are pending."""
+        """Give parameters their own memory, and draw or read the pending values."""
         self.allocate()
         origin, pending = self.origin, self.pending
         self.pending, self.filled = False, True
@@ -209,7 +210,7 @@ class ParallelModel:
             self.read(origin.source)
 
     def allocate(self) -> None:
-        """Give parameters that have no memory some of their own: NaN."""
+        """Give parameters without memory their own, filled with NaN."""
         for parameter in self.parameters():
             if not has_memory(parameter):
                 parameter.data = unknown(parameter, self.device)
@@ -217,7 +218,8 @@ class ParallelModel:
     def draw(self, seed: int) -> None:
         """Fill a model without memory with the initial values of the one-device model.
 
-        The values do not depend on the layout. A model that came with values keeps them; what transforms made is drawn.
+        The values do not depend on the layout. A model that came with values keeps them, and only tensors that
+        transforms made are drawn.
         """
         self.begin_from(seed)
         self.fill()
@@ -233,11 +235,11 @@ class ParallelModel:
         """Fill the parameters and persistent buffers from a source; all ranks of the mesh call this together.
 
         Args:
-            source: read again for the masters, where there will be wider ones.
-            strict: every tensor of the model is in the source, and the source has no others of this model's prefix.
-                Tensors that transforms made are left as they are where the source has none of them.
-            only_added: read the tensors that transforms made, and no others.
-            process_group: of the ranks that call; None means the default group, or this process alone.
+            source: also kept, to fill masters that are wider than the parameters later.
+            strict: every tensor of the model must be in the source, and the source has no others with this model's
+                prefix. If the source has none of the tensors that transforms made, these keep their values.
+            only_added: read only the tensors that transforms made.
+            process_group: the ranks that call; None means the default group, or this process alone.
 
         Raises:
             CheckpointError: names or shapes differ.
@@ -254,7 +256,7 @@ class ParallelModel:
         return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
 
     def padded(self) -> dict[str, Tensor]:
-        """Tensors that hold more than pieces (a vocabulary rounded up), by local name: no source fills the rest."""
+        """Return, by local name, tensors with elements in no piece (a rounded-up vocabulary); no source fills these."""
         return {
             name: tensor.detach()
             for name, tensor in self.tensors().items()
@@ -262,12 +264,12 @@ class ParallelModel:
         }
 
     def clear_padding(self) -> None:
-        """Zero :meth:`padded` tensors, before a source is read."""
+        """Zero the :meth:`padded` tensors before a source is read."""
         for tensor in self.padded().values():
             tensor.zero_()
 
     def transform_values(self) -> bool:
-        """Let transforms act on the values, once these are there; returns whether one may have changed them."""
+        """Let transforms act on the values after these are set; return whether one may have changed them."""
         acting = [t for t in self.options.transforms if type(t).with_values is not ModelTransform.with_values]
         for transform in acting:
             transform.with_values(self)
@@ -285,10 +287,10 @@ class ParallelModel:
             apply_recompute(chunk, options, whole=self.mesh.pp == 1)
 
     def check_overlap(self) -> None:
-        """Refuse ways to hide communication that cannot serve a layer on this device.
+        """Raise if an overlap backend cannot serve a layer on this device.
 
         Raises:
-            LayoutError: names the layer, and says why of each way.
+            LayoutError: names the layer, and gives the reason of each backend.
         """
         check_overlap(self.root, self.device)
 
@@ -296,12 +298,12 @@ class ParallelModel:
 
     @property
     def prefix(self) -> str:
-        """What canonical names begin with."""
+        """Prefix of canonical names."""
         return f"{self.name}."
 
     @property
     def token_multiple(self) -> int:
-        """Packed token counts must be multiples of this."""
+        """Packed token counts must be a multiple of this number."""
         return self.options.token_multiple(self.mesh)
 
     @property
@@ -311,35 +313,35 @@ class ParallelModel:
 
     @property
     def num_layers(self) -> int | None:
-        """Layers of the whole model, where this rank holds a part of them; None where it holds all."""
+        """Number of layers of the whole model if this rank holds only a part of them; else None."""
         return self.layout.num_layers or None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by local name, tied ones once."""
+        """Return parameters and persistent buffers by local name; tied ones come once."""
         persistent = set(self.root.state_dict(keep_vars=True))
         named: dict[str, Tensor] = dict(self.root.named_parameters())
         named.update({name: buffer for name, buffer in self.root.named_buffers() if name in persistent})
         return named
 
     def layers(self) -> dict[int, nn.Module]:
-        """The layers on this rank by global index."""
+        """Return the layers on this rank by global index."""
         return layers_of(self.root)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters on this rank, tied ones once."""
+        """Return the parameters on this rank; tied ones come once."""
         return list(self.root.parameters())
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """Training mode (dropout, recompute), or evaluation mode."""
+        """Set training mode (dropout, recompute) or evaluation mode."""
         self.root.train(mode)
         return self
 
     def eval(self) -> ParallelModel:
-        """Evaluation mode."""
+        """Set evaluation mode."""
         return self.train(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
-        """A copy has modules of its own, on the same mesh: process groups cannot be copied."""
+        """Copy the modules, but keep the mesh: process groups cannot be copied."""
         twin = memo[id(self)] = copy.copy(self)
         twin.root, twin.chunks = copy.deepcopy((self.root, self.chunks), memo)
         return twin
@@ -348,11 +350,11 @@ class ParallelModel:
 def check_split(
     root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Split a model on meta as one rank would, to see whether it can be. No process group is needed.
+    """Check that a model on meta can be split, by splitting it as one rank would. No process group is needed.
 
     Raises:
-        LayoutError: it does not divide, or cannot run so on ``device``.
-        ConfigurationError: no plan says what to split; recompute of what is not there.
+        LayoutError: its sizes are not divisible, or it cannot run on ``device``.
+        ConfigurationError: no plan says what to split; or recompute of a layer or module that does not exist.
     """
     apply_transforms(root, options.transforms)
     _split(root, mesh, options, "")
@@ -362,20 +364,20 @@ def check_split(
 def engine_over(
     models: Sequence[ParallelModel], groups: Sequence[Iterable[nn.Parameter]], options: DataParallel
 ) -> DataParallelEngine:
-    """The data-parallel engine of one training run. It takes over the storage of the parameters.
+    """Create the data-parallel engine of one training run. It takes over the storage of the parameters.
 
     Args:
-        models: the trainable parts of the run, each on a mesh over the same ranks. Where there are several, the engine
-            knows a parameter by its part's name and its local one.
+        models: the trainable parts of the run, each on a mesh over the same ranks. If there are several, the engine
+            names a parameter by its part's name and its local name.
         groups: the parameters of each group of the optimizer.
 
     Raises:
-        ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or
-            pipeline stages have different numbers of groups.
+        ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or pipeline
+            stages have different numbers of groups.
     """
     named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
     parts = [part for model in models for part in model.chunks]
-    places = reversed(list(enumerate(parts)))  # a parameter of several chunks is complete with the first of them
+    places = reversed(list(enumerate(parts)))  # the first chunk wins: a parameter of several is complete with it
     chunks = {id(parameter): place for place, part in places for parameter in part.parameters()}
     whole = "" if len(models) == 1 else "{}."
     infos = {}
@@ -413,21 +415,21 @@ def engine_over(
 
 
 def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
-    """Bring values into the storage of an engine: into parameters and masters from the same draws, or the same reads.
+    """Write values into the engine's storage: parameters and masters get the same draws, or the same read.
 
-    Where values are there already, masters that can hold more than parameters begin from their origin once more.
+    If there are values already, only masters that are wider than their parameters are filled again from the origin.
     """
     origin, pending = model.origin, model.pending
     model.origin, model.pending, model.filled = None, False, True
     copies = any(not bucket.master_is_own_params for bucket in engine.buckets)
-    model.allocate()  # what is in no bucket: frozen parameters
+    model.allocate()  # memory for parameters in no bucket, which are frozen
     if origin is None or not (pending or copies):
         return
 
     def give(name: str, values: Tensor) -> None:
         engine.fill_masters(prefix + name, values)
 
-    engine.sync_parameters()  # an engine with codes gathers from its beginning: that must not overwrite what comes
+    engine.sync_parameters()  # with 8-bit codes a gather is in flight from the start; it must not overwrite new values
     if origin.seed is not None:
         initialise(model.root, model.specs, origin.seed, on_values=give if copies else None, only=origin.only)
         engine.recast()
@@ -442,7 +444,7 @@ def _read(
     give: Callable[[str, Tensor], None],
     pending: bool,
 ) -> None:
-    """Read each rank's shards, and gather parameters from them; ``pending``: also what is in no shard."""
+    """Read each rank's shards, and gather parameters from them; ``pending``: also read tensors that are in no shard."""
     for name, tensor in model.padded().items():
         tensor.zero_()
         give(name, torch.zeros_like(tensor, dtype=torch.float32))
@@ -460,7 +462,7 @@ def _read(
 
 
 def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:
-    """Checkpoints know an optimizer's groups by number: all pipeline stages must have the same ones."""
+    """Check that all pipeline stages have the same number of groups; checkpoints know a group by its number."""
     group = mesh.group("pp")
     if group is None:
         return
@@ -476,7 +478,7 @@ def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:
 def _split(
     root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, prefix: str
 ) -> tuple[Plan, dict[str, ShardSpec], PipelineLayout]:
-    """Split all but the layers' list: the plan that was used, what tensors hold, and the stages to be cut."""
+    """Split the modules, but not the list of layers; return the plan, the specs, and the stages for the later cut."""
     plan = options.plan or plan_for(root) or Plan()
     if mesh.tp > 1 and not plan.rules:
         raise ConfigurationError(
@@ -500,7 +502,7 @@ def _split(
 
 
 def _warn_of_undeferred(root: nn.Module) -> None:
-    """Name the linear layers of the whole model whose weight gradients wait in no queue: torch's own."""
+    """Warn of linear layers of the whole model whose weight gradients cannot be delayed: those of torch."""
     names = [
         name
         for name, module in root.named_modules()

@@ -1,4 +1,4 @@
-"""How one model is split over a mesh, beside the degrees that the mesh has."""
+"""Options of the split of one model; the mesh has the degrees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalight.parallel.transform import ModelTransform
 
 
 def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> None:
-    """Refuse sequence parallelism where it would do nothing.
+    """Raise if sequence parallelism would have no effect.
 
     Raises:
         LayoutError: there is no tensor parallelism.
@@ -33,16 +33,16 @@ def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """What :class:`~megalight.parallel.model.ParallelModel` needs to know besides the mesh.
+    """The options of :class:`~megalight.parallel.model.ParallelModel`, in addition to the mesh.
 
     Attributes:
-        plan: how the model's modules split; None: the plan registered for the model's type, or none.
-        sequence_parallel: hidden states between split layers hold a share of the tokens each.
+        plan: how the model's modules are split; None: the plan registered for the model's type, or none.
+        sequence_parallel: each rank holds a share of the tokens of hidden states between split layers.
         tensor: how split layers hide their communication.
-        context: how attention reaches the tokens of other ``cp`` ranks.
+        context: how attention gets the tokens of other ``cp`` ranks.
         pipeline: the schedule, and how layers are divided over ``pp``.
-        virtual_pipeline: chunks of layers per pipeline rank.
-        pipeline_layout: which layers go where, as a string; None: as ``pipeline`` says.
+        virtual_pipeline: number of chunks of layers per pipeline rank.
+        pipeline_layout: the layers of each stage, as a string; None: as ``pipeline`` says.
         recompute: activations that the backward pass computes again.
         transforms: changes of the model's structure, in this order.
     """
@@ -58,24 +58,24 @@ class ParallelOptions:
     transforms: tuple[ModelTransform, ...] = ()
 
     def token_multiple(self, mesh: ParallelMesh) -> int:
-        """Packed token counts must be multiples of this: sequence parallelism gives each rank an equal share."""
+        """Packed token counts must be a multiple of this, as sequence parallelism gives each rank an equal share."""
         return mesh.tp if self.sequence_parallel else 1
 
     def layout(self, model: nn.Module, mesh: ParallelMesh) -> PipelineLayout:
-        """Which stage holds what of a whole model; without a pipeline, one stage that lists no layers.
+        """Return the stages of a whole model; without a pipeline, one stage that lists no layers.
 
         Raises:
-            LayoutError: the layers cannot be divided so, or the model cannot be cut.
+            LayoutError: the layers cannot be divided like this, or the model cannot be cut.
         """
         if mesh.pp > 1:
             layers = check_protocol(model)
             return self.pipeline.layout(layers, mesh.pp, self.virtual_pipeline, self.pipeline_layout)
         if self.pipeline_layout is not None:
-            PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1)  # refuses another model's
+            PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1)  # raises if it does not fit
         return PipelineLayout((Stage(0, 0, 0, embed=True, layers=(), head=True),), 1, 1)
 
     def describe(self, mesh: ParallelMesh) -> str:
-        """The layout in words. Two layouts that split a model differently have different words, plans aside."""
+        """Describe the layout in words, so that layouts that split a model differently differ here, plans aside."""
         parts = [mesh.describe(), *["sequence parallel"] * self.sequence_parallel]
         parts += [repr(self.tensor)] * (mesh.tp > 1 and self.tensor != TensorOptions())
         parts += [repr(self.context)] * (mesh.cp > 1)

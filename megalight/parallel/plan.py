@@ -1,6 +1,6 @@
-"""How a model splits, as data: rules from module types or name patterns to styles.
+"""How a model is split, as data: rules from module types or name patterns to styles.
 
-A plan says nothing of how many ranks there are. The same plan serves every layout; an axis of size 1 changes nothing.
+A plan does not depend on the number of ranks. The same plan works for every layout; an axis of size 1 changes nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from megalight.errors import LayoutError
 from megalight.parallel.styles import STYLES, Style
 
 Target: TypeAlias = str | type[nn.Module]
-"""Which modules a rule is for: a type (itself, not its subclasses), or a glob over the module's name
-(``"layers.*.mlp.down"``; ``*`` also matches dots)."""
+"""The modules that a rule is for.
+
+A type (without its subclasses), or a glob over the module's name (``"layers.*.mlp.down"``; ``*`` also matches dots).
+"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rules, tried in order; the first whose target matches a module decides: one style, or several that add up.
+    """Rules that are tried in order. The first rule that matches a module decides: one style, or several together.
 
     Attributes:
         rules: target -> styles. A style may be given by its name in ``STYLES``, with its default options.
@@ -41,7 +43,7 @@ class Plan:
         object.__setattr__(self, "rules", {target: _resolved(found) for target, found in self.rules.items()})
 
     def styles_of(self, name: str, module: nn.Module) -> tuple[Style, ...]:
-        """The styles for a module; none where no rule matches."""
+        """Return the styles for a module; none if no rule matches."""
         for target, found in self.rules.items():
             matches = fnmatch.fnmatchcase(name, target) if isinstance(target, str) else type(module) is target
             if matches:
@@ -49,26 +51,26 @@ class Plan:
         return ()
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Patterns that match none of ``names``: misspelt rules, which the applier refuses."""
+        """Return the patterns that match none of ``names``: misspelt rules, for which ``parallelize`` raises."""
         names = list(names)
         patterns = [target for target in self.rules if isinstance(target, str)]
         return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
 
     def only(self, names: Iterable[str]) -> Plan:
-        """Without the patterns that match none of ``names``: a family's plan, for one member of the family."""
+        """Return the plan without patterns that match none of ``names``: a family's plan for one of its members."""
         absent = set(self.unmatched(names))
         return replace(self, rules={target: style for target, style in self.rules.items() if target not in absent})
 
     def under(self, name: str) -> Plan:
-        """The same plan for a model that is the submodule ``name`` of another."""
+        """Return the same plan for a model that is the submodule ``name`` of another."""
         rules = {f"{name}.{target}" if isinstance(target, str) else target: s for target, s in self.rules.items()}
         return replace(self, rules=rules)
 
     def __or__(self, other: Plan) -> Plan:
-        """Both plans' rules, ``other``'s first.
+        """Return the rules of both plans, those of ``other`` first.
 
         Raises:
-            LayoutError: the two count tokens along different dims.
+            LayoutError: the two plans count tokens along different dims.
         """
         if self.sequence_dim != other.sequence_dim:
             raise LayoutError(

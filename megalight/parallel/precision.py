@@ -1,4 +1,4 @@
-"""Which linear layers of a model multiply in 8 or 4 bits, and over which ranks their scales agree."""
+"""Choose the linear layers of a model that multiply in 8 or 4 bits, and the ranks over which their scales agree."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
 
 MAX_MARGIN = 14
-"""448 / 2^14 is the least such quotient that e4m3 holds with all its bits."""
+"""Largest margin: 448 / 2^14 is the smallest such quotient that e4m3 holds with all its bits."""
 
 
 @dataclass(frozen=True)
 class LowPrecisionOptions:
-    """What the user says about products in 8 or 4 bits.
+    """User options for products in 8 or 4 bits.
 
     Args:
         recipe: ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise``, ``mxfp8`` or ``nvfp4``; see
             :mod:`megalight.ops.quantize.recipes`.
-        formats: ``hybrid`` (gradients e5m2) or ``e4m3``; None: as is usual for the recipe.
+        formats: ``hybrid`` (gradients e5m2) or ``e4m3``; None: the usual one for the recipe.
         power_of_two: scales are powers of two.
         margin: scales leave room for values ``2 ** margin`` times as large, up to 14; for ``tensorwise`` and
             ``delayed``.
-        history: steps that ``delayed`` looks back; None: 16.
-        first_layers: layers at the beginning that stay in the weights' own type.
-        last_layers: layers at the end that do.
-        modules: patterns of the linear layers inside a layer that take part (``mlp.*``). Embeddings and the output
+        history: number of past steps that ``delayed`` uses; None: 16.
+        first_layers: number of layers at the beginning that keep the weights' own dtype.
+        last_layers: number of layers at the end that do.
+        modules: patterns of linear layers inside a layer that use low precision (``mlp.*``). Embeddings and the output
             layer never do.
         reduce_amax: scales that span features of several ``tp`` ranks agree, so that results do not depend on ``tp``.
-            It costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` agrees once a step,
-            over ``tp``, ``cp`` and ``dp``, always.
-        primary_weights: weights of these layers live as codes while training: the optimizer's masters are cast with the
-            scale of the whole weight, codes of one byte travel to the data-parallel ranks, and nobody holds the weights
-            in their own type. For ``tensorwise`` and ``delayed``, whose weights then scale by the values there are.
-        emulate: form products in float64 from what the codes stand for: on machines that lack the real ones.
+            This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees,
+            once a step, over ``tp``, ``cp`` and ``dp``.
+        primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
+            with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
+            weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
+            values.
+        emulate: compute products in float64 from the decoded values, on machines without the real products.
 
     Raises:
-        ConfigurationError: a value that is not allowed, or does nothing for the recipe.
+        ConfigurationError: a value is not allowed, or has no effect for the recipe.
     """
 
     recipe: str = "tensorwise"
@@ -88,7 +89,7 @@ class LowPrecisionOptions:
             )
 
     def schemes(self) -> Recipe:
-        """The recipe itself."""
+        """Return the recipe."""
         return recipe(self.recipe, self.formats, self.power_of_two)
 
     def _check_numbers(self) -> None:
@@ -119,18 +120,19 @@ def apply_low_precision(
     num_layers: int | None = None,
     kind: type[LowPrecision] = LowPrecision,
 ) -> Session:
-    """Give the weights of linear layers a precision.
+    """Give the weights of linear layers a low precision.
 
     Args:
         model: this rank's part, on its device; its ``layers`` are named by global index.
-        num_layers: of the whole model; None: those of ``model``.
-        kind: who casts and multiplies.
+        num_layers: number of layers of the whole model; None: those of ``model``.
+        kind: the class that casts and multiplies.
 
     Returns:
-        what they share; steps run inside its :meth:`~megalight.ops.linear.low_precision.Session.step`.
+        the session that the layers share; run steps inside its
+        :meth:`~megalight.ops.linear.low_precision.Session.step`.
 
     Raises:
-        ConfigurationError: no layer is left, a pattern matches nothing, or sizes do not divide.
+        ConfigurationError: no layer is left, a pattern matches nothing, or sizes are not divisible.
         BackendError: the device has no such products.
     """
     remove_low_precision(model)
@@ -178,7 +180,7 @@ def apply_low_precision(
 
 
 def remove_low_precision(model: nn.Module) -> None:
-    """Let every weight be multiplied in its own type again: an earlier run may have said otherwise."""
+    """Let every weight multiply in its own dtype again, also if an earlier run has changed that."""
     for parameter in model.parameters():
         if (state := known_state(parameter)) is not None:
             state.precision = None
@@ -188,9 +190,9 @@ def remove_low_precision(model: nn.Module) -> None:
 
 
 def _makers(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation]:
-    """What makes the tensors that a layer's linear layers cast.
+    """Return the modules that produce the inputs of a layer's linear layers.
 
-    Norms of queries and keys are not among them; they lie deeper than the others.
+    Norms of queries and keys are not included; they lie deeper in the layer.
     """
     norms = [module for module in layer.children() if isinstance(module, RMSNorm | LayerNorm)]
     return norms + [module for module in layer.modules() if isinstance(module, Activation)]

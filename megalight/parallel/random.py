@@ -1,4 +1,4 @@
-"""Random streams for dropout: equal on all ``tp`` ranks where they compute the same, different where they do not."""
+"""Random streams for dropout: equal on all ``tp`` ranks that compute the same, different on others."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megalight.nn.init import key
 from megalight.parallel.mesh import ParallelMesh
 
 STREAMS: dict[str, tuple[str, ...]] = {"tensor": ("tp",)}
-"""Stream -> the mesh axes along which it differs, beside ``dp``, ``cp`` and ``pp``, along which all do.
+"""Stream -> the mesh axes along which it differs. In addition, all streams differ along ``dp``, ``cp`` and ``pp``.
 
-``tensor`` therefore differs between any two ranks: it also serves what differs along expert axes."""
+So ``tensor`` differs between any two ranks, and also serves modules that differ along expert axes."""
 
 
 class RandomStreams:
-    """The default stream is torch's own generators, equal along ``tp``; :meth:`fork` gives others for a moment.
+    """Random streams: the default one is torch's own generators, equal along ``tp``; :meth:`fork` switches to others.
 
-    A fork has no state of its own: its seed is drawn from the host's default generator and mixed with the rank's
-    coordinates. Whatever restores the default generators therefore restores all streams: activation recompute
-    (``torch.utils.checkpoint`` does), a checkpoint, a user's own ``torch.manual_seed``.
+    A fork has no state of its own. Its seed is drawn from the host's default generator and combined with the rank's
+    coordinates. So whatever restores the default generators also restores all streams: activation recompute
+    (``torch.utils.checkpoint``), a checkpoint, or a user's ``torch.manual_seed``.
 
-    A recorded graph cannot be seeded anew in its midst. Between :meth:`persist` and :meth:`forget` each stream has a
-    generator of its own therefore, seeded once a step by :meth:`begin`; forks of a step go on in it.
+    A CUDA graph cannot seed a generator while it runs. So between :meth:`persist` and :meth:`forget` each stream has a
+    generator of its own. :meth:`begin` seeds it once a step, and all forks of the step continue it.
 
     Attributes:
-        persistent: those generators, by stream; empty where forks have no state.
-        data_seed: for generators that draw data: different along ``dp`` alone; all ranks of a replica read the same.
+        persistent: these generators, by stream; empty while forks have no state.
+        data_seed: for generators that draw data: different only along ``dp``, as all ranks of a replica read the same.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -47,13 +47,13 @@ class RandomStreams:
         torch.manual_seed(self._seed_here(seed))
 
     def seed_apart(self, seed: int, device: torch.device) -> None:
-        """Seed generators of this model's own, by its own mesh, for :meth:`apart`."""
+        """Seed this model's own generators, by its own mesh, for :meth:`apart`."""
         kinds = {torch.device("cpu"), device}
         self._apart = [torch.Generator(kind).manual_seed(self._seed_here(seed)) for kind in kinds]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Torch's default generators draw from this model's own: a second model changes no draws of the first."""
+        """Draw from this model's own generators inside the context, so that the draws of other models do not change."""
         with ExitStack() as stack:
             for generator in self._apart:
                 stack.callback(lend(_default_generator(generator.device), generator))
@@ -64,12 +64,12 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: str, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Random numbers on ``device`` come from the stream ``name`` inside the context.
+        """Draw random numbers on ``device`` from the stream ``name`` inside the context.
 
         Ranks that differ only along the stream's axes must enter the same forks in the same order.
 
         Raises:
-            LayoutError: no such stream.
+            LayoutError: there is no such stream.
         """
         if name not in STREAMS:
             raise LayoutError(f"unknown random stream {name!r}; known: {', '.join(STREAMS)}." + nearest(name, STREAMS))
@@ -90,16 +90,16 @@ class RandomStreams:
             default.set_state(state)
 
     def persist(self, device: torch.device) -> None:
-        """Give every stream a generator of its own on ``device``; call :meth:`begin` before each step from now on."""
+        """Give every stream a generator of its own on ``device``; from now on call :meth:`begin` before each step."""
         self.persistent = {name: torch.Generator(device) for name in STREAMS}
 
     def begin(self) -> None:
-        """A step begins: seed the streams that have generators of their own."""
+        """Begin a step: seed the streams that have their own generators."""
         for name, generator in self.persistent.items():
             generator.manual_seed(self._draw_seed(name))
 
     def forget(self) -> None:
-        """Forks have no state of their own again."""
+        """Remove the streams' own generators; forks have no state again."""
         self.persistent = {}
 
     def _draw_seed(self, name: str) -> int:
@@ -107,21 +107,21 @@ class RandomStreams:
         return key(int(torch.randint(2**62, (), device="cpu")), name, *coordinates)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Generator states of this rank: device type -> state."""
+        """Return generator states of this rank: device type -> state."""
         states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states["cuda"] = torch.cuda.get_rng_state()
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; a device type that is not here is passed over."""
+        """Restore the states of :meth:`state_dict`; device types that are not available here are ignored."""
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
 
 
 def lend(default: torch.Generator, own: torch.Generator) -> Callable[[], object]:
-    """Let ``default`` draw as ``own``, which moves on; returns what ends it. On a GPU a graph may record both."""
+    """Let ``default`` draw from ``own``; return a function that ends this. On a GPU, a graph may capture both."""
     if default.device.type == "cuda":
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(own)

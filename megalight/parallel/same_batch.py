@@ -1,6 +1,6 @@
-"""Whether the ranks that hold one model together were given the same batch.
+"""Check that the ranks that hold one model together got the same batch.
 
-Where not, training would go on in silence, with the tokens of one batch and the labels of another.
+Without this check training would continue silently, with tokens of one batch and labels of another.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def check_same(batch: Any, mesh: ParallelMesh, device: torch.device) -> None:
     """Compare a batch over the ranks of a replica; all of them call this.
 
     Raises:
-        DataError: on all of them, where any was given another one.
+        DataError: on all of them, if any rank got another batch.
     """
     group = mesh.group(*REPLICA_AXES)
     if group is None:
         return
     found = checksum(batch)
+    # One MAX reduction of (x, -x) gives both the largest and the smallest checksum.
     bounds = torch.tensor([found, -found], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     most, least = int(bounds[0]), -int(bounds[1])
@@ -43,7 +44,7 @@ def check_same(batch: Any, mesh: ParallelMesh, device: torch.device) -> None:
 
 
 def checksum(value: Any, start: int = 0) -> int:
-    """32 bits over the tensors, numbers and texts of a nested batch; what else it holds does not count."""
+    """Return 32 bits for the tensors, numbers and texts of a nested batch; other objects are ignored."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return zlib.crc32(data.numpy().tobytes(), zlib.crc32(repr(tuple(value.shape)).encode(), start))

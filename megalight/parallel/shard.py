@@ -1,19 +1,20 @@
-"""What part of the model one local parameter holds: the single source for checkpoints, gradient sync, norms,
-initialisation and export.
+"""The part of the model that one local parameter holds.
 
-A *canonical* tensor is a parameter of the one-device model under a name that no layout changes; a fused weight appears
-as its parts (``...attention.qkv.weight`` is ``...attention.q.weight``, ``.k.``, ``.v.``).
+Checkpoints, gradient sync, norms, initialisation and export are all based on it.
 
-To a box of a canonical tensor, each axis of one view of the mesh (``pp, dp, cp, tp`` or ``pp, edp, ep, etp``) is
+A *canonical* tensor is a parameter of the one-device model, under a name that is the same in every layout. A fused
+weight appears as its parts (``...attention.qkv.weight`` is ``...attention.q.weight``, ``.k.``, ``.v.``).
+
+For a box of a canonical tensor, each axis of one view of the mesh (``pp, dp, cp, tp`` or ``pp, edp, ep, etp``) is
 exactly one of four things:
 
 - *split*: ranks along it hold other boxes (or other tensors, as pipeline stages do);
-- *data*: ranks hold the same box and see different tokens. Gradients are summed over these axes and optimizer state is
-  sharded over them. A matter of the parameter: :attr:`ShardSpec.data`;
-- *partial*: ranks hold the same box and have one term each of its gradient: :attr:`Piece.partial`;
+- *data*: ranks hold the same box and see different tokens. Gradients are summed over these axes, and optimizer state is
+  sharded over them. This is a property of the parameter: :attr:`ShardSpec.data`;
+- *partial*: ranks hold the same box, and each has one term of its gradient: :attr:`Piece.partial`;
 - *duplicate*: ranks hold the same box and compute the same gradient.
 
-Along partial and duplicate axes one rank is the owner of the box (:attr:`Piece.owner`). :func:`check_cover` checks all
+Along partial and duplicate axes, one rank is the owner of the box (:attr:`Piece.owner`). :func:`check_cover` checks all
 of this over the specs of all ranks.
 """
 
@@ -38,13 +39,13 @@ class Piece:
     Attributes:
         name: canonical name.
         shape: global shape of the canonical tensor.
-        offset: where the box starts in it, per dim.
-        size: the box's extent, per dim.
+        offset: start of the box in the canonical tensor, per dim.
+        size: extent of the box, per dim.
         start: first element of the box in the flattened local parameter; it covers ``prod(size)`` elements, row-major.
         partial: mesh axes over which this rank's gradient is only one term of a sum (norm weights inside sequence
-            regions, replicated KV heads). It must be summed over them before the optimizer sees it.
-        owner: among the ranks that hold this same box and differ along other axes than the parameter's data axes,
-            exactly one is the owner: it counts the box in norms and writes it to checkpoints.
+            regions, replicated KV heads). It must be summed over them before the optimizer uses it.
+        owner: among the ranks that hold this same box and differ along axes other than the parameter's data axes,
+            exactly one is the owner. It counts the box in norms, and writes it to checkpoints.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements of the box."""
         return prod(self.size)
 
     @property
@@ -71,19 +72,19 @@ class Piece:
         return tuple(slice(first, first + extent) for first, extent in zip(self.offset, self.size, strict=True))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The box inside a local parameter (or a tensor of its shape), with the box's own shape. A view."""
+        """Return a view of the box inside a local parameter (or a tensor of its shape), with the box's shape."""
         return parameter.reshape(-1)[self.start : self.stop].view(self.size)
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The pieces of one local parameter. Elements that no piece covers are padding (a vocabulary rounded up, say).
+    """The pieces of one local parameter. Elements in no piece are padding (a rounded-up vocabulary, for example).
 
     Attributes:
         pieces: in the order in which they lie in the parameter.
-        shape: of the local parameter.
+        shape: shape of the local parameter.
         data: mesh axes along which ranks hold this same parameter and see different tokens: its gradient is summed and
-            its optimizer state sharded over them.
+            its optimizer state is sharded over them.
     """
 
     pieces: tuple[Piece, ...]
@@ -94,16 +95,16 @@ class ShardSpec:
     def replicated(
         cls, name: str, shape: tuple[int, ...], *, partial: tuple[str, ...] = (), owner: bool = True
     ) -> ShardSpec:
-        """A parameter that every rank holds whole."""
+        """Return the spec of a parameter that every rank holds whole."""
         return cls((Piece(name, shape, (0,) * len(shape), shape, 0, partial, owner),), shape)
 
     @property
     def numel(self) -> int:
-        """Elements of the local parameter, padding included."""
+        """Number of elements of the local parameter, padding included."""
         return prod(self.shape)
 
     def cut(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-        """The parts of elements ``[start, stop)`` of the flattened local parameter that belong to pieces.
+        """Yield the parts of elements ``[start, stop)`` of the flattened local parameter that belong to pieces.
 
         Yields:
             the piece, and the first and one-past-last element *within the flattened piece*.
@@ -115,7 +116,7 @@ class ShardSpec:
 
 
 def boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """A flat interval ``[start, stop)`` of a row-major tensor of shape ``size`` as few row-major boxes.
+    """Divide a flat interval ``[start, stop)`` of a row-major tensor of shape ``size`` into few row-major boxes.
 
     Each box is contiguous in the interval, so a flat slice can be viewed as the box without a copy.
 
@@ -140,11 +141,11 @@ def boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[
 
 
 def check_cover(mesh: ParallelMesh, specs: Sequence[Mapping[str, ShardSpec]]) -> None:
-    """Check the rule at the top of this file over all ranks: for the tests of a plan or a style, at any degrees.
+    """Check the rule at the top of this file over all ranks: for tests of a plan or a style, at any degrees.
 
     Args:
-        mesh: the grid, as any of its ranks sees it.
-        specs: each rank's, in rank order.
+        mesh: the mesh, as any of its ranks sees it.
+        specs: each rank's specs, in rank order.
 
     Raises:
         LayoutError: boxes of a tensor overlap or leave elements out; ranks whose gradients are summed hold different

@@ -1,7 +1,7 @@
 """Sources of values: tensors by canonical name, read lazily, box by box, into the memory of this rank.
 
-A source may be a checkpoint of ours or a folder of another library. Who has memory to fill describes it as
-:class:`Target` boxes; the source reads what lies in them and nothing else.
+A source may be one of our checkpoints or a folder of another library. The caller describes the memory to fill as
+:class:`Target` boxes. The source reads these boxes and nothing else.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megalight.parallel.shard import Piece, ShardSpec, boxes
 
 @dataclass(frozen=True)
 class Target:
-    """Memory of this rank that a box of a canonical tensor is read into.
+    """Memory of this rank into which a box of a canonical tensor is read.
 
     Attributes:
         name: canonical name.
         shape: global shape of the canonical tensor.
-        offset: where the box starts in it, per dim.
-        data: the memory, in the box's own shape and in any dtype: a view of a local parameter or of a flat shard.
+        offset: start of the box in the canonical tensor, per dim.
+        data: the memory, with the box's shape and any dtype: a view of a local parameter or of a flat shard.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a fill that was not strict left out.
+    """Names that a non-strict fill skipped.
 
     Attributes:
-        missing: asked for on this rank, but not in the source: unchanged.
-        unexpected: in the source under the prefix, but asked for by no rank.
+        missing: requested on this rank, but not in the source; unchanged.
+        unexpected: in the source under the prefix, but requested by no rank.
     """
 
     missing: tuple[str, ...]
@@ -49,7 +49,7 @@ class Filled:
 
 
 class Stored(Protocol):
-    """What a source says of one tensor without reading it."""
+    """Metadata of one tensor of a source."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Torch's name for it (``bfloat16``)."""
+        """The dtype by torch's name (``bfloat16``)."""
 
 
 class Source(Protocol):
@@ -65,7 +65,7 @@ class Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """What is there."""
+        """The available tensors."""
 
     def fill(
         self,
@@ -79,24 +79,25 @@ class Source(Protocol):
 
         Args:
             targets: this rank's boxes.
-            strict: names must agree: every target is in the source, and the targets of all ranks together ask for
-                every tensor in it whose name begins with ``prefix``.
+            strict: names must agree: every target is in the source, and the targets of all ranks together request every
+                tensor in it whose name begins with ``prefix``.
             prefix: see ``strict``. One model is one prefix.
-            process_group: who calls; None means the default group, or this process alone.
+            process_group: the ranks that call; None means the default group, or this process alone.
 
         Raises:
-            CheckpointError: on every rank, before any memory has changed: names or shapes differ, or a file is torn.
+            CheckpointError: names or shapes differ, or a file is damaged. It is raised on every rank, before any memory
+                has changed.
         """
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A source seen under another prefix: a teacher (``teacher.``) is filled from what was saved as ``model.``.
+    """A source seen under another prefix: a teacher (``teacher.``) is filled from tensors saved as ``model.``.
 
     Attributes:
-        source: whose tensors are read. Those whose names do not begin with ``theirs`` are not seen.
-        ours: what names begin with for the caller.
-        theirs: what they begin with in the source.
+        source: the source that is read. Tensors whose names do not begin with ``theirs`` are not seen.
+        ours: the prefix of names for the caller.
+        theirs: the prefix of names in the source.
     """
 
     source: Source
@@ -105,7 +106,7 @@ class Renamed:
 
     @property
     def tensors(self) -> dict[str, Stored]:
-        """What is there, by our names."""
+        """The available tensors, by our names."""
         found = self.source.tensors.items()
         return {self._to_ours(name): stored for name, stored in found if name.startswith(self.theirs)}
 
@@ -117,7 +118,7 @@ class Renamed:
         prefix: str = "",
         process_group: ProcessGroup | None = None,
     ) -> Filled:
-        """See :meth:`Source.fill`; errors speak of the source's own names."""
+        """See :meth:`Source.fill`; errors use the source's own names."""
         filled = self.source.fill(
             (replace(target, name=self._to_theirs(target.name)) for target in targets),
             strict=strict,
@@ -134,10 +135,10 @@ class Renamed:
 
 
 def model_targets(model: nn.Module, prefix: str = "") -> Iterator[Target]:
-    """The parameters of a whole one-device model.
+    """Yield the parameters of a whole one-device model.
 
     Args:
-        model: off the meta device.
+        model: not on the meta device.
         prefix: put before every canonical name.
     """
     for name, tensor in canonical_tensors(model).items():
@@ -145,11 +146,11 @@ def model_targets(model: nn.Module, prefix: str = "") -> Iterator[Target]:
 
 
 def parameter_targets(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, ShardSpec]) -> Iterator[Target]:
-    """The boxes of local parameters and buffers. Padding, which no piece covers, is in none of them.
+    """Yield the boxes of local parameters and buffers. Padding, which no piece covers, is in none of them.
 
     Args:
-        tensors: local name -> tensor, contiguous.
-        specs: local name -> what it holds of which canonical tensors.
+        tensors: local name -> contiguous tensor.
+        specs: local name -> the parts of canonical tensors that it holds.
     """
     for name, tensor in tensors:
         flat = tensor.detach().view(-1)
@@ -158,32 +159,33 @@ def parameter_targets(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str,
 
 
 class FlatShard(Protocol):
-    """A rank's flat share of parameters or optimizer state, and which canonical elements lie where in it.
+    """A rank's flat share of parameters or optimizer state, and the position of canonical elements in it.
 
     Attributes:
         replicas: ranks that hold this same shard; each writes a part to checkpoints.
-        place: of this rank among them.
+        place: index of this rank in ``replicas``.
     """
 
     replicas: tuple[int, ...]
     place: int
 
     def intervals(self) -> Iterable[tuple[Piece, int, int, int]]:
-        """``(piece, first, last, shard_start)``: elements ``[first, last)`` of the flattened piece lie at
-        ``shard_start`` in the shard.
+        """Yield ``(piece, first, last, shard_start)`` for every part of a piece in the shard.
+
+        Elements ``[first, last)`` of the flattened piece lie at ``shard_start`` in the shard.
         """
         ...
 
 
 def shard_targets(tensors: Iterable[Tensor], shards: Iterable[FlatShard]) -> Iterator[Target]:
-    """The boxes of flat tensors: masters, or one optimizer state per shard, laid out as the shards are."""
+    """Yield the boxes of flat tensors: masters, or one optimizer state per shard, with the shards' layout."""
     for tensor, shard in zip(tensors, shards, strict=True):
         for piece, offset, data in shard_boxes(tensor, shard):
             yield Target(piece.name, piece.shape, offset, data)
 
 
 def shard_boxes(tensor: Tensor, shard: FlatShard) -> Iterator[tuple[Piece, tuple[int, ...], Tensor]]:
-    """A flat tensor as boxes: a flat interval of an n-dim piece becomes a few row-major boxes, all views.
+    """Yield a flat tensor as boxes: a flat interval of an n-dim piece becomes a few row-major boxes, all views.
 
     Yields:
         the piece, the box's offset in the canonical tensor, and its memory in the box's own shape.

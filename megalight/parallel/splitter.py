@@ -1,4 +1,4 @@
-"""One pass over a model that splits it: what styles call, and what remembers how each parameter was split."""
+"""One pass over a model that splits it. Styles call it, and it records how each parameter was split."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from megalight.parallel.styles import Style
 
 Rule: TypeAlias = Callable[[Sequence[Part], tuple[int, ...], ParallelMesh], ShardSpec]
-"""Canonical parts and shape of a one-device parameter, and the mesh -> what this rank holds of it."""
+"""Canonical parts and shape of a one-device parameter, and the mesh -> the part that this rank holds."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The one-device module that a parallel one stands for: it knows how to draw its values.
+    """The one-device module that a parallel one replaces; initial values are drawn with it.
 
     Attributes:
         module: its parameters are on meta.
@@ -40,15 +40,15 @@ class Origin:
 
 
 class Splitter:
-    """One pass over a model.
+    """One pass over a model that splits its modules.
 
     Args:
         model: the one-device model.
-        shared: what its parallel layers will share.
+        shared: the state that its parallel layers will share.
         prefix: put before canonical names.
 
     Attributes:
-        specs: what has been split so far, by parameter name.
+        specs: the parameters split so far, by name.
     """
 
     def __init__(self, model: nn.Module, shared: Shared, prefix: str) -> None:
@@ -57,7 +57,7 @@ class Splitter:
         self.prefix = prefix
         self.specs: dict[str, ShardSpec] = {}
         self.done: set[int] = set()
-        """Ids of modules that need no visit any more."""
+        """Ids of modules that need no further visit."""
         self._parts: dict[str, list[Part]] = defaultdict(list)
         for part in parts(model):
             self._parts[part.parameter].append(replace(part, name=prefix + part.name))
@@ -69,7 +69,7 @@ class Splitter:
             self._aliases[id(module)].append(name)
 
     def split(self, name: str, module: nn.Module, local: str, rule: Rule) -> nn.Parameter | None:
-        """Split the parameter ``local`` of module ``name`` and return the part here; tied ones stay tied.
+        """Split the parameter ``local`` of module ``name``, and return this rank's part; tied parameters stay tied.
 
         Raises:
             LayoutError: the parameter is tied to one that was split differently.
@@ -96,10 +96,10 @@ class Splitter:
         return self._local[first]
 
     def keep(self, name: str, module: nn.Module, *, partial: bool = False) -> None:
-        """Every rank holds the module and its adapter whole.
+        """Hold the module and its adapter whole on every rank.
 
         Args:
-            partial: their gradients are to be summed over ``tp``.
+            partial: their gradients must be summed over ``tp``.
         """
 
         def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
@@ -117,7 +117,7 @@ class Splitter:
                 self.specs[full] = split.replicated([part], shape, self.shared.mesh, partial=False)
 
     def apply(self, name: str, module: nn.Module, styles: Sequence[Style]) -> None:
-        """Do to one module what its styles say; none replicates it.
+        """Apply styles to one module; without any style it is replicated.
 
         Raises:
             LayoutError: a style does not fit the module, or something does not divide.
@@ -145,7 +145,7 @@ class Splitter:
             self.replace(module, current)
 
     def dress(self, replacement: nn.Module, module: nn.Module) -> None:
-        """Give a parallel module what its one-device original says of mode and initial values."""
+        """Copy training mode and initial values of the one-device module to the parallel one."""
         replacement.train(module.training)
         own = {local: self._first.get(id(p)) for local, p in module._parameters.items() if p is not None}
         if hasattr(module, "initializers"):
@@ -155,7 +155,7 @@ class Splitter:
             replacement.origin = Origin(on_meta(module), parts)  # type: ignore[assignment]
 
     def replace(self, module: nn.Module, replacement: nn.Module) -> None:
-        """Put ``replacement`` wherever the model has ``module``.
+        """Put ``replacement`` at every place of ``module`` in the model.
 
         Raises:
             LayoutError: the module is the model itself.
@@ -168,7 +168,7 @@ class Splitter:
             self.model.set_submodule(name, replacement)
 
     def sizes(self, weight: nn.Parameter) -> list[int]:
-        """Rows here of each section of a one-device ``weight`` that has been split."""
+        """Return this rank's rows of each section of a one-device ``weight`` that was split."""
         return [piece.size[0] for piece in self.specs[self._first[id(weight)]].pieces]
 
 
@@ -177,7 +177,7 @@ def _adapters(module: nn.Module) -> int:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module's shell (children excepted) with its own parameters and buffers on meta."""
+    """Copy a module's shell (without children), with its own parameters and buffers on meta."""
     shell = copy.copy(module)
     shell._parameters = {
         name: None if p is None else nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)

@@ -1,7 +1,7 @@
-"""One optimizer step's worth of work on one rank, without Lightning: counts, the schedule, totals.
+"""The work of one optimizer step on one rank, without Lightning: counts, the schedule, totals.
 
-A step has one order: count what the whole global batch holds, run every micro-batch forward and backward with
-gradients that are scaled by these counts, reduce, and report means over the global batch.
+A step has a fixed order: count the tokens of the whole global batch; run every micro-batch forward and backward, with
+gradients scaled by these counts; reduce; and report means over the global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megalight.types import Loss, WithResults, inverse, mean
 
 
 class Task(Protocol):
-    """What a model is trained for, stated per micro-batch."""
+    """The training task of a model, defined per micro-batch."""
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         """Run one chunk of the model.
@@ -43,21 +43,21 @@ class Task(Protocol):
         """
 
     def loss_step(self, carry: Carry, batch: Any) -> Loss:
-        """The *sum* of the losses of the micro-batch's tokens, from what the last chunk returned."""
+        """Return the *sum* of the losses of the micro-batch's tokens, from the output of the last chunk."""
 
     def loss_tokens(self, batch: Any) -> Tensor:
-        """How many tokens (or samples) count in that sum: a 0-dim tensor. Called before any forward."""
+        """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What is known of the whole step before its first forward. Tensors are 0-dim, float64, equal on every rank.
+    """Numbers of the whole step, known before its first forward. Tensors are 0-dim, float64, equal on every rank.
 
     Attributes:
         tokens: tokens that count in the loss, over all ranks.
-        micro_batches: on all data-parallel ranks.
+        micro_batches: number of micro-batches on all data-parallel ranks.
         token_scale: multiplies each sum of token losses before the backward: ``scale / tokens``, 0 without tokens.
-        micro_batch_scale: multiplies each loss that is a mean over its micro-batch: ``scale`` over the number of
+        micro_batch_scale: multiplies each loss that is a mean over its micro-batch: ``scale`` divided by the number of
             micro-batches on all data-parallel ranks.
     """
 
@@ -69,10 +69,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the passes of all micro-batches of a step give, all of it on the device.
+    """The result of the passes of all micro-batches of a step, all on the device.
 
     Attributes:
-        loss: mean over all tokens of the global batch, 0-dim; 0 where no token counts.
+        loss: mean over all tokens of the global batch, 0-dim; 0 if no token counts.
         num_tokens: tokens that counted in it, over all ranks, 0-dim.
         metrics: further global means, 0-dim each.
     """
@@ -83,13 +83,13 @@ class Outcome:
 
 
 Passes: TypeAlias = Callable[[Sequence[Any]], Outcome]
-"""From micro-batches on the device to reduced gradients: forward, backward and reductions of one training step."""
+"""Forward, backward and reductions of one training step: from micro-batches on the device to reduced gradients."""
 StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Outcome]
-"""Runs the passes of a step in a way of its own: ``(what else they depend on, micro_batches, passes)``."""
+"""Runs the passes of a step in its own way: ``(a key of what else they depend on, micro_batches, passes)``."""
 
 
 def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
-    """The default runner: calls the passes."""
+    """Call the passes: the default runner."""
     return passes(micro_batches)
 
 
@@ -98,21 +98,21 @@ class Step:
 
     Args:
         model: split, with values.
-        task: what its chunks compute, and the loss.
-        varying_carry: what ``forward_step`` returns may change its names or shapes between micro-batches of equal
-            shapes; pipeline stages then tell each other beforehand, every time.
-        context: made around the task's code in each micro-batch (autocast, say).
-        around: made around all micro-batches of a training step.
-        before_backward: called with each scalar that is about to be differentiated.
+        task: the forward pass of its chunks, and the loss.
+        varying_carry: the output of ``forward_step`` may change its names or shapes between micro-batches of equal
+            shapes; pipeline stages then announce them before every message.
+        context: entered around the task's code in each micro-batch (autocast, for example).
+        around: entered around all micro-batches of a training step.
+        before_backward: called with each scalar before it is differentiated.
 
     Attributes:
         engine: reduces the gradients; needed for training.
-        frozen: models that run before each schedule, by name. With any, ``forward_step`` and ``loss_step`` get
-            :class:`~megalight.types.WithResults` in place of the micro-batch.
-        runner: runs the passes of each training step; another one may record and replay them.
-        token_shares: ranks among which the tokens of a layer's hidden states are shared (sequence parallelism).
-        side_losses: what layers attach. Each rank's counts for its share of the tokens.
-        auxiliary: what ``loss_step`` returns beside its sum, which is of all tokens.
+        frozen: models that run before each schedule, by name. If there are any, ``forward_step`` and ``loss_step`` get
+            :class:`~megalight.types.WithResults` instead of the micro-batch.
+        runner: runs the passes of each training step; another runner may record and replay them.
+        token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
+        side_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
+        auxiliary: further losses that ``loss_step`` returns; they are for all tokens.
     """
 
     def __init__(
@@ -142,18 +142,18 @@ class Step:
         self._of_empty = ZeroSideLosses(self.side_losses)
 
     def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
-        """Forward and backward of this rank's share of a global batch.
+        """Run forward and backward of this rank's share of a global batch.
 
         Args:
             micro_batches: at least one. Ranks may have different numbers of them.
             scale: multiplies the objective (1 / number of steps whose gradients are added up).
-            sync: reduce the gradients: no further micro-batches follow before the optimizer's step.
+            sync: reduce the gradients, because no further micro-batches follow before the optimizer's step.
         """
         passes = partial(self._passes, scale=scale, sync=sync)
         return self.runner((scale, sync), self.joined(micro_batches), passes)
 
     def evaluate(self, stage: str, micro_batches: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-        """``name -> (sum, count)`` over all ranks and micro-batches, the same on every rank; forward only.
+        """Return ``name -> (sum, count)`` over all ranks and micro-batches, the same on every rank; forward only.
 
         Args:
             stage: names must be the same in all evaluations under one ``stage``.
@@ -166,13 +166,13 @@ class Step:
         return self.totals.of(stage, rows)
 
     def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
-        """On the last stage what the last chunk returns for each micro-batch, elsewhere nothing; forward only."""
+        """Return the last chunk's output for each micro-batch on the last stage, elsewhere nothing; forward only."""
         return self._forward(self.joined(micro_batches))[: len(micro_batches)]
 
     def joined(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        """As many micro-batches as all data-parallel ranks run, where these meet inside a forward pass.
+        """Return this rank's micro-batches, with empty ones if data-parallel ranks communicate in a forward pass.
 
-        With the results of frozen models, which run over all of them here, before the schedule.
+        Frozen models run here, before the schedule, over all of them; the result then includes their results.
         """
         peers = self.model.coupling
         joined = micro_batches if peers is None else peers.fill_up(micro_batches)
@@ -199,16 +199,16 @@ class Step:
             losses = self._differentiate(micro_batches, counts, sync)
             rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
             totals = self.totals.of("train", rows, self._side_losses(), counts.micro_batches)
-            totals["loss"] = totals["loss"][0], counts.tokens  # tokens are global already
+            totals["loss"] = totals["loss"][0], counts.tokens  # the number of tokens is already global
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
             self.engine.finish_grad_sync()
         return Outcome(means.pop("loss"), counts.tokens, means)
 
     def _side_losses(self) -> dict[str, Tensor]:
-        """Sums over micro-batches of the losses that arose on this stage, in layers and in ``loss_step``."""
+        """Return sums over micro-batches of the losses of this stage, from layers and from ``loss_step``."""
         found = dict(self.side_losses.totals)
-        if self.token_shares > 1 and found:  # each rank's is the mean over its share of the tokens
+        if self.token_shares > 1 and found:  # each rank's loss is the mean over its share of the tokens
             whole = self.totals.sum(torch.stack(list(found.values())), "tp") / self.token_shares
             found = dict(zip(found, whole, strict=True))
         for name, value in self.auxiliary.totals.items():
@@ -216,7 +216,7 @@ class Step:
         return found
 
     def _count(self, micro_batches: Sequence[Any], scale: float) -> Counts:
-        """One reduction; nothing waits for the device."""
+        """Count with one reduction, and without a wait for the device."""
         device = self.model.device
         real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
         numbers = torch.full((2,), float(real), dtype=torch.float64, device=device)
@@ -226,7 +226,7 @@ class Step:
         return Counts(numbers[0], numbers[1], scales[0], scales[1])
 
     def _tokens(self, micro_batches: Sequence[Any]) -> Tensor:
-        """How many count in the loss."""
+        """Return how many tokens count in the loss."""
         given = [coupling.contents(micro_batch) for micro_batch in micro_batches]
         batches = [batch.batch if isinstance(batch, WithResults) else batch for batch in given]
         counts = [self.task.loss_tokens(batch).detach() for batch in batches]
@@ -246,18 +246,18 @@ class Step:
 
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:
-        """Around the task's code for one micro-batch."""
+        """Enter the contexts of the task's code for one micro-batch."""
         losses = self._of_empty if coupling.is_empty(batch) else self.side_losses
         with self.context(), collecting(losses):
             yield
 
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:
-        chunk.training = self.model.root.training  # a stage is an object of its own
+        chunk.training = self.model.root.training  # a stage is a separate object with its own mode
         with self._around(batch):
             return self.task.forward_step(chunk, coupling.contents(batch), carry)
 
     def _attached(self, carry: Carry, batch: Any) -> Loss:
-        """The micro-batch's loss, its auxiliary ones attached to the sum."""
+        """Return the micro-batch's loss, with its auxiliary losses attached to the sum."""
         loss = self._loss_step(carry, batch)
         total = loss.sum
         for name, value in loss.auxiliary.items():

@@ -1,6 +1,6 @@
-"""Parameters that have a place on a device, and no memory yet: storage is laid out before values exist.
+"""Parameters with a device, but no memory yet, so that storage can be laid out before values exist.
 
-Such a parameter has its shape, type and device, so that optimizers can be made over it. All of its elements are one NaN
+Such a parameter has its shape, dtype and device, so that optimizers can be created for it. All its elements are one NaN
 in memory.
 """
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 def without_memory(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and type on ``device`` in the memory of one element."""
+    """Return a tensor of the same shape and dtype on ``device`` that uses the memory of one element."""
     return unknown(like, device) if like.numel() < 2 else _fill(like, (), device).expand(like.shape)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has room for all of its elements; a meta tensor has none."""
+    """Whether a tensor has memory for all its elements; a meta tensor has none."""
     return not tensor.is_meta and tensor.untyped_storage().nbytes() >= prod(tensor.shape) * tensor.element_size()
 
 
 def unknown(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and type on ``device`` with values that nobody has chosen: NaN, or zero."""
+    """Return a tensor of the same shape and dtype on ``device`` without chosen values: NaN, or zero for integers."""
     return _fill(like, like.shape, device)
 
 

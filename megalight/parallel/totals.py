@@ -1,4 +1,4 @@
-"""Sums over micro-batches, pipeline stages and the ranks that see different data: the same numbers on every rank."""
+"""Sums over micro-batches, pipeline stages and ranks with different data: the same numbers on every rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Names(NamedTuple):
     """Names of totals.
 
     Attributes:
-        rows: of the rows, which the last pipeline stage has.
-        side_losses: of any stage.
+        rows: names in the rows, which only the last pipeline stage has.
+        side_losses: names of side losses of any stage.
     """
 
     rows: list[str]
@@ -28,7 +28,7 @@ class Names(NamedTuple):
 
 
 class GlobalTotals:
-    """Sums and counts of this rank's micro-batches, made those of the whole batch."""
+    """Reduces sums and counts of this rank's micro-batches to those of the whole batch."""
 
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
         self.mesh = mesh
@@ -37,11 +37,11 @@ class GlobalTotals:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks with different data."""
         return self.mesh.size("dp") * self.mesh.size("cp")
 
     def sum(self, value: Tensor, *axes: str) -> Tensor:
-        """Over mesh axes; by default over the ranks that see different data."""
+        """Sum over mesh axes; by default over the ranks with different data."""
         return self._sum(value, axes or TOKEN_AXES)
 
     def of(
@@ -51,13 +51,13 @@ class GlobalTotals:
         side_losses: Mapping[str, Tensor] = MappingProxyType({}),
         micro_batches: Tensor | None = None,
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """``name -> (sum, count)`` over micro-batches and ranks, in one reduction.
+        """Return ``name -> (sum, count)`` over micro-batches and ranks, with one reduction.
 
         Args:
-            stage: of Lightning's loops; names must be the same in all its steps.
-            rows: of each micro-batch, on the last pipeline stage; elsewhere there are none.
-            side_losses: sums of those that arose on this stage; one with the name of a metric is left out.
-            micro_batches: the count of side losses, over all ranks already.
+            stage: stage of Lightning's loops; names must be the same in all its steps.
+            rows: one row per micro-batch on the last pipeline stage; elsewhere empty.
+            side_losses: sums of the side losses of this stage; a side loss with the name of a metric is left out.
+            micro_batches: the count of side losses, already over all ranks.
 
         Raises:
             ConfigurationError: names are not the same.
@@ -79,7 +79,7 @@ class GlobalTotals:
         return totals
 
     def from_last_stage(self, values: list[Any]) -> list[Any]:
-        """The value that the last pipeline stage has, on all of them."""
+        """Broadcast the value of the last pipeline stage to all stages."""
         group = self.mesh.group("pp")
         if group is None:
             return values
@@ -95,7 +95,7 @@ class GlobalTotals:
         return value
 
     def _names_of(self, stage: str, here: Names) -> Names:
-        """The names of all totals. Pipeline stages tell each other theirs, once."""
+        """Return the names of all totals. Pipeline stages exchange theirs once."""
         group = self.mesh.group("pp")
         if stage not in self._names or group is None:
             found: list[Any] = [here]
@@ -118,7 +118,7 @@ class GlobalTotals:
 
 
 def _joined(stages: Sequence[Names]) -> Names:
-    """The names of all stages. Where a metric and a side loss share one, the metric is meant."""
+    """Join the names of all stages. If a metric and a side loss share a name, the metric is used."""
     rows = stages[-1].rows
     names = dict.fromkeys(name for stage in stages for name in stage.side_losses)
     return Names(rows, [name for name in names if name not in rows])

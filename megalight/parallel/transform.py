@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ModelTransform(ABC):
-    """A change of a model. Subclasses are frozen dataclasses of plain values, by which checkpoints record them.
+    """A change of a model's structure. Subclasses are frozen dataclasses of plain values, which checkpoints record.
 
-    A run has a list of transforms. Each method is called for all of them, in order, before the next method is.
+    A run has a list of transforms. Each method is called for all of them, in order, before the next method is called.
 
     Attributes:
-        name: under which it is registered.
+        name: the name under which it is registered.
     """
 
     name: ClassVar[str]
@@ -32,27 +32,27 @@ class ModelTransform(ABC):
     def change(self, model: nn.Module) -> None:
         """Change the one-device model in place, before it is split.
 
-        New parameters are made on the device of those around them, often meta; their modules state their initial
-        values and canonical names.
+        Create new parameters on the device of their neighbours, often meta. Their modules state their initial values
+        and canonical names.
 
         Raises:
-            ConfigurationError: the model has no place for it.
+            ConfigurationError: the model has no place for the change.
         """
 
     def plan(self, model: nn.Module, plan: Plan) -> Plan:
-        """The plan of the model before :meth:`change`, with rules for what is new. Default: no rule is needed."""
+        """Return the model's earlier plan with rules for new modules. Default: no new rule is needed."""
         return plan
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
-        """Change this rank's part of the model, which is split and cut into stages, and may lack values.
+        """Change this rank's part of the model, which is already split and cut into stages, and may lack values.
 
         Returns:
-            local name of each parameter and persistent buffer that it made -> what it holds.
+            local name of each parameter and persistent buffer that it made -> the part that it holds.
         """
         return {}
 
     def with_values(self, model: ParallelModel) -> None:  # noqa: B027 - most transforms have nothing to do here
-        """Act once the model has its values: initial ones, or those of a source."""
+        """Act on a model that has its values: initial ones, or those of a source."""
 
 
 TRANSFORMS: Registry[type[ModelTransform]] = Registry("model transform")
@@ -68,14 +68,14 @@ def register(transform: type[TransformT]) -> type[TransformT]:
 
 
 APPLIED = "megalight_transforms"
-"""Attribute of a model: the transforms that changed it, and the canonical names of the tensors that these made."""
+"""Attribute of a model: the transforms that changed it, and the canonical names of the tensors they made."""
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> frozenset[str]:
-    """Change a one-device model by those of the transforms that have not changed it yet.
+    """Apply those transforms to a one-device model that have not changed it yet.
 
     Returns:
-        canonical names of the tensors that all of its transforms made.
+        canonical names of the tensors that all its transforms made.
     """
     done, made = model.__dict__.get(APPLIED, ((), frozenset()))
     before = {part.name for part in parts(model)}
