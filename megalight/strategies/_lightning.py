@@ -1,4 +1,4 @@
-"""Every private attribute of Lightning that Megalight touches, and nothing else. A sentinel test guards each one."""
+"""All private attributes of Lightning that Megalight uses. A test checks that each one still exists."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
 
 
 def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
-    """Do ``module.log(name, value, batch_size=1)``, of a 0-dim tensor without a graph.
+    """Do ``module.log(name, value, batch_size=1)`` for a 0-dim tensor without a graph.
 
-    After its first call in a hook, what that checks is known, and the copies it makes of its own records, which take a
-    millisecond, are spared: the value goes where ``module.log`` would bring it.
+    Only the first call in a hook uses ``module.log``. Later calls write to the same place directly, because
+    ``module.log`` repeats its checks and copies its records, which takes a millisecond.
     """
     results, fx, connector = module.trainer._results, module._current_fx_name, module.trainer._logger_connector
     key, own = f"{fx}.{name}", type(module).log is not pl.LightningModule.log
@@ -75,31 +75,31 @@ def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
 
 
 def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Replace batch norms by synchronised ones, where the Trainer was asked to."""
+    """Replace batch norms by synchronised ones, for ``Trainer(sync_batchnorm=True)``."""
     if strategy._layer_sync is not None:
         strategy._layer_sync.apply(module)
 
 
 def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:
-    """Call the hooks around the zeroing of gradients, which Lightning leaves out together with the backward."""
+    """Call the hooks around zeroing gradients. Lightning skips them when it skips the backward."""
     fire(trainer, "on_before_zero_grad", optimizer)
     epoch, batch = trainer.current_epoch, trainer.fit_loop.batch_idx
     call._call_lightning_module_hook(trainer, "optimizer_zero_grad", epoch, batch, optimizer)
 
 
 def skip_backward(trainer: pl.Trainer) -> None:
-    """Make Lightning's automatic optimization run ``training_step`` alone: no ``zero_grad``, no ``backward``."""
+    """Make Lightning's automatic optimization run only ``training_step``, without ``zero_grad`` and ``backward``."""
     trainer.fit_loop._skip_backward = True
 
 
 class SigtermAgreement:
-    """SIGTERM without a device sync per step and without collectives in a signal handler.
+    """Handles SIGTERM without a device sync per step and without collectives in the signal handler.
 
-    The handler raises a flag. Every ``every_n_steps`` steps all ranks agree whether anyone was told to stop; then all
-    of them stop at the same step boundary, through Lightning's own ``SIGTERMException`` path.
+    The handler only sets a flag. Every ``every_n_steps`` steps, all ranks combine their flags. If any flag is set, all
+    ranks stop at the same step boundary with Lightning's own ``SIGTERMException``.
 
     Args:
-        agree: combines a flag over all ranks (True if any is), on the host.
+        agree: combines a flag over all ranks on the host: True if any is True.
     """
 
     def __init__(self, trainer: pl.Trainer, agree: Callable[[bool], bool], every_n_steps: int) -> None:
@@ -115,7 +115,7 @@ class SigtermAgreement:
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._check  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
-        """Put Lightning's own back."""
+        """Restore Lightning's own methods."""
         for owner in (self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop):
             for name in ("_sigterm_notifier_fn", "_broadcast_sigterm_tensor"):
                 owner.__dict__.pop(name, None)

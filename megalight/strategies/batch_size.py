@@ -1,4 +1,4 @@
-"""How many samples a batch of any form holds."""
+"""The number of samples in a batch of any form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def count_samples(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor, or of an object that has one. 0 where neither is there."""
+    """Count samples: the length of the first tensor or object with a length in a batch. 0 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 0
     if isinstance(batch, Mapping):
@@ -20,7 +20,7 @@ def count_samples(batch: Any) -> int:
 
 
 def weights(micro_batches: Sequence[Any]) -> list[float]:
-    """Each micro-batch's part of all their samples; equal parts where samples cannot be counted."""
+    """Return each micro-batch's fraction of all samples. The fractions are equal if samples cannot be counted."""
     sizes = [count_samples(micro_batch) for micro_batch in micro_batches]
     if not all(sizes):
         return [1 / len(sizes)] * len(sizes)

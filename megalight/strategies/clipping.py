@@ -1,4 +1,4 @@
-"""Clipping of gradients that are spread over ranks."""
+"""Clipping of gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalight.strategies._lightning import log
 
 @spanned("clip")
 def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_norm: float) -> None:
-    """Scale gradients down to a global norm of ``max_norm`` at most; logs the norm before as ``grad_norm``."""
+    """Scale gradients to a global norm of at most ``max_norm``, and log the norm before clipping as ``grad_norm``."""
     norm = engine.grad_norm()
     engine.scale_gradients(clip_coefficient(norm, max_norm))
     log(module, "grad_norm", norm)
@@ -19,7 +19,7 @@ def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_nor
 
 @spanned("clip")
 def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
-    """Bring each element into ``[-limit, limit]``."""
+    """Clamp each element to ``[-limit, limit]``."""
     for shard in engine.shards:
         assert shard.master.grad is not None
         shard.master.grad.clamp_(-limit, limit)

@@ -1,4 +1,4 @@
-"""What Lightning asks of all ranks: means of metrics, decisions, barriers, broadcasts."""
+"""Collectives that Lightning calls: means of metrics, decisions, barriers, broadcasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 
 class Collectives:
-    """Collectives of a strategy: numbers over the ranks that see different data, decisions over all.
+    """Collectives of a strategy. Values are reduced over the ranks with different data, decisions over all ranks.
 
     Attributes:
         mesh: the grid of ranks.
@@ -29,7 +29,7 @@ class Collectives:
         """This process's device."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that see different data; ranks of one replica hold equal values."""
+        """Reduce over the ranks with different data. Ranks of one replica have equal values."""
         if not isinstance(tensor, Tensor):
             return tensor
         group = group or self.mesh.group(*TOKEN_AXES)
@@ -45,15 +45,15 @@ class Collectives:
         return value / dist.get_world_size(group) if mean else value
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) of *all* ranks, replicas or not, decided so."""
+        """Return whether all (or any) of *all* ranks decided so, inside replicas too."""
         return not self.any_rank(not decision) if all else self.any_rank(decision)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is raised on any rank; agreed upon on the host."""
+        """Return whether the flag is set on any rank, without touching the device."""
         return self.largest([int(flag)]) == [1]
 
     def largest(self, values: list[int]) -> list[int]:
-        """The largest over all ranks of each value; agreed upon on the host."""
+        """Return the maximum of each value over all ranks, without touching the device."""
         if self.world_size == 1:
             return values
         found = torch.tensor(values)
@@ -61,7 +61,7 @@ class Collectives:
         return [int(value) for value in found]
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """A gloo group over all ranks: for decisions on the host that must not touch the device."""
+        """A gloo group over all ranks, for decisions on the host that must not touch the device."""
         if self._host_group is None:
             backend = dist.get_backend()
             self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
@@ -73,7 +73,7 @@ class Collectives:
             dist.barrier(group=self.host_group())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of rank ``src`` to all ranks."""
+        """Send an object of rank ``src`` to all ranks."""
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         box = [obj]

@@ -1,4 +1,4 @@
-"""Loaders of different lengths, where data-parallel ranks meet in every forward pass: all give equally many batches."""
+"""Loaders with equally many batches on all ranks, for data-parallel ranks that communicate in forward passes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megalight.parallel.coupling import Coupling, emptied
 
 
 def even(loader: Any, coupling: Coupling) -> Any:
-    """A loader that gives as many batches as the longest of the ranks' loaders: past its own end, empty ones.
+    """Return a loader with as many batches as the longest loader of all ranks. It adds empty batches at its end.
 
-    Ranks along ``dp`` call this together. Loaders of equal lengths are returned as they are.
+    All ranks along ``dp`` call this together. Loaders of equal lengths are returned unchanged.
 
     Raises:
-        DataError: on all of them, where any has no batch to repeat.
+        DataError: a loader has no batch, so no empty batch can be made from it. All ranks raise.
     """
     try:
         length = len(loader)
@@ -33,7 +33,7 @@ def even(loader: Any, coupling: Coupling) -> Any:
 
 
 class _Padded:
-    """A loader of known length, and empty batches up to another one. Its attributes are the loader's."""
+    """A loader of known length, filled up with empty batches. Other attributes are the loader's."""
 
     def __init__(self, loader: Any, length: int) -> None:
         self.loader = loader
@@ -54,7 +54,7 @@ class _Padded:
 
 
 class _Asking:
-    """A loader of unknown length: before each batch, ranks ask whether any of them has another one."""
+    """A loader of unknown length. Before each batch, ranks check whether any of them has another batch."""
 
     def __init__(self, loader: Any, coupling: Coupling) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""Which of Lightning's hooks the user's code defines."""
+"""Find Lightning's hooks that the user's code defines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ OURS = ("lightning", "megalight")
 
 
 def is_ours(function: object) -> bool:
-    """Whether Lightning or Megalight wrote a function, method or callable object."""
+    """Return whether a function, method or callable object is part of Lightning or Megalight."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__module__", "")).partition(".")[0] in OURS
 
 
 def defines(owner: pl.Callback | pl.LightningModule, hook: str) -> bool:
-    """Whether the user's code defines ``hook``: in the owner's class, or set on the object itself.
+    """Return whether the user's code defines ``hook``, in the owner's class or on the object itself.
 
     Lightning's ``LambdaCallback`` sets its hooks on the object.
     """

@@ -1,7 +1,7 @@
-"""Starting the processes of ``devices=N``: by re-running the script, by fork in notebooks, or not at all.
+"""Launchers start the processes of ``devices=N``: they re-run the script, fork in notebooks, or start nothing.
 
-Under torchrun and SLURM the processes are there already; then it is only checked that they are as many as
-``devices x num_nodes`` says. However processes start, what can be refused beforehand is.
+Under torchrun and SLURM the processes run already. We then only check that there are ``devices x num_nodes``. In all
+cases, :mod:`megalight.strategies.preflight` runs before processes start.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from megalight.strategies.checkpoints.whole import restore_whole
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 GRACE_SECONDS = 1.0
-"""How long other ranks may go on when rank 0 has failed and said so: long enough to end by themselves, too short to say
-the same again. Without rank 0 they cannot finish anything."""
+"""How long other ranks may run after rank 0 has failed and shown its error. It is enough to end by themselves, and too
+short to repeat the error. Without rank 0 they cannot finish anything."""
 
 
 SETTLE_SECONDS = 0.5
-"""How long a process that was killed may still seem to be there, while its connections are closed already."""
+"""How long a killed process may still seem to run, although its connections are closed already."""
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Re-runs the command once per further local rank; with one process, or under a launcher, starts nothing."""
+    """Re-runs the command for every other local rank. With one process, torchrun or SLURM, it starts nothing."""
 
     def __init__(self, strategy: MeshStrategy) -> None:
         assert strategy.cluster_environment is not None
@@ -55,7 +55,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Notebooks cannot be re-run, but one process needs nothing."""
+        """Notebooks cannot be re-run, but a single process needs no start."""
         return self._alone
 
     @property
@@ -64,7 +64,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return not started and self.num_processes * self.num_nodes == 1
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Check, start the other local ranks unless they run already, then call ``function``."""
+        """Run the checks, start the other local ranks unless they run already, and call ``function``."""
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         if self._alone:
             return function(*args, **kwargs)
@@ -80,16 +80,17 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 def killed(processes: list[subprocess.Popen[Any]], settle: float) -> Iterator[tuple[int, str]]:
-    """Which processes a signal has ended, and its name; they have ``settle`` seconds to be gone altogether."""
+    """Yield index and signal name of each process that a signal ended. Wait at most ``settle`` seconds in all."""
     deadline = time.monotonic() + settle
     for place, process in enumerate(processes):
         with suppress(subprocess.TimeoutExpired):
+            # a negative code is the number of the signal
             if (code := process.wait(max(0.0, deadline - time.monotonic()))) < 0:
                 yield place, signal.Signals(-code).name
 
 
 def end(processes: list[subprocess.Popen[Any]], grace: float) -> None:
-    """Wait for processes to end; kill those that have not after ``grace`` seconds (in a collective that hangs, say)."""
+    """Wait ``grace`` seconds for processes to end, then kill the others, which may hang in a collective."""
     deadline = time.monotonic() + grace
     for process in processes:
         try:
@@ -99,12 +100,12 @@ def end(processes: list[subprocess.Popen[Any]], grace: float) -> None:
 
 
 class WorkerLauncher(MultiProcessingLauncher):
-    """Runs ranks as workers of this process and hands the results back: weights, metrics, step counters."""
+    """Runs ranks as worker processes and returns their results to this process: weights, metrics, step counters."""
 
     _strategy: MeshStrategy
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Check, start one worker per rank, and recover their results when they are done."""
+        """Run the checks, start one worker per rank, and take over their results at the end."""
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -121,17 +122,17 @@ class WorkerLauncher(MultiProcessingLauncher):
         return WorkerOutput(None, folder, trainer.state, results, self.get_extra_results(trainer))
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Metrics, and what each ModelCheckpoint has saved; as bytes, because tensors' memory dies with the worker."""
+        """Return metrics and the state of each ModelCheckpoint, as bytes: memory of tensors ends with the worker."""
         buffer = io.BytesIO()
         torch.save([callback.state_dict() for callback in _savers(trainer)], buffer)
         return {**super().get_extra_results(trainer), "savers": buffer.getvalue()}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
-        """The same, into this process's trainer."""
+        """Put metrics and states of the worker into this process's trainer."""
         super().update_main_process_results(trainer, extra)
         states = torch.load(io.BytesIO(extra["savers"]), weights_only=True)
         for callback, state in zip(_savers(trainer), states, strict=True):
-            callback.dirpath = state["dirpath"]  # where none was given the worker has chosen one
+            callback.dirpath = state["dirpath"]  # if none was given, the worker has chosen one
             callback.load_state_dict(state)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
@@ -149,11 +150,11 @@ def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def launcher(strategy: MeshStrategy, start_method: str) -> Any:
-    """The launcher for a start method.
+    """Make the launcher for a start method.
 
     Raises:
-        ConfigurationError: a start method that cannot work here.
-        LayoutError: something else started another number of processes than ``devices x num_nodes``.
+        ConfigurationError: the start method cannot work here.
+        LayoutError: torchrun, SLURM or another launcher did not start ``devices x num_nodes`` processes.
     """
     assert strategy.cluster_environment is not None
     if start_method not in ("auto", "popen", "fork", "spawn"):
@@ -178,7 +179,7 @@ def launcher(strategy: MeshStrategy, start_method: str) -> Any:
 
 def _check_started(environment: ClusterEnvironment, devices: int, num_nodes: int) -> None:
     expected = devices * num_nodes
-    if isinstance(environment, LightningEnvironment):  # it learns the number from us
+    if isinstance(environment, LightningEnvironment):  # its world size is not known yet: we set it later
         found = int(os.environ.get("WORLD_SIZE", expected))
     else:
         found = environment.world_size()

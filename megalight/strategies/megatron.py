@@ -1,4 +1,4 @@
-"""MegatronStrategy: Lightning trains a one-device model over tensor, sequence and data-parallel ranks."""
+"""MegatronStrategy: train a one-device model with Lightning and Megatron parallelism."""
 
 from __future__ import annotations
 
@@ -43,42 +43,42 @@ log = logging.getLogger(__name__)
 class MegatronStrategy(FolderCheckpoints):
     """Tensor, sequence, context, pipeline and data parallelism for any LightningModule.
 
-    The model is written for one device. ``setup`` splits it by its plan, so a run on any layout computes the same
-    losses, gradients and weights as one device does.
+    The model is written for one device. ``setup`` splits it by its plan, so that a run in any layout computes the same
+    losses, gradients and weights as one device.
 
     Args:
-        tensor_parallel: ranks over which each layer's weights are split.
-        sequence_parallel: also split the activations between those layers, by tokens.
-        tensor: how split layers hide their communication under their products.
-        pipeline_parallel: ranks over which the layers are divided.
-        virtual_pipeline: chunks of layers per pipeline rank; micro-batches go round the ranks as often.
-        pipeline_layout: which layers go where, as a string (``"Et|tt|tt|tL"``, see
-            :mod:`megalight.parallel.pipeline.grammar`); None: as ``pipeline`` says.
+        tensor_parallel: number of ranks over which each layer's weights are split.
+        sequence_parallel: whether to also split the activations between these layers by tokens.
+        tensor: how split layers overlap communication with matrix products.
+        pipeline_parallel: number of stages over which the layers are divided.
+        virtual_pipeline: number of chunks of layers per pipeline rank. Each micro-batch passes all ranks that often.
+        pipeline_layout: the layers of each chunk as a string (``"Et|tt|tt|tL"``, see
+            :mod:`megalight.parallel.pipeline.grammar`). None: ``pipeline`` decides.
         pipeline: the schedule, and how layers are divided.
-        context_parallel: ranks over which each sequence is divided.
-        context: how attention then reaches the other ranks' tokens.
-        expert_parallel: ranks over which experts are divided.
-        expert_tensor_parallel: ranks over which each expert's weights are split; only 1, as experts stay whole.
-        recompute: activations that the backward pass computes again instead of keeping them.
-        micro_batch_size: samples that go through the model at once; a DataLoader batch is this rank's share of one
-            global batch, cut into micro-batches inside the step. None: the whole share at once.
-        data_parallel: how the remaining ranks, replicas of the model, share gradients and optimizer state.
-        plan: how the model splits; None: the module's own ``plan()``, or the plan registered for the model's type.
-        sigterm_every_n_steps: how often ranks agree whether one of them was told to stop.
-        process_group_backend: ``gloo``, ``nccl``; None: by device.
-        timeout_seconds: of collectives.
-        start_method: how ``devices=N`` starts processes when no launcher (torchrun, SLURM) did: ``popen`` re-runs the
-            script, ``fork`` and ``spawn`` start workers of this process. ``auto``: fork in notebooks, else popen.
+        context_parallel: number of ranks over which each sequence is divided.
+        context: how attention communicates with context parallelism.
+        expert_parallel: number of ranks over which experts are divided.
+        expert_tensor_parallel: number of ranks over which each expert's weights are split. Only 1 is supported.
+        recompute: activations that the backward pass computes again instead of storing them.
+        micro_batch_size: samples per micro-batch. A DataLoader batch is this rank's share of one global batch, and the
+            step divides it into micro-batches. None: the whole share is one micro-batch.
+        data_parallel: how the replicas of the model share gradients and optimizer state.
+        plan: how the model is split. None: the module's own ``plan()``, or the plan registered for the model's class.
+        sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM.
+        process_group_backend: ``gloo`` or ``nccl``. None: decide by the device.
+        timeout_seconds: timeout of collectives in seconds.
+        start_method: how ``devices=N`` starts processes without torchrun or SLURM: ``popen`` re-runs the script,
+            ``fork`` and ``spawn`` start workers of this process. ``auto`` means fork in notebooks, else popen.
 
     Attributes:
         mesh: the grid of ranks.
-        parallel_model: this rank's part of the model, and what its parameters hold of the whole.
-        engine: the data-parallel engine; None outside ``fit``.
-        report: what the last training step did; None before the first.
+        parallel_model: this rank's part of the model, with the specs of its parameters.
+        engine: the data-parallel engine. None outside ``fit``.
+        report: report of the last training step. None before the first.
 
     Raises:
-        LayoutError: degrees that do not fit the number of processes, or the model.
-        ConfigurationError: options that cannot work together.
+        LayoutError: the degrees do not fit the number of processes or the model.
+        ConfigurationError: options cannot be combined.
     """
 
     strategy_name = "megatron"
@@ -166,7 +166,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._launcher = launchers.launcher(self, self.start_method)
 
     def setup_environment(self) -> None:
-        """Process group, mesh, random streams."""
+        """Make the process group, the mesh and the random streams."""
         FAILED.clear()
         super().setup_environment()
         self.set_world_ranks()
@@ -180,7 +180,7 @@ class MegatronStrategy(FolderCheckpoints):
     # ------------------------------------------------------------------ model and optimizer
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Check what is handed in before anything is built."""
+        """Check module and callbacks before anything is built."""
         refusals.check_module(model, model.trainer)
         refusals.check_callbacks(model.trainer)
         if model is not self._setup_of:
@@ -189,7 +189,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Megalight's modules build their model on the meta device: it is split first and filled after."""
+        """Build the model of Megalight's modules on the meta device: it is split first, and filled later."""
         meta = isinstance(self.lightning_module, MegalightModule) and self._setup_of is None
         with torch.device("meta") if meta else nullcontext():
             yield
@@ -199,7 +199,7 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.accelerator is not None and self.lightning_module is not None
         module = self.lightning_module
         self.accelerator.setup(trainer)
-        refusals.check_callbacks(trainer)  # again: the module may have brought some
+        refusals.check_callbacks(trainer)  # again, because the module may have added some
         fitting = trainer.state.fn == TrainerFn.FITTING
         new = self._setup_of is None
         if new:
@@ -221,7 +221,7 @@ class MegatronStrategy(FolderCheckpoints):
             self.engine.refresh_masters()
         self._stepper.begin(self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # inference tensors cannot meet views of flat buffers
+            loop.inference_mode = False  # parameters are views of flat buffers, which inference tensors cannot update
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
@@ -238,25 +238,25 @@ class MegatronStrategy(FolderCheckpoints):
         self._sigterm.install()
 
     def run_steps_by(self, runner: StepRunner) -> None:
-        """Hand the passes of every following training step of a ``MegalightModule`` to ``runner``; until next set up.
+        """Let ``runner`` run the passes of all following training steps of a ``MegalightModule``, until the next setup.
 
-        Before training; :func:`megalight.parallel.step.run_passes` is the default.
+        Call it before training. The default is :func:`megalight.parallel.step.run_passes`.
         """
         assert self._stepper is not None
         self._stepper.step.runner = runner
 
     def train_schedule(self, micro_batches: int) -> Actions:
-        """This rank's work in a training step of so many micro-batches."""
+        """Return this rank's actions in a training step with ``micro_batches`` micro-batches."""
         assert self._stepper is not None
         return self._stepper.step.timetable("train", micro_batches).actions
 
     def model_to_device(self) -> None:
-        """Nothing: parameters are made on the device in :meth:`setup`."""
+        """Do nothing: :meth:`setup` makes parameters on the device."""
 
     # ------------------------------------------------------------------ the step
 
     def training_step(self, *args: Any) -> Any:
-        """Zero buffers, run all micro-batches forward and backward, reduce; returns the global mean loss, detached."""
+        """Run forward and backward of all micro-batches and reduce gradients; return the detached global mean loss."""
         assert self._stepper is not None and self.engine is not None
         trainer = self._trainer
         window = int(trainer.accumulate_grad_batches)
@@ -272,31 +272,32 @@ class MegatronStrategy(FolderCheckpoints):
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """The closure (step, hooks, clipping), the update of this rank's shards, the parameters' way back."""
+        """Run the closure (step, hooks, clipping), update this rank's shards, and start gathering the parameters."""
         assert self.engine is not None
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.publish()
+        # the gather overlaps with the next forward, unless the user's code may read weights before it
         if self._whole_between_steps:
             self.sync_parameters()
         return output
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Never: :meth:`training_step` runs the backward of every micro-batch itself."""
+        """Raise: :meth:`training_step` runs the backward of every micro-batch itself."""
         raise ConfigurationError(
             "something called backward on MegatronStrategy, whose training_step has done it already; a callback that "
             "toggles Lightning's backward (StochasticWeightAveraging does) cannot be used with it."
         )
 
     def validation_step(self, *args: Any) -> Any:
-        """Forward only; logs ``val_loss``, the same on every rank."""
+        """Run forward only, and log ``val_loss``, which is the same on every rank."""
         return self._evaluation_step("val", "validation_step", args)
 
     def test_step(self, *args: Any) -> Any:
-        """Forward only; logs ``test_loss``, the same on every rank."""
+        """Run forward only, and log ``test_loss``, which is the same on every rank."""
         return self._evaluation_step("test", "test_step", args)
 
     def predict_step(self, *args: Any) -> Any:
-        """The module's own ``predict_step``; where the model is cut, what it makes of the last stage's outputs."""
+        """Run the module's ``predict_step`` or, if ``pp`` or ``cp`` > 1 or with frozen models, its ``output_step``."""
         assert self._stepper is not None
         self.sync_parameters()
         if self.mesh.pp * self.mesh.cp > 1 or self._stepper.step.frozen:
@@ -312,7 +313,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning opens this around steps that only accumulate gradients."""
+        """Mark steps that only accumulate gradients. Lightning enters this context around them."""
         self._accumulating = True
         try:
             yield
@@ -327,9 +328,9 @@ class MegatronStrategy(FolderCheckpoints):
     # ------------------------------------------------------------------ data and the end
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed workers by replica, so that all ranks of one replica see the same augmentation.
+        """Seed workers by replica, so that all ranks of one replica get the same augmentation.
 
-        Where replicas meet in forward passes, their loaders give equally many batches, some of which may be empty.
+        If replicas communicate in forward passes, all their loaders give equally many batches; some may be empty.
         """
         assert self.streams is not None and self.parallel_model is not None
         dataloader = setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
@@ -337,19 +338,19 @@ class MegatronStrategy(FolderCheckpoints):
         return dataloader if coupling is None else even(dataloader, coupling)
 
     def on_train_end(self) -> None:
-        """Weights are whole, and in their own type, before anybody reads them."""
+        """Gather the weights in their own dtype, so that they can be read."""
         if self.engine is not None:
-            self.engine.widen()  # not closed yet: a learning-rate finder trains again with this engine
+            self.engine.widen()  # it is closed in teardown: a learning-rate finder trains again with this engine
             self._ended = True
 
     def on_exception(self, exception: BaseException) -> None:
-        """From here on nothing may wait for other ranks."""
+        """Note the failure: after it, nothing may wait for other ranks, which could hang."""
         self._ended = False
         if self.world_size > 1:
             FAILED.set()
 
     def teardown(self) -> None:
-        """Leave the weights where they are: they are views of flat buffers."""
+        """Release resources. Weights stay where they are, as views of flat buffers."""
         if self._sigterm is not None:
             self._sigterm.uninstall()
             self._sigterm = None
@@ -360,11 +361,11 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.accelerator is not None
         if self.engine is not None and self._ended:
             self.engine.close()
-        if not FAILED.is_set():  # it waits for the device, and that perhaps for a message of another rank
+        if not FAILED.is_set():  # it waits for the device, which may wait for a message of another rank
             self.accelerator.teardown()
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:
-        """Names for ``Trainer(strategy=...)``."""
+        """Register the names for ``Trainer(strategy=...)``."""
         registry.register("megatron", cls, "Megatron parallelism for any LightningModule", override=True)
         registry.register("megatron_notebook", cls, "the same, started by fork", override=True, start_method="fork")

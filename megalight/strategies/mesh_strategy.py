@@ -1,4 +1,4 @@
-"""What every strategy of ours is: ranks on a mesh, a split model, and the state that its helpers read and fill."""
+"""The base of our strategies: ranks on a mesh, a split model, and the state that helpers read and write."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from megalight.strategies.collectives import Collectives
 
 
 class MeshStrategy(Collectives, ParallelStrategy):
-    """Ranks on a mesh. Set-up, checkpoints and launchers know a strategy as this.
+    """A strategy with ranks on a mesh. Setup, checkpoints and launchers depend only on this class.
 
     Attributes:
         tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, pipeline_parallel,
-        virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: as the user
-            asked; ``virtual_pipeline`` as a layout string says.
+        virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: the user's
+            arguments. A layout string decides ``virtual_pipeline``.
         mesh: the grid of ranks.
-        parallel_model: this rank's part of the model; None before it is set up.
-        engine: the data-parallel engine; None outside ``fit``.
-        streams: random streams; None before the environment is set up.
-        extra_shard_states: name -> one flat tensor per engine shard: saved and loaded by canonical name, as
-            ``<name>.<canonical>`` (a moving average of the weights, say).
+        parallel_model: this rank's part of the model. None before setup.
+        engine: the data-parallel engine. None outside ``fit``.
+        streams: random streams. None before the environment is set up.
+        extra_shard_states: name -> one flat tensor per engine shard, for example a moving average of the weights. It is
+            saved and loaded by canonical name, as ``<name>.<canonical>``.
     """
 
     is_distributed = True
@@ -64,7 +64,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
-        """What each local parameter and buffer holds of the model."""
+        """Specs of local parameters and buffers: which part of the model each one holds."""
         return {} if self.parallel_model is None else self.parallel_model.specs
 
     @property
@@ -73,7 +73,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return [] if self.parallel_model is None else self.parallel_model.chunks
 
     def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
-        """The mesh of so many ranks, as one of them sees it.
+        """Make the mesh of ``world_size`` ranks, as seen by ``rank``.
 
         Raises:
             LayoutError: the parallel degrees do not divide the number of ranks.
@@ -89,14 +89,14 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     @property
     def run(self) -> Run:
-        """What checkpoints know of the run."""
+        """The parts of the run that checkpoints save."""
         assert self.parallel_model is not None and self.streams is not None
         optimizer = self.optimizers[0] if self.engine is not None else None
         return Run(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
 
     @property
     def options(self) -> ParallelOptions:
-        """How the model is split over the mesh, as the user asked."""
+        """The user's options for splitting the model over the mesh."""
         return ParallelOptions(
             plan=self.plan,
             sequence_parallel=self.sequence_parallel,
@@ -116,17 +116,17 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes per node."""
+        """Number of processes per node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which share of the data this rank reads: all ranks of one replica read the same."""
+        """This rank's share of the data. All ranks of one replica read the same share."""
         return {"num_replicas": self.mesh.dp, "rank": self.mesh.rank("dp")}
 
     @property
     def precision_plugin(self) -> Precision:
-        """Lightning's precision plugin, in our form."""
+        """Lightning's precision plugin, converted to ours."""
         return self._precision_plugin if self._precision_plugin is not None else MegatronPrecision()
 
     @precision_plugin.setter
@@ -141,7 +141,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return plugin
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment who this process is."""
+        """Set this process's rank and the world size in the cluster environment."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)

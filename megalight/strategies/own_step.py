@@ -1,4 +1,4 @@
-"""A ``training_step`` that the user wrote, micro-batch by micro-batch."""
+"""Run the user's own ``training_step`` on each micro-batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megalight.strategies.batch_size import weights
 
 
 class OwnTrainingStep:
-    """Forward and backward of a user's step. Its loss is a mean over its samples, and so is the gradient, over all.
+    """Forward and backward of a user's step. The step returns a mean over its samples; gradients average all samples.
 
     Args:
-        before_backward: called with each scalar that is about to be differentiated.
+        before_backward: called with each scalar before its backward.
     """
 
     def __init__(
@@ -33,18 +33,19 @@ class OwnTrainingStep:
     def __call__(
         self, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, data_ranks: int
     ) -> tuple[Any, Tensor]:
-        """Run all micro-batches; empty ones count for nothing.
+        """Run all micro-batches. Empty ones have weight 0.
 
         Args:
-            others: what else Lightning hands to ``training_step``.
-            scale: multiplies the objective.
-            data_ranks: ranks over which gradients are summed.
+            micro_batches: this rank's micro-batches.
+            others: further arguments of ``training_step`` from Lightning.
+            scale: factor of the objective.
+            data_ranks: number of ranks over which gradients are summed.
 
         Returns:
-            the last real micro-batch's output, and the mean loss of this rank's samples.
+            the output of the last micro-batch that is not empty, and the mean loss of this rank's samples.
 
         Raises:
-            ConfigurationError: the step returned no loss that can be differentiated.
+            ConfigurationError: the step returned no differentiable loss.
         """
         output: Any = None
         losses = []
@@ -60,6 +61,7 @@ class OwnTrainingStep:
                     f"{type(self.module).__name__}.training_step returned {type(made).__name__} without a "
                     "differentiable loss; return the loss tensor or a dict with the key 'loss'."
                 )
+            # gradients are summed over micro-batches and data ranks, so these weights turn the sum into a mean
             share = loss * (scale * weight / data_ranks)
             self.before_backward(share)
             with span("backward", chunk=0, micro_batch=index):

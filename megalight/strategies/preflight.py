@@ -1,4 +1,4 @@
-"""What can be refused before a process or a process group starts: one message, nothing written, nobody left waiting."""
+"""Checks before any process or process group starts: one message, nothing written, and no rank that hangs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ NAMED = ("best", "last", "hpc")
 def check(
     strategy: MeshStrategy, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Check what the trainer's ``function`` is about to be called with.
+    """Check the arguments of the trainer's ``function`` before it is called.
 
-    Modules may bring checks of their own: ``check_data(datamodule)`` and ``check_checkpoint(entries)``. A callback that
-    has a method ``attach(module)`` may change what the module will build.
+    Modules can have their own checks: ``check_data(datamodule)`` and ``check_checkpoint(entries)``. A callback with a
+    method ``attach(module)`` can change the model that the module will build.
 
     Raises:
-        ConfigurationError: a limit on multiprocessors, where messages do not go by NCCL.
+        ConfigurationError: there is a limit on multiprocessors, but messages are not sent with NCCL.
         LayoutError: the model or the batch does not divide over the ranks.
-        DataError: data that the model, or the cut of its sequences, cannot take.
-        CheckpointError: the checkpoint is torn, foreign, or of another model.
+        DataError: the data does not fit the model or the division of sequences.
+        CheckpointError: the checkpoint is incomplete, has an unknown format, or is of another model.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     module: Any = given.get("model") or strategy.lightning_module
@@ -60,7 +60,7 @@ def check(
         module.check_data(data)
     path = given.get("ckpt_path")
     if not path and isinstance(module, MegalightModule) and module.model is None:
-        module.initial_weights()  # opens the folder: it is there, whole, and of this family
+        module.initial_weights()  # opens the folder, which checks that it exists, is complete and of this family
     if path and path not in NAMED:
         entries = open_folder(str(path)).common
         if hasattr(module, "check_checkpoint"):
@@ -68,11 +68,11 @@ def check(
 
 
 def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> None:
-    """Build the model without memory and split it as rank 0 will.
+    """Build the model without memory, and split it like rank 0.
 
-    The module's ``build_model`` runs once more for this. The model that is built here cannot be kept: ``setup`` hooks,
-    which may prepare what ``build_model`` reads, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` this
-    is not even the process that trains. On the meta device the second run costs no memory and little time.
+    This runs the module's ``build_model`` once more. We cannot keep this model: ``setup`` hooks, which may prepare what
+    ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another process trains. On
+    the meta device the extra run needs no memory and little time.
     """
     built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
     if mesh.world_size == 1 or built_elsewhere or module.model is not None:

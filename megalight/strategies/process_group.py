@@ -12,24 +12,24 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 
 def backend_of(strategy: MeshStrategy) -> str:
-    """What carries the messages of this run: the process group's backend, or the one it will be made with."""
+    """Return the backend of the process group, or the backend with which it will be made."""
     if dist.is_initialized():
         return str(dist.get_backend())
     return strategy.process_group_backend or ("nccl" if strategy.root_device.type == "cuda" else "gloo")
 
 
 def join(strategy: MeshStrategy, timeout_seconds: float) -> None:
-    """Make the process group of all ranks, unless there is one, or one process alone.
+    """Make the process group of all ranks, unless there is one already or only one process.
 
     Args:
-        timeout_seconds: of collectives.
+        timeout_seconds: timeout of collectives in seconds.
     """
     if strategy.world_size == 1 or dist.is_initialized():
         return
     assert strategy.cluster_environment is not None
-    os.environ["MASTER_ADDR"] = strategy.cluster_environment.main_address  # workers and SLURM tasks have none yet
+    os.environ["MASTER_ADDR"] = strategy.cluster_environment.main_address  # not set for workers and SLURM tasks
     os.environ["MASTER_PORT"] = str(strategy.cluster_environment.main_port)
-    dist.init_process_group(  # no device_id: every rank would then have to take part in making every group
+    dist.init_process_group(  # no device_id: with it, every rank must take part in making every group
         backend_of(strategy),
         init_method="env://",
         rank=strategy.global_rank,

@@ -1,4 +1,4 @@
-"""What MegatronStrategy cannot do, said before anything is built: the value, the rule, and what to do instead."""
+"""Refuse what MegatronStrategy cannot do, before anything is built: state the value, the rule and the next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_degrees(
     expert_parallel: int,
     expert_tensor_parallel: int,
 ) -> None:
-    """Refuse parallel degrees that cannot work in any world."""
+    """Refuse parallel degrees that cannot work with any number of ranks."""
     if expert_tensor_parallel != 1:
         raise LayoutError(
             f"expert_tensor_parallel={expert_tensor_parallel!r} would split each expert's weights, which this version "
@@ -49,7 +49,7 @@ def check_at_least_one(name: str, value: int) -> None:
 
 
 def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
-    """Refuse plugins that would write checkpoints in another way."""
+    """Refuse plugins that write checkpoints in another way."""
     if plugin is not None:
         raise ConfigurationError(
             f"{type(plugin).__name__} cannot be used: MegatronStrategy writes sharded checkpoint folders itself. "
@@ -58,7 +58,7 @@ def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
 
 
 def check_environment(environment: ClusterEnvironment | None) -> None:
-    """Refuse requeueing from within a signal handler."""
+    """Refuse environments that requeue jobs inside a signal handler."""
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         raise ConfigurationError(
             "SLURM auto-requeue saves inside a signal handler, which can interrupt a collective. Pass "
@@ -67,7 +67,7 @@ def check_environment(environment: ClusterEnvironment | None) -> None:
 
 
 def check_module(module: pl.LightningModule, trainer: pl.Trainer) -> None:
-    """Refuse modules that run the backward themselves."""
+    """Refuse modules that run the backward themselves (manual optimization)."""
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} uses manual optimization, which MegatronStrategy cannot run: it reduces "
@@ -76,7 +76,7 @@ def check_module(module: pl.LightningModule, trainer: pl.Trainer) -> None:
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that read or replace whole parameters, and those made for another Lightning package."""
+    """Refuse callbacks that read or replace whole parameters, and callbacks of another Lightning package."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if not isinstance(callback, pl.Callback):
@@ -93,10 +93,10 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 @contextmanager
 def one_optimizer(module: pl.LightningModule, model: ParallelModel) -> Iterator[None]:
-    """Around Lightning's call of ``configure_optimizers``: one optimizer, of parameters or of groups of them.
+    """Check in Lightning's call of ``configure_optimizers`` that it returns one optimizer with parameters or groups.
 
     Raises:
-        ConfigurationError: several optimizers; one of no parameters, on pipeline stages that have none.
+        ConfigurationError: there are several optimizers, or one without parameters, as on a stage that has none.
     """
     configure = module.configure_optimizers
     empty = model.mesh.pp > 1 and not any(parameter.requires_grad for parameter in model.parameters())
@@ -129,7 +129,7 @@ def one_optimizer(module: pl.LightningModule, model: ParallelModel) -> Iterator[
 
 
 def _optimizers_in(found: Any) -> Iterator[Optimizer]:
-    """Those in whatever form ``configure_optimizers`` may return them."""
+    """Yield the optimizers in any form that ``configure_optimizers`` may return."""
     if isinstance(found, Optimizer):
         yield found
     elif isinstance(found, Mapping):
@@ -140,7 +140,7 @@ def _optimizers_in(found: Any) -> Iterator[Optimizer]:
 
 
 def check_no_codes(root: nn.Module) -> None:
-    """Refuse weights that a run with ``primary_weights`` left as codes when it broke: their scales are gone."""
+    """Refuse weights that an interrupted run with ``primary_weights`` left as codes: their scales are lost."""
     for name, parameter in root.named_parameters():
         if parameter.is_floating_point() and parameter.element_size() == 1:
             raise ConfigurationError(

@@ -1,6 +1,6 @@
-"""From the user's module to this rank's part of a parallel model, and to its data-parallel engine.
+"""Setup: from the user's module to this rank's part of a parallel model and its data-parallel engine.
 
-The order is that of docs/parallelism-order.md; :mod:`megalight.parallel.model` carries it out.
+docs/parallelism-order.md explains the order of the steps; :mod:`megalight.parallel.model` does them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megalight.strategies.user_module import options_for, root_of, seed_of
 log = logging.getLogger(__name__)
 
 SPLIT = "megalight_model"
-"""Attribute of a root that is split: its parallel model, with which another Trainer in this process may go on."""
+"""Attribute of a split root with its parallel model, so that another Trainer in this process can continue with it."""
 
 
 def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> ParallelModel:
-    """Split the module's model, and say where its values come from; parameters have no memory yet.
+    """Split the module's model, and set the source of its values. Parameters have no memory yet.
 
     Args:
-        resumes: a checkpoint will be read into it, and not the module's own source.
+        resumes: whether a checkpoint will be read into it instead of the module's initial weights.
     """
     root = root_of(module)
     assert strategy.streams is not None
@@ -54,7 +54,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     source = None
     if isinstance(module, MegalightModule) and model.empty and not resumes:
         source = module.initial_weights()
-    # draws come before a checkpoint, too: it lacks buffers that modules compute, and what strict=False lets be missing
+    # draw values even if a checkpoint follows: it lacks computed buffers and, with strict=False, perhaps parameters
     model.begin_from(seed_of(module, seed), source)
     model.recompute(strategy.recompute)
     precision.prepare(root, strategy.mesh, model.num_layers)
@@ -64,7 +64,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
 
 
 def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str, FrozenRun]:
-    """The models that run beside the module's own: held by the strategy, outside of the module's tree."""
+    """Build the frozen models. The strategy holds them, so they are no submodules of the user's module."""
     if not isinstance(module, MegalightModule):
         return {}
     dtype, device = strategy.precision.dtype, strategy.root_device
@@ -85,16 +85,16 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
 
 
 def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:
-    """What an earlier Trainer in this process has made of a model: training goes on with it."""
+    """Return the model as an earlier Trainer in this process split it, or None. Training continues with it."""
     model: ParallelModel | None = root.__dict__.get(SPLIT)
     if model is not None:
         model.check_same(strategy.mesh, replace(strategy.options, transforms=tuple(getattr(module, "transforms", ()))))
-        model.origin = None  # somebody may have trained it
+        model.origin = None  # it may have been trained, so its values are no longer the initial ones
     return model
 
 
 def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEngine:
-    """The engine of one ``fit``, in whose storage values now are; the optimizer is pointed at its shards."""
+    """Make the engine of one ``fit``. It now stores the values, and the optimizer updates its shards."""
     assert strategy.parallel_model is not None
     groups = [group["params"] for group in optimizer.param_groups]
     engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel)
@@ -113,7 +113,7 @@ HOOKS_BETWEEN_STEPS = (
     "on_validation_epoch_start",
     "on_validation_start",
 )
-"""Hooks of callbacks and modules that run while parameters may still be on their way."""
+"""Hooks of callbacks and modules that run while parameters may still be gathered."""
 METHODS_BETWEEN_STEPS = (
     *HOOKS_BETWEEN_STEPS,
     "lr_scheduler_step",
@@ -125,13 +125,13 @@ METHODS_BETWEEN_STEPS = (
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
-"""The same of modules, with the methods that callbacks do not have."""
+"""The same hooks for modules, and methods that only modules have."""
 
 
 def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
-    """Whether the user's code runs between two steps, where it may read weights: gathering then ends with the step.
+    """Return whether the user's code runs between steps and may read weights. If so, each step ends with the gather.
 
-    A callback or module whose code there reads no weights says ``reads_weights = False``.
+    Set ``reads_weights = False`` on a callback or module that reads no weights there.
     """
     owners = [(callback, HOOKS_BETWEEN_STEPS) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     for owner, names in (*owners, (module, METHODS_BETWEEN_STEPS)):
@@ -143,10 +143,10 @@ def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer)
 
 
 def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:
-    """Make DataLoader workers draw by data-parallel rank where Lightning would seed them by global rank.
+    """Seed DataLoader workers by data-parallel rank. Lightning would seed them by global rank.
 
-    The loader, and a sampler that shuffles, get a generator of their own, the same on all ranks of a replica: the
-    default one differs between pipeline stages, and a resumed run's dropout would differ if data drew from it.
+    The loader and a shuffling sampler get their own generator, the same on all ranks of a replica. The default
+    generator differs between pipeline stages, and dropout of a resumed run would differ if the data used it too.
     """
     if hasattr(dataloader, "generator") and dataloader.generator is None:
         dataloader.generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Training and evaluation steps of a LightningModule: what is Lightning's around :mod:`megalight.parallel.step`."""
+"""Training and evaluation steps of a LightningModule: the Lightning part around :mod:`megalight.parallel.step`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megalight.types import mean
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last training step did. Tensors are on the device; reading one with ``.item()`` waits for the step.
+    """Report of the last training step. Tensors are on the device; ``.item()`` waits until the step is done.
 
     Attributes:
         loss: mean over all tokens of the global batch, 0-dim.
-        num_tokens: tokens that counted in it, over all ranks, 0-dim.
-        num_samples: samples of the global batch, on the host.
-        metrics: further global means, 0-dim each; auxiliary losses among them.
+        num_tokens: number of tokens in this mean, over all ranks, 0-dim.
+        num_samples: number of samples of the global batch, on the host.
+        metrics: further global means, each 0-dim, including auxiliary losses.
     """
 
     loss: Tensor
@@ -45,12 +45,12 @@ class Stepper:
     """Runs the steps of one LightningModule on this rank.
 
     Args:
-        model: the module's model, split.
-        micro_batch_size: samples per micro-batch; None: the whole batch at once.
-        before_backward: called with each scalar that is about to be differentiated.
+        model: the module's model after splitting.
+        micro_batch_size: samples per micro-batch. None: the whole batch is one micro-batch.
+        before_backward: called with each scalar before its backward.
 
     Attributes:
-        step: the step without Lightning, of a ``MegalightModule``.
+        step: the step of a ``MegalightModule``, without Lightning.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Stepper:
         self.before_backward = before_backward
         self.step = Step(
             model,
-            module,  # type: ignore[arg-type]  # a plain module's steps are its own, and this one is not called
+            module,  # type: ignore[arg-type]  # for a plain module, its own steps run and this one is not called
             varying_carry=isinstance(module, MegalightModule) and module.varying_carry,
             context=precision.step_context,
             around=precision.step,
@@ -77,24 +77,24 @@ class Stepper:
         self._compared = False
 
     def begin(self, engine: DataParallelEngine | None) -> None:
-        """Begin a run of Lightning's loops: with the engine of a ``fit``, or without."""
+        """Begin a run of Lightning's loops. ``engine`` is None outside ``fit``."""
         self.step.engine = engine
         self.step.runner = run_passes
         self._compared = False
 
     @property
     def engine(self) -> DataParallelEngine | None:
-        """Reduces the gradients; needed for training."""
+        """The engine that reduces gradients. Training needs it."""
         return self.step.engine
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport]:
-        """Forward and backward of this rank's share of a global batch.
+        """Run forward and backward of this rank's share of a global batch.
 
         Args:
-            args: the batch, and what else Lightning hands to ``training_step``.
-            number: of the optimizer step.
-            scale: multiplies the objective (``1 / accumulate_grad_batches``).
-            sync: gradients are reduced: no more batches follow before the optimizer's step.
+            args: the batch, and further arguments of ``training_step`` from Lightning.
+            number: number of the optimizer step.
+            scale: factor of the objective (``1 / accumulate_grad_batches``).
+            sync: whether to reduce gradients, as this is the last batch before the optimizer's step.
 
         Returns:
             the step's output for Lightning, and the report.
@@ -124,10 +124,10 @@ class Stepper:
         return ({**output, "loss": mean_loss} if isinstance(output, Mapping) else mean_loss), report
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
-        """A step that the user wrote, on the whole batch; what it makes of an empty one is nothing.
+        """Run the user's own step on the whole batch. The result of an empty batch is None.
 
         Raises:
-            ConfigurationError: the batch is empty, and the step would log it.
+            ConfigurationError: the batch is empty, but the step would log it.
         """
         batch, *others = args
         if method != "predict_step":
@@ -137,14 +137,14 @@ class Stepper:
         return None if is_empty(batch) else output
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Log the totals of one evaluation batch over all ranks, the same on every rank; returns its mean loss."""
+        """Log the totals of one evaluation batch over all ranks, equal on every rank, and return its mean loss."""
         _, micro_batches = self._split(batch)
         totals = self.step.evaluate(stage, micro_batches)
         self._module.log_totals(stage, totals, dataloader_idx)
         return mean(*totals["loss"])
 
     def predict(self, batch: Any) -> Any:
-        """What the module makes of the last chunk's outputs for a whole batch, on every rank of the replica."""
+        """Return the module's ``output_step`` for a whole batch, on every rank of the replica."""
         outputs = [self._module.output_step(carry, contents(batch)) for carry in self.step.outputs([batch])]
         output = self.step.totals.from_last_stage(outputs)[0]
         return None if is_empty(batch) else output
@@ -155,9 +155,9 @@ class Stepper:
         return self.module
 
     def _split(self, batch: Any) -> tuple[int, Sequence[Any]]:
-        """How many samples there are, and this rank's micro-batches: all of their tokens, or its share of them.
+        """Return the number of samples, and this rank's micro-batches: all of their tokens, or its share.
 
-        An empty batch has no samples, and one micro-batch, which is empty too.
+        An empty batch has 0 samples and one empty micro-batch, so that this rank still takes part in communication.
         """
         if is_empty(batch):
             return 0, [emptied(part) for part in self._split(contents(batch))[1][:1]]
@@ -176,10 +176,10 @@ class Stepper:
 
 
 def _check_own(module: pl.LightningModule, method: str, batch: Any) -> None:
-    """Refuse an empty batch where a user's own step would count it.
+    """Refuse an empty batch if the user's own step would count it.
 
     Raises:
-        ConfigurationError: it is one.
+        ConfigurationError: the batch is empty.
     """
     if is_empty(batch):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What the user's LightningModule is to the strategy: its model, its seed, the steps that it writes itself."""
+"""The user's LightningModule as the strategy sees it: its model, its seed, and its own steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def root_of(module: pl.LightningModule) -> nn.Module:
-    """What is split: a Megalight module's model, or a plain LightningModule itself."""
+    """Return what the strategy splits: the model of a Megalight module, or a plain LightningModule itself."""
     if isinstance(module, MegalightModule):
         assert module.model is not None
         return module.model
@@ -24,12 +24,12 @@ def root_of(module: pl.LightningModule) -> nn.Module:
 
 
 def seed_of(module: pl.LightningModule, seed: int) -> int:
-    """The seed of the initial weights: the module's own, or the run's."""
+    """Return the seed of the initial weights: the module's own seed, or else ``seed`` of the run."""
     return module.seed if isinstance(module, MegalightModule) else seed % 2**63
 
 
 def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelOptions) -> ParallelOptions:
-    """A strategy's options for the whole, unsplit model, with the module's transforms, and its plan where needed."""
+    """Return the strategy's options for the unsplit model, with the module's transforms and, if needed, its plan."""
     if not isinstance(module, MegalightModule):
         return options
     plan = module.plan(model) if options.plan is None else options.plan
@@ -37,17 +37,17 @@ def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelO
 
 
 def own_steps(module: pl.LightningModule, method: str) -> bool:
-    """Whether the user wrote ``method``, a Lightning step, instead of Megalight's contract."""
+    """Return whether the user wrote the Lightning step ``method`` instead of Megalight's methods."""
     return not isinstance(module, MegalightModule) or (
         getattr(type(module), method) is not getattr(MegalightModule, method)
     )
 
 
 def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
-    """Refuse a module whose own steps would see a part of the model, or of the tokens, alone.
+    """Refuse a module whose own steps would get only a part of the model or of the tokens.
 
     Raises:
-        ConfigurationError: names what to write instead.
+        ConfigurationError: the message names the method to write instead.
     """
     own = [step for step in STEPS if own_steps(module, step)]
     if own and isinstance(module, MegalightModule) and module.frozen_models():

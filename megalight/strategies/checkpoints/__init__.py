@@ -1,5 +1,5 @@
-"""Checkpoints of a strategy: Lightning's entries and canonical tensors as one sharded folder, and back.
+"""Checkpoints of a strategy: one sharded folder with Lightning's entries and canonical tensors.
 
-:mod:`contents` says what a rank holds, :mod:`saving` writes it, :mod:`resuming` reads it into a run, :mod:`whole` into
-a module of one process; :mod:`hooks` answers what Lightning asks of a strategy.
+:mod:`saving` writes a checkpoint, :mod:`resuming` reads it into a run, and :mod:`whole` reads it into a module of one
+process. :mod:`hooks` has the methods of a strategy that Lightning calls for checkpoints.
 """

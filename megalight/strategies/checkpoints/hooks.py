@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy about checkpoints, answered with sharded folders that any layout can load."""
+"""The methods of a strategy that Lightning calls for checkpoints, which are sharded folders for any layout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 
 class FolderCheckpoints(MeshStrategy):
-    """A strategy that saves canonical tensors, and reads them once there are places for them.
+    """A strategy that saves canonical tensors, and reads them as soon as the split model exists.
 
     Attributes:
-        _setup_of: the module whose model is split and in its place; None: no model is yet.
-        _resumed: the checkpoint that is being read.
-        _left_out: hyperparameters that were left out and spoken of.
+        _setup_of: the module whose model is set up. None before that.
+        _resumed: the checkpoint from which the run resumes, or None.
+        _left_out: names of hyperparameters that are not saved, after a warning.
     """
 
     _setup_of: pl.LightningModule | None
@@ -30,42 +30,42 @@ class FolderCheckpoints(MeshStrategy):
     _left_out: set[str]
 
     def sync_parameters(self) -> None:
-        """Wait until every parameter holds the values of the last optimizer step."""
+        """Wait until every parameter has the values of the last optimizer step."""
         if self.engine is not None:
             self.engine.sync_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part, by reference: :meth:`save_checkpoint` writes the canonical views instead."""
+        """Return this rank's part, not copied. :meth:`save_checkpoint` does not use it: it writes canonical tensors."""
         self.sync_parameters()
         assert self.lightning_module is not None
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing to collect: the shards are written by canonical name."""
+        """Return nothing: :meth:`save_checkpoint` writes the shards by canonical name."""
         return {}
 
     @spanned("checkpoint")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a sharded folder, from all ranks, that any layout can load."""
+        """Write a sharded folder from all ranks, which any layout can load."""
         if storage_options is not None:
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
         self.sync_parameters()
         save(self, keep_plain(checkpoint, self._left_out), self.broadcast(str(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a folder; tensors are read later, where they belong."""
+        """Open a folder. Tensors are read later, directly into the parameters."""
         self._resumed = Resumed(open_folder(str(checkpoint_path)))
         return self._resumed.for_lightning()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read weights, once there is a split model to read them into: :meth:`setup` does so where there is none."""
+        """Read weights if the split model exists. If not, :meth:`setup` reads them later."""
         assert self._resumed is not None
         self._resumed.strict = strict
         if self._setup_of is not None:
             self.read_weights()
 
     def read_weights(self) -> None:
-        """Read the weights of the checkpoint that is open; masters begin from them."""
+        """Read the weights of the open checkpoint, and copy them to the master weights."""
         assert self._resumed is not None and self.parallel_model is not None
         self.sync_parameters()
         self._resumed.read_model(self)
@@ -81,6 +81,6 @@ class FolderCheckpoints(MeshStrategy):
             self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a folder, atomically."""
+        """Delete a folder atomically."""
         if self.is_global_zero:
             remove(str(filepath))

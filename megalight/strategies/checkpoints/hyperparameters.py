@@ -1,4 +1,4 @@
-"""Hyperparameters in checkpoints: what ``save_hyperparameters`` collected, as far as it is plain data."""
+"""Hyperparameters in checkpoints: the plain data that ``save_hyperparameters`` collected."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megalight.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 ENTRIES = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Lightning's entries that hold them."""
+"""Lightning's entries with hyperparameters."""
 
 
 def keep_plain(checkpoint: dict[str, Any], told: set[str]) -> dict[str, Any]:
-    """A checkpoint dictionary whose hyperparameters can be stored.
+    """Return the checkpoint dictionary without hyperparameters that cannot be stored.
 
-    Objects (a loss function, a tokenizer, a config class) cannot be: nothing on disk may run code.
+    Objects (a loss function, a tokenizer, a config class) cannot be stored: a file must not run code when it is loaded.
 
     Args:
-        told: names that were warned about already; new ones are added.
+        told: names with a warning already. New names are added.
     """
     kept = dict(checkpoint)
     for entry in ENTRIES:

@@ -1,4 +1,4 @@
-"""Read a checkpoint into a run: its metadata when Lightning opens it, its tensors when there is room for them."""
+"""Read a checkpoint into a run: metadata when Lightning opens it, tensors when the parameters exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_folder(path: str) -> checkpoint.Checkpoint:
     """Open a checkpoint.
 
     Raises:
-        CheckpointError: not a complete checkpoint; names the last good one beside it.
+        CheckpointError: it is not a complete checkpoint. The message names the last good one beside it.
     """
     if Path(path).is_file():
         raise CheckpointError(
@@ -32,10 +32,10 @@ def open_folder(path: str) -> checkpoint.Checkpoint:
 
 
 def base_of(module: pl.LightningModule, saved: checkpoint.Checkpoint) -> Source:
-    """The weights that the adapters of a checkpoint belong to.
+    """Return the source of the base weights for a checkpoint with only adapters.
 
     Raises:
-        CheckpointError: the module does not say where they are.
+        CheckpointError: the module has no initial weights.
     """
     source = module.initial_weights() if isinstance(module, MegalightModule) else None
     if source is None:
@@ -48,21 +48,21 @@ class Resumed:
     """A checkpoint that a run resumes from.
 
     Attributes:
-        saved: opened and verified.
-        strict: every tensor of the model must be in the checkpoint.
+        saved: the opened and verified checkpoint.
+        strict: whether every tensor of the model must be in the checkpoint.
     """
 
     saved: checkpoint.Checkpoint
     strict: bool = True
 
     def for_lightning(self) -> dict[str, Any]:
-        """The entries that Lightning restores itself."""
+        """Return the entries that Lightning restores itself."""
         common = dict(self.saved.common)
         options = common.pop("optimizer", None)
         return {**common, "state_dict": {}, **({} if options is None else {"optimizer_states": [options]})}
 
     def read_model(self, strategy: MeshStrategy) -> None:
-        """Weights into the local parameters. Float32 weights come from the masters, where the checkpoint has any."""
+        """Read weights into the local parameters. Float32 weights are read from the masters, if it has any."""
         assert strategy.parallel_model is not None
         model = strategy.parallel_model
         model.clear_padding()
@@ -74,9 +74,9 @@ class Resumed:
         FullPrecision(self.saved).fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
 
     def read_optimizer(self, strategy: MeshStrategy) -> None:
-        """Masters, optimizer state, group options and random states.
+        """Read masters, optimizer state, group options and random states.
 
         Raises:
-            CheckpointError: no optimizer state in it, or of another optimizer.
+            CheckpointError: it has no optimizer state, or that of another optimizer.
         """
         strategy.run.resume(self.saved)

@@ -1,4 +1,4 @@
-"""Write a run: Lightning's entries and every canonical tensor as one folder, from all ranks."""
+"""Write a run as one folder from all ranks: Lightning's entries and every canonical tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megalight.imports import version
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 NOT_STORED = ("state_dict", "optimizer_states")
-"""Lightning's entries that canonical tensors take the place of."""
+"""Lightning's entries that canonical tensors replace."""
 
 
 def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
-    """Write a checkpoint; optimizer state goes along where Lightning's entries have it."""
+    """Write a checkpoint, with optimizer state if Lightning's entries have it."""
     common = {name: value for name, value in entries.items() if name not in NOT_STORED}
     common["megalight"] = {
         "version": __version__,
@@ -26,7 +26,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
     if resumable:
         common["optimizer"] = strategy.run.group_options()
     saves_base = getattr(strategy.lightning_module, "saves_base", True)
-    only = None if saves_base else strategy.run.model.added  # the base of adapters stays where it is
+    only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
     scheme = FULLY_RESHARDABLE
     checkpoint.save(
         path,
@@ -39,7 +39,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
 
 
 def _files(strategy: MeshStrategy) -> dict[str, bytes]:
-    """Files that the module or the data say belong into a checkpoint (a tokenizer, say)."""
+    """Return files that the module or the data add to a checkpoint, for example a tokenizer."""
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     files: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""Read a checkpoint of any layout into a whole module of one process."""
+"""Read a checkpoint of any layout into a whole module in one process."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from megalight.strategies.user_module import root_of, seed_of
 
 
 def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> None:
-    """Load the weights of a checkpoint into a module of this one process, whichever layout saved them.
+    """Load the weights of a checkpoint, saved in any layout, into a module in this one process.
 
-    ``module.model`` is then the whole one-device model, in the types that were saved, on the CPU: to be sampled from,
-    exported, evaluated, or trained further, under any strategy. A model that the module has already is replaced; a
-    plain LightningModule keeps its layers.
+    ``module.model`` is then the whole one-device model on the CPU, with the saved dtypes. Use it to generate, export,
+    evaluate or train further, under any strategy. It replaces a model that the module already has. A plain
+    LightningModule keeps its layers.
 
     Args:
-        module: as it was constructed for training.
+        module: the module, constructed as for training.
         path: the checkpoint's folder.
 
     Raises:
-        CheckpointError: missing, torn, or of another model.
+        CheckpointError: the checkpoint is missing, incomplete, or of another model.
     """
     _load(module, str(path))
 
 
 def restore_whole(module: pl.LightningModule, path: str) -> dict[str, Any]:
-    """:func:`load_weights`, and the state of Lightning's loops."""
+    """Do :func:`load_weights`, and return the state of Lightning's loops."""
     return dict(_load(module, path).common["loops"])
 
 
@@ -54,10 +54,10 @@ def _load(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
         module.configure_model()
     model = ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
     model.place("cpu")
-    model.draw(seed_of(module, 0))  # also what no checkpoint holds: buffers that modules compute
+    model.draw(seed_of(module, 0))  # fills everything first: buffers that modules compute are in no checkpoint
     whole = holds_base(saved.common)
     if not whole:
-        model.root.to(widest(saved))  # the run's type, also of the weights that it began with
+        model.root.to(widest(saved))  # base weights get the dtype of the run, not that of their own files
     for name, tensor in model.tensors().items():
         stored = saved.tensors.get(model.specs[name].pieces[0].name)
         if stored is not None:
