@@ -1,4 +1,4 @@
-"""Dispatch by all-gather: every rank sees all tokens of its group, and keeps those of its own experts."""
+"""Dispatch by all-gather: every rank gets all tokens of its group, and uses those of its own experts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megalight.parallel.tensor.shared import Shared
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Gathers tokens and routes over ``ep``, runs the experts of this rank, and reduce-scatters what they made.
+    """Gathers tokens and routes over ``ep``, runs this rank's experts, and reduce-scatters the results.
 
-    Ranks may bring different numbers of tokens; all must bring some at the same time, be it none. Memory and bytes grow
-    with the group.
+    Ranks may have different numbers of tokens, also none, but all must call it at the same time. Memory and bytes grow
+    with the size of the group.
 
     Args:
-        shared: what the parallel layers share.
-        first: number of this rank's first expert.
+        shared: the state that all parallel layers share.
+        first: index of this rank's first expert.
     """
 
     def __init__(self, shared: Shared, first: int) -> None:
@@ -34,9 +34,10 @@ class AllGatherDispatcher(Dispatcher):
         """``[T, h] -> [T, h]``. The host waits for the largest number of tokens, and for the counts."""
         group = self.shared.mesh.group("ep")
         longest = _longest(hidden, group)
+        # All ranks must gather equal sizes, so shorter inputs are padded.
         missing = longest - len(hidden)
         everyone = all_gather(F.pad(hidden, (0, 0, 0, missing)), group)
-        # padding goes to expert -1, which no rank has
+        # Padding is routed to expert -1, which no rank has.
         routes = start_all_gather(F.pad(chosen, (0, missing), value=-1), group).wait() - self.first
         mine = ((routes >= 0) & (routes < num_experts)).nonzero().flatten()
         made = self.local(everyone[mine], routes[mine], num_experts, compute)
@@ -44,11 +45,11 @@ class AllGatherDispatcher(Dispatcher):
         return reduce_scatter(whole, group)[: len(hidden)]
 
     def extra_repr(self) -> str:
-        """Where this rank's experts begin, for printing."""
+        """Return the index of this rank's first expert, for printing."""
         return f"first={self.first}"
 
 
 def _longest(hidden: Tensor, group: ProcessGroup | None) -> int:
-    """Most tokens that a rank brings; at least one, as not all backends send nothing."""
+    """Return the largest number of tokens of a rank; at least one, because some backends cannot send empty tensors."""
     counts = start_all_gather(torch.tensor([len(hidden)], device=hidden.device), group).wait()
     return max(1, int(counts.max()))

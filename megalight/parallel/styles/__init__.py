@@ -1,4 +1,4 @@
-"""Styles: one file each, with what a plan declares and how it is applied to a module."""
+"""Styles: one file each, with the options that a plan declares, and how the style splits a module."""
 
 from megalight.parallel.styles.attributes import Attributes as Attributes
 from megalight.parallel.styles.boundary import Boundary as Boundary

@@ -1,4 +1,4 @@
-"""How adapters are split with their linear layers."""
+"""Split adapters together with their linear layers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megalight.parallel.tensor.shared import Tokens
 def column_adapter(
     splitter: Splitter, name: str, layer: nn.Module, units: int | None, sizes: Sequence[int], tokens: Tokens
 ) -> Adapter | None:
-    """The adapter of a layer whose output features are split: ``A`` stays whole, ``B`` is split like the weight.
+    """Split the adapter of a layer with split output features: ``A`` stays whole, ``B`` is split like the weight.
 
-    The gradient of ``A`` is partial where each rank computes it from its share of the tokens, or from its share of the
-    output features alone.
+    The gradient of ``A`` is partial if each rank computes it only from its share of the tokens or of the output
+    features.
 
     Args:
-        units: indivisible units of a layer without sections; None: every feature is one.
+        units: number of indivisible units of a layer without sections; None: every feature is one.
         sizes: this rank's output features of each section.
-        tokens: which tokens the layer is fed.
+        tokens: the tokens that the layer receives.
     """
     adapter = _take(splitter, layer)
     if adapter is None:
@@ -56,12 +56,12 @@ def column_adapter(
 
 
 def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | None:
-    """The adapter of a layer whose input features are split: ``A`` is split like the weight, ``B`` stays whole.
+    """Split the adapter of a layer with split input features: ``A`` is split like the weight, ``B`` stays whole.
 
-    The gradient of ``B`` is partial: each rank computes it from its term of ``x A^T``.
+    The gradient of ``B`` is partial, because each rank computes it from its term of ``x A^T``.
 
     Raises:
-        LayoutError: the layer's collective runs in pieces with its product, and would not carry the adapter's term.
+        LayoutError: the layer's collective runs in pieces with its product, so it cannot include the adapter's term.
     """
     adapter = _take(splitter, layer)
     if adapter is None:
@@ -87,7 +87,7 @@ def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | No
 
 
 def _take(splitter: Splitter, layer: nn.Module) -> Adapter | None:
-    """The adapter of a layer, which then needs no visit of its own."""
+    """Return the adapter of a layer, and mark it as visited."""
     adapter = getattr(layer, "adapter", None)
     if not isinstance(adapter, Adapter):
         return None

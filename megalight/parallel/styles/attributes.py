@@ -1,4 +1,4 @@
-"""Attributes of foreign modules that count what is split."""
+"""Attributes of foreign modules that count split things."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megalight.parallel.tensor.split import replicas_of
 @register
 @dataclass(frozen=True)
 class Attributes(Style):
-    """Attributes of a module that count things (head counts in foreign models), as they are for one rank.
+    """Changes attributes that count things (head counts in foreign models) to the numbers of one rank.
 
     Attributes:
-        divide: names of counts that ``tp`` divides.
-        per_unit: name of a ratio -> number of units; where there are fewer units than ``tp``, the ratio is divided by
-            how many ranks share one (query heads per KV head, for so many KV heads).
+        divide: names of counts that are divided by ``tp``.
+        per_unit: name of a ratio -> number of units. If there are fewer units than ``tp``, the ratio is divided by the
+            number of ranks that share a unit (for example, query heads per KV head).
     """
 
     divide: tuple[str, ...] = ()
     per_unit: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays; its attributes change."""
+        """Keep the module, and change its attributes."""
         splitter.keep(name, module)
         tp = splitter.shared.mesh.tp
         for attribute in self.divide:

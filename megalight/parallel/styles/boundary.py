@@ -1,4 +1,4 @@
-"""Where tensors change between whole and this rank's share of the tokens, around modules that know of neither."""
+"""Changes between all tokens and this rank's share of them, around modules without sequence parallelism."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Boundary(Style):
     """Where a foreign model's hidden states change between whole and split under sequence parallelism.
 
     Attributes:
-        enter: what happens to the module's first input. ``split``: take this rank's share. ``gather``: make it whole
-            for the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: make it whole for a
-            module that computes the same with it on every rank.
-        leave: what happens to its first output. ``join``: make it whole for all that follows.
+        enter: change of the module's first input. ``split``: take this rank's share. ``gather``: gather all tokens for
+            the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: gather all tokens for a
+            module that computes the same on every rank.
+        leave: change of its first output. ``join``: gather all tokens for the modules after it.
     """
 
     enter: Literal["split", "gather", "join"] | None = None
     leave: Literal["join"] | None = None
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays, with hooks."""
+        """Keep the module, and add hooks."""
         splitter.keep(name, module)
         self.add_to(module, splitter.shared)
 
     def add_to(self, module: nn.Module, shared: Shared) -> None:
-        """Add hooks that act while sequence parallelism is on; none where it never is.
+        """Add hooks that act while sequence parallelism is on; add none if it is never used.
 
-        Hooks serve here, as foreign modules must keep their type; a model has few of them per layer.
+        Hooks are used because foreign modules must keep their type. A model has few of them per layer.
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -64,6 +64,6 @@ class Boundary(Style):
             return all_gather(x, shared.group, shared.sequence_dim)
         if self.enter == "join":
             return join(x, shared.group, shared.sequence_dim)
-        if not x.is_floating_point():  # ids: no gradient
+        if not x.is_floating_point():  # ids have no gradient
             return own_slice(x, shared.group, shared.sequence_dim)
         return split(x, shared.group, shared.sequence_dim)

@@ -1,4 +1,4 @@
-"""Modules that treat every channel on its own."""
+"""Modules that process every channel separately."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megalight.parallel.tensor import split
 @register
 @dataclass(frozen=True)
 class Channels(Style):
-    """A module whose parameters have one row per channel (a depthwise convolution): each rank has its channels' rows.
+    """A module whose parameters have one row per channel (a depthwise convolution); each rank holds its channels' rows.
 
-    It stands behind a layer with the style :class:`~.column.Column`, which gives it all tokens of these channels.
+    Use it after a layer with the style :class:`~.column.Column`, which provides all tokens of these channels.
     """
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays, with fewer rows.
+        """Keep the module, with fewer rows.
 
         Raises:
             LayoutError: ``tp`` does not divide the channels, or the module does not state its initial values.

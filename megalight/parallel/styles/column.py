@@ -26,10 +26,10 @@ class Column(Style):
     """A linear layer whose *output* features are split over ``tp``.
 
     Attributes:
-        units: how many indivisible parts the output has (attention heads). When there are fewer than ``tp``, each is
-            kept by a group of ``tp / units`` ranks. None: the layer's own sections say, or every feature is a unit.
-        gather_output: give every rank the whole output (the splitting is then invisible outside).
-        tokens: which tokens it is fed.
+        units: number of indivisible parts of the output (attention heads). If there are fewer than ``tp``, a group of
+            ``tp / units`` ranks holds each. None: the layer's own sections decide, or every feature is a unit.
+        gather_output: return the whole output on every rank, so that other modules do not notice the split.
+        tokens: the tokens that the layer receives.
     """
 
     units: int | None = None
@@ -38,11 +38,11 @@ class Column(Style):
 
     @property
     def overlaps(self) -> bool:
-        """It gathers its rank's share of the tokens."""
+        """True if the layer gathers tokens from shares."""
         return self.tokens == "share"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """A :class:`ColumnLinear`; a fused layer splits section by section, an adapter with its layer."""
+        """Return a :class:`ColumnLinear`; a fused layer is split section by section, an adapter with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear)
         units = self._units(name, linear, splitter.shared.mesh)
 
@@ -65,7 +65,7 @@ class Column(Style):
         return layer
 
     def _units(self, name: str, linear: nn.Linear | Linear, mesh: ParallelMesh) -> list[int]:
-        """Indivisible parts of each section."""
+        """Return the number of indivisible parts of each section."""
         rows, sections = linear.weight.shape[0], getattr(linear, "sections", None)
         if self.units is not None and sections:
             raise LayoutError(f"{name} has sections that state their units; leave units={self.units} out of its rule.")

@@ -1,4 +1,4 @@
-"""Attention that looks at all shares of a sequence."""
+"""Attention over all shares of a sequence."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megalight.parallel.styles.style import Style, register
 @register
 @dataclass(frozen=True)
 class ContextRegion(Style):
-    """Attention proper (``nn.InnerAttention``), which under context parallelism looks at all shares of a sequence.
+    """The attention core (``nn.InnerAttention``), which attends to all shares of a sequence under context parallelism.
 
-    Which of the kinds does it (ring, all-gather, ...) is a matter of the layout, not of the plan.
+    The kind (ring, all-gather, ...) is an option of the layout, not of the plan.
     """
 
     axis: ClassVar[str] = "cp"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
-        """A :class:`ContextAttention` where there are several shares."""
+        """Return a :class:`ContextAttention` if there are several shares."""
         inner = self.expect(name, module, InnerAttention)
         shared = splitter.shared
         if shared.mesh.cp == 1:
             return None
         outer = splitter.model.get_submodule(name.rpartition(".")[0])
-        heads = getattr(outer, "heads", None)  # of this rank: the projection before it has been split by now
+        heads = getattr(outer, "heads", None)  # this rank's number: the projection before it is already split
         return ContextAttention(inner, name, shared.context.kind_of(name), shared.context_groups, heads)

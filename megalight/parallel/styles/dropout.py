@@ -1,4 +1,4 @@
-"""Dropout with the right random stream."""
+"""Dropout with the correct random stream."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout, has_dr
 @register
 @dataclass(frozen=True)
 class Dropout(Style):
-    """Dropout that draws from the rank's own random stream where its input differs between ``tp`` ranks.
+    """Dropout that uses the rank's own random stream if its input differs between ``tp`` ranks.
 
     Attributes:
-        split: it does so even without sequence parallelism (attention weights of this rank's heads).
+        split: the input differs even without sequence parallelism (attention weights of this rank's heads).
     """
 
     split: bool = False
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
-        """A :class:`ParallelDropout` for ``nn.Dropout``; a wrapper around other modules that draw."""
+        """Return a :class:`ParallelDropout` for ``nn.Dropout``, and a wrapper for other modules that draw."""
         if isinstance(module, nn.Dropout):
             return ParallelDropout(module.p, splitter.shared, split=self.split)
         if next(module.parameters(), None) is not None:

@@ -19,15 +19,15 @@ from megalight.parallel.tensor import split
 @register
 @dataclass(frozen=True)
 class Expert(Style):
-    """A stack of experts (``nn.moe.Experts``), of which each rank along ``ep`` keeps an equal share.
+    """A stack of experts (``nn.moe.Experts``); each rank along ``ep`` keeps an equal number of experts.
 
-    Every rank must bring its own tokens: with ``tp > 1`` this needs sequence parallelism.
+    Every rank must provide its own tokens, so ``tp > 1`` needs sequence parallelism.
     """
 
     axis: ClassVar[str] = "ep"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """The same module with fewer experts, and a dispatcher that brings their tokens from other ranks."""
+        """Return the same module with fewer experts, and a dispatcher that gets their tokens from other ranks."""
         experts: Experts = self.expect(name, module, Experts)
         shared = splitter.shared
         if shared.mesh.tp > 1 and not shared.sequence_parallel:

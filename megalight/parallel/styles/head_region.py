@@ -1,4 +1,4 @@
-"""Modules that work on a share of the attention heads."""
+"""Modules that process a share of the attention heads."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class HeadRegion(Style):
     """A module that works on this rank's attention heads (QK-norm): its weights' gradients are summed over ``tp``."""
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays."""
+        """Keep the module."""
         splitter.keep(name, module, partial=True)

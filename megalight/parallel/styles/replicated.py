@@ -13,12 +13,12 @@ from megalight.parallel.styles.style import Style, register
 @register
 @dataclass(frozen=True)
 class Replicated(Style):
-    """A module that computes the same on every rank: its weights are held whole and their gradients are complete.
+    """A module that computes the same on every rank: its weights are held whole, and their gradients are complete.
 
-    Without sequence parallelism this is what no rule means. With it, a module with parameters must have a rule: whether
-    it sees a share of the tokens or all of them cannot be guessed.
+    Without sequence parallelism, modules without a rule are treated like this. With it, every module with parameters
+    needs a rule, because it is not known whether it gets a share of the tokens or all of them.
     """
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays."""
+        """Keep the module."""
         splitter.keep(name, module)

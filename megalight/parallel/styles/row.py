@@ -20,16 +20,16 @@ from megalight.parallel.tensor.row import RowLinear
 class Row(Style):
     """A linear layer whose *input* features are split over ``tp``; outputs are summed, the bias is added once.
 
-    Under sequence parallelism each rank gets the sum of its share of the tokens.
+    Under sequence parallelism each rank gets the sum for its share of the tokens.
     """
 
     @property
     def overlaps(self) -> bool:
-        """It sums its outputs."""
+        """True: the layer sums its outputs over ranks."""
         return True
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """A :class:`RowLinear`; an adapter is split with its layer."""
+        """Return a :class:`RowLinear`; an adapter is split with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear)
         partial = splitter.shared.sequence_parallel
         if getattr(linear, "sections", None):

@@ -1,4 +1,4 @@
-"""Modules that work on a share of the tokens."""
+"""Modules that process a share of the tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class SequenceRegion(Style):
     Its weights see a part of the tokens, so their gradients are summed over ``tp``.
 
     Attributes:
-        split_input: the module is fed whole-sequence inputs (position ids, say) and takes its share of the first one.
+        split_input: the module gets whole-sequence inputs (position ids, for example), and takes its share of the
+            first.
     """
 
     split_input: bool = False
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays."""
+        """Keep the module."""
         splitter.keep(name, module, partial=splitter.shared.sequence_parallel)
         if self.split_input:
             Boundary(enter="split").add_to(module, splitter.shared)

@@ -1,4 +1,4 @@
-"""What a style is: how the modules that a rule of a plan matches are split."""
+"""The base class of styles: how modules that match a rule of a plan are split."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Style(ABC):
-    """How a module splits. Subclasses are frozen dataclasses: their fields are options, and plans compare them.
+    """How a module is split. Subclasses are frozen dataclasses: their fields are options, and plans compare them.
 
     Attributes:
-        axis: the mesh axis over which the style splits. Where it has one rank, modules are not replaced.
+        axis: the mesh axis over which the style splits. If it has one rank, modules are not replaced.
     """
 
     axis: ClassVar[str] = "tp"
@@ -27,19 +27,19 @@ class Style(ABC):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
         """Split a module.
 
-        It passes each parameter of the module to ``splitter.split`` or ``splitter.keep``, also where :attr:`axis` has
-        one rank: this records what part of the one-device model the rank holds.
+        It must pass each parameter of the module to ``splitter.split`` or ``splitter.keep``, also if :attr:`axis` has
+        one rank. This records the part of the one-device model that the rank holds.
 
         Args:
             splitter: the pass over the model; ``splitter.shared`` has the mesh and the options.
-            name: of the module.
-            module: of the one-device model, or what an earlier style of the same rule made of it.
+            name: name of the module.
+            module: the one-device module, or the result of an earlier style of the same rule.
 
         Returns:
-            the module that takes its place, or None where it stays.
+            the module that replaces it, or None to keep it.
 
         Raises:
-            LayoutError: the style does not fit the module, or something does not divide.
+            LayoutError: the style does not fit the module, or a size is not divisible.
         """
 
     @property
@@ -48,10 +48,10 @@ class Style(ABC):
         return False
 
     def expect(self, name: str, module: nn.Module, *types: type[nn.Module]) -> Any:
-        """The module, if it is one of these types.
+        """Return the module, if it has one of these types.
 
         Raises:
-            LayoutError: it is not.
+            LayoutError: it has another type.
         """
         if not isinstance(module, types):
             known = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in types)

@@ -17,17 +17,17 @@ from megalight.parallel.tensor.embedding import VocabEmbedding
 @register
 @dataclass(frozen=True)
 class Vocab(Style):
-    """An embedding split over ``tp`` by vocabulary; rows are padded up so that every rank has equally many.
+    """An embedding split over ``tp`` by vocabulary; rows are padded so that every rank has the same number.
 
     Attributes:
-        scatter_output: under sequence parallelism, give each rank its share of the tokens. Off where the model looks
-            at the length of the hidden states, and a :class:`Boundary` splits them further on.
+        scatter_output: under sequence parallelism, return this rank's share of the tokens. Switch it off if the model
+            reads the length of the hidden states, and a later :class:`Boundary` splits them.
     """
 
     scatter_output: bool = True
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """A :class:`VocabEmbedding`."""
+        """Return a :class:`VocabEmbedding`."""
         embedding = self.expect(name, module, nn.Embedding, Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option, None):

@@ -16,16 +16,16 @@ from megalight.parallel.tensor.shared import Tokens
 @register
 @dataclass(frozen=True)
 class VocabHead(Style):
-    """The output projection split over ``tp`` by vocabulary, together with its cross entropy where it has one.
+    """The output projection split over ``tp`` by vocabulary, together with its cross entropy if it has one.
 
     Attributes:
-        tokens: which tokens it is fed.
+        tokens: the tokens that the layer receives.
     """
 
     tokens: Tokens = "share"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """A :class:`~.tensor.head.VocabHead` for an ``LMHead``, a ``VocabLinear`` for a linear layer."""
+        """Return a :class:`~.tensor.head.VocabHead` for an ``LMHead``, a ``VocabLinear`` for a linear layer."""
         whole = self.expect(name, module, LMHead, nn.Linear, Linear)
         is_head = isinstance(whole, LMHead)
         linear, path = (whole.output_layer, f"{name}.output_layer") if is_head else (whole, name)

@@ -1,4 +1,4 @@
-"""Mixers that no share of a sequence is enough for."""
+"""Mixers that need whole sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalight.parallel.styles.style import Style, register
 @register
 @dataclass(frozen=True)
 class WholeSequences(Style):
-    """A mixer that must see all tokens of a sequence: context parallelism, which cuts sequences, is refused."""
+    """A mixer that needs all tokens of a sequence, so context parallelism, which cuts sequences, raises an error."""
 
     axis: ClassVar[str] = "cp"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """The module stays.
+        """Keep the module.
 
         Raises:
             LayoutError: ranks hold shares of the sequences.
