@@ -1,4 +1,4 @@
-"""Generation: sampling, a cache, and text from a checkpoint."""
+"""Generation: sampling, a cache, and text generation from a checkpoint."""
 
 from megalight.inference.cache import Cache as Cache
 from megalight.inference.generate import generate as generate

@@ -1,4 +1,4 @@
-"""A plain cache: what the layers of a model keep of earlier tokens, with room for every sequence at its longest."""
+"""A simple cache for the states of layers. It allocates memory for the maximum length of every sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megalight.types import PackedSequences
 
 @dataclass
 class _Step:
-    """The sequences of the forward pass in progress.
+    """The sequences of the current forward pass.
 
     Attributes:
         slots: ``[n]``, the slot of each sequence.
-        begins: ``[n]``, the sequence has no earlier tokens.
-        write: ``[T]``, where rows of the new tokens go in buffers that are seen as ``[num_slots * capacity, ...]``.
-        read: ``[Tk]``, where the rows of all tokens of these sequences are.
+        begins: ``[n]``, whether the sequence is new, without earlier tokens.
+        write: ``[T]``, indices of the new tokens' rows in buffers of shape ``[num_slots * capacity, ...]``.
+        read: ``[Tk]``, indices of the rows of all tokens of these sequences.
     """
 
     slots: Tensor
@@ -31,14 +31,14 @@ class _Step:
 
 
 class TokenBuffer:
-    """Room for one row per token: ``capacity`` of them in every slot."""
+    """Storage for one row per token, with ``capacity`` rows in every slot."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._rows: Tensor | None = None
 
     def append(self, rows: Tensor) -> Tensor:
-        """Store ``[T, ...]`` of the step's new tokens; returns those of all tokens so far, ``[Tk, ...]``."""
+        """Store the rows ``[T, ...]`` of the new tokens; return the rows ``[Tk, ...]`` of all tokens so far."""
         step = self._cache.step
         if self._rows is None:
             self._rows = rows.new_empty(self._cache.num_slots * self._cache.capacity, *rows.shape[1:])
@@ -47,14 +47,14 @@ class TokenBuffer:
 
 
 class SequenceBuffer:
-    """Room for one entry per slot."""
+    """Storage for one entry per slot."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._entries: Tensor | None = None
 
     def read(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """``[n, *shape]`` of the step's sequences; 0 for those that begin, whatever was in their slots before."""
+        """Return the entries ``[n, *shape]`` of the step's sequences. New sequences get 0, not a slot's old values."""
         if self._entries is None:
             self._entries = like.new_empty(self._cache.num_slots, *shape)
         step = self._cache.step
@@ -62,27 +62,27 @@ class SequenceBuffer:
         return self._entries[step.slots].masked_fill(begins, 0)
 
     def write(self, entries: Tensor) -> None:
-        """Store ``[n, *shape]``."""
+        """Store the entries ``[n, *shape]`` of the step's sequences."""
         assert self._entries is not None
         self._entries[self._cache.step.slots] = entries
 
 
 class Cache:
-    """What the layers of a model keep of several sequences, each in its own slot, growing at its own pace.
+    """The states of a model's layers for several sequences. Each sequence has its own slot and its own length.
 
-    Every layer is asked what it keeps, by ``layer.make_state(slots)``; the cache stands for the slots.
+    Every layer makes its state with ``layer.make_state(slots)``. The cache is passed as ``slots``.
 
     Args:
         layers: the model's layers, by name.
-        num_slots: sequences it has room for.
-        capacity: tokens that each slot has room for.
+        num_slots: maximum number of sequences.
+        capacity: maximum number of tokens in each slot.
 
     Attributes:
-        states: what to pass to the model as ``states``.
-        lengths: tokens stored per slot.
+        states: argument ``states`` of the model.
+        lengths: number of stored tokens of each slot.
 
     Raises:
-        ConfigurationError: a layer cannot say what it keeps.
+        ConfigurationError: a layer has no ``make_state``.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module] | nn.ModuleDict, num_slots: int, capacity: int) -> None:
@@ -101,26 +101,26 @@ class Cache:
 
     @property
     def step(self) -> _Step:
-        """Of the forward pass in progress."""
+        """The sequences of the current forward pass."""
         assert self._step is not None, "call Cache.extend before the model's forward"
         return self._step
 
     def per_token(self) -> TokenBuffer:
-        """Room for a row per token."""
+        """Make storage for one row per token."""
         return TokenBuffer(self)
 
     def per_sequence(self) -> SequenceBuffer:
-        """Room for an entry per sequence."""
+        """Make storage for one entry per sequence."""
         return SequenceBuffer(self)
 
     def extend(self, slots: Sequence[int], counts: Sequence[int], device: torch.device | str) -> PackedSequences:
-        """Make room for ``counts[i]`` more tokens in ``slots[i]``; then run the model once on just these tokens.
+        """Reserve ``counts[i]`` more tokens in ``slots[i]``. Then run the model once on exactly these tokens.
 
         Returns:
-            the new tokens as queries, with their true positions, and as ``keys`` all tokens of these slots.
+            the new tokens as queries, with their positions in the sequence, and all tokens of these slots as ``keys``.
 
         Raises:
-            DataError: a slot would hold more than ``capacity``.
+            DataError: a slot would have more than ``capacity`` tokens.
         """
         past = [self.lengths[slot] for slot in slots]
         totals = [before + count for before, count in zip(past, counts, strict=True)]
@@ -144,5 +144,5 @@ class Cache:
 
 
 def _offset(sequences: PackedSequences, offsets: Sequence[int]) -> Tensor:
-    """``[T]`` positions, plus each sequence's own offset."""
+    """Return positions ``[T]`` plus the offset of each sequence."""
     return sequences.positions + sequences.expand(torch.tensor(offsets, device=sequences.device))

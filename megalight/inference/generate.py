@@ -1,4 +1,4 @@
-"""Complete several prompts at once: prefill all, then one token each per step."""
+"""Complete several prompts at once: run all prompts first (prefill), then one token of each per step."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ def generate(
     eos_id: int | None = None,
     generator: Generator | None = None,
 ) -> list[list[int]]:
-    """The tokens that the model adds to each prompt.
+    """Generate the tokens that follow each prompt.
 
     Args:
-        model: a whole model, on any device; or this rank's part of one, and all ranks of a replica generate together.
-            Where experts lie on ranks of several replicas, all of these generate at the same time.
-        prompts: token ids, each prompt at least one; lengths may differ.
-        max_new_tokens: where a completion ends at the latest.
-        temperature: see :class:`~megalight.inference.sampling.Sampling`, as for ``top_k`` and ``top_p``.
-        top_k: see there.
-        top_p: see there.
-        eos_id: a completion ends with this token when it comes up.
-        generator: of the draws, on the model's device (in the same state on all ranks); None takes a fresh one and
-            leaves torch's own alone.
+        model: a whole model on any device, or this rank's part of a model. All ranks of a replica generate together.
+            If experts are on ranks of several replicas, all these replicas generate at the same time.
+        prompts: token ids, at least one for each prompt. Lengths may differ.
+        max_new_tokens: maximum length of a completion.
+        temperature: see :class:`~megalight.inference.sampling.Sampling`.
+        top_k: see :class:`~megalight.inference.sampling.Sampling`.
+        top_p: see :class:`~megalight.inference.sampling.Sampling`.
+        eos_id: a completion ends with this token.
+        generator: random generator on the model's device, with the same state on all ranks. None makes a new one, so
+            torch's default generator does not change.
 
     Returns:
-        one completion per prompt, without the prompt, with ``eos_id`` where it came up.
+        one completion per prompt, without the prompt, and with ``eos_id`` if it was generated.
 
     Raises:
-        DataError: no prompt, an empty one, an id outside the vocabulary, or prompt and completion too long together.
-        ConfigurationError: a sampling value out of range.
+        DataError: there is no prompt, a prompt is empty, an id is outside the vocabulary, or prompt and completion are
+            too long together.
+        ConfigurationError: a sampling value is out of range.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
@@ -66,9 +67,9 @@ def stream(
     eos_id: int | None = None,
     generator: Generator | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Like :func:`generate`, but every step's tokens as they come: prompt index -> token.
+    """Generate as :func:`generate` does, but yield the tokens of every step: prompt index -> token.
 
-    Replicas that share experts must run it to its end, as it then takes part in the steps of the others.
+    Replicas that share experts must iterate to the end, because they take part in the steps of the other replicas.
     """
     _check(model, prompts, max_new_tokens)
     return _steps(model, prompts, max_new_tokens, sampling or Sampling(), eos_id, generator)
@@ -106,14 +107,14 @@ def _steps(
 
 
 def _another(model: GPT | ParallelGPT, wanted: bool) -> bool:
-    """Whether another forward pass follows, here or in a replica that shares experts."""
+    """Return whether another forward pass follows, here or in a replica that shares experts."""
     return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
 
 
 def _last_logits(
     model: GPT | ParallelGPT, cache: Cache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
-    """``[N, V]``: run the new tokens of each slot; logits of the last of each."""
+    """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
@@ -124,7 +125,7 @@ def _last_logits(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout inside; every module's mode is as before afterwards."""
+    """Set all modules to evaluation mode (no dropout), and restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

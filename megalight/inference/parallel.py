@@ -1,4 +1,4 @@
-"""A GPT that is divided over ranks, called as a whole one is: generation without gathering its weights."""
+"""A GPT divided over ranks that is called like a whole GPT, to generate without gathering its weights."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from megalight.parallel.pipeline.executor import Executor
 from megalight.types import PackedSequences
 
 REPLICA_AXES = ("pp", "cp", "tp")
-"""Mesh axes whose ranks hold one model together."""
+"""Mesh axes over which one replica of the model is divided."""
 
 
 class ParallelGPT(nn.Module):
-    """This rank's part of a GPT under tensor, pipeline or context parallelism; every rank gets the logits.
+    """This rank's part of a GPT with tensor, pipeline or context parallelism. Every rank gets the logits.
 
-    All ranks of a replica make and call it together, with equal arguments. Sequences are never divided here: under
-    context parallelism every rank computes all tokens, and sequence parallelism is off meanwhile.
+    All ranks of a replica construct and call it together, with equal arguments. Sequences are not divided: with context
+    parallelism every rank computes all tokens, and sequence parallelism is off during the call.
 
-    Replicas call it as often as they like, with prompts of their own. Where experts lie on ranks of several replicas,
-    these meet in every forward pass: all must call it equally often, as :func:`~megalight.inference.generate` does.
+    Replicas usually call it independently, with their own prompts. But if experts are on ranks of several replicas,
+    these communicate in every forward pass and must call it equally often, as :func:`~megalight.inference.generate`
+    does.
 
     Args:
-        model: what this rank holds (a strategy's ``parallel_model``).
+        model: this rank's part of the model (a strategy's ``parallel_model``).
     """
 
     def __init__(self, model: ParallelModel) -> None:
@@ -50,14 +51,14 @@ class ParallelGPT(nn.Module):
 
     @property
     def config(self) -> GPTConfig:
-        """Of the whole model."""
+        """Configuration of the whole model."""
         config = self.chunks[0].config
         assert isinstance(config, GPTConfig)
         return config
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The layers on this rank, by global index: those that need a state here."""
+        """The layers on this rank by global index. These need a state here."""
         return {str(index): layer for chunk in self.chunks for index, layer in layers_of(chunk).items()}
 
     @torch.no_grad()
@@ -69,13 +70,13 @@ class ParallelGPT(nn.Module):
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
     ) -> Output:
-        """Logits of whole sequences, on every rank.
+        """Compute the logits of whole sequences, on every rank.
 
         Args:
             tokens: ``[T]`` ids.
             sequences: how the tokens divide into sequences.
-            states: what the layers on this rank keep of earlier tokens.
-            rows: ``[N]`` indices of the tokens whose logits are wanted; None: of all.
+            states: the states of the layers on this rank.
+            rows: ``[N]`` indices of the tokens for which to compute logits. None means all tokens.
         """
 
         def step(chunk: nn.Module, tokens: Tensor, carry: Carry | None) -> Carry:
@@ -89,7 +90,7 @@ class ParallelGPT(nn.Module):
         return Output(logits=self._from_last_stage([carry["logits"] for carry in last], count))
 
     def agree(self, number: int) -> int:
-        """The same number on all ranks of a replica: its first rank's."""
+        """Return the number of the replica's first rank, on all its ranks."""
         group = self.mesh.group(*REPLICA_AXES)
         if group is None:
             return number
@@ -98,18 +99,19 @@ class ParallelGPT(nn.Module):
         return box[0]
 
     def any_replica(self, wanted: bool) -> bool:
-        """Whether this replica, or one that it meets in forward passes, wants another forward pass."""
+        """Return whether this replica, or one with which it shares experts, needs another forward pass."""
         return wanted if self._coupling is None else self._coupling.most(int(wanted)) > 0
 
     def accompany(self) -> None:
-        """Take part in another replica's forward pass, with one token that nobody reads."""
+        """Take part in another replica's forward pass with one dummy token."""
         self(torch.zeros(1, dtype=torch.long, device=self.device), PackedSequences.of_lengths([1], self.device))
 
     def _from_last_stage(self, logits: Sequence[Tensor], count: int) -> Tensor:
-        """``[count, V]``, of which only the last stage has any."""
+        """Broadcast the logits ``[count, V]`` from the last stage, which computed them."""
         group, source = self.mesh.group("pp"), self.mesh.ranks("pp")[-1]
         if group is None:
             return logits[0]
+        # dtype and width never change, so the other stages learn them only once
         if self._form is None:
             box = [(logits[0].dtype, logits[0].shape[-1])] if logits else [None]
             dist.broadcast_object_list(box, source, group, device=self.device)

@@ -1,4 +1,4 @@
-"""From logits to the next token: temperature, top-k, top-p."""
+"""Sampling of the next token from logits: temperature, top-k, top-p."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalight.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Temperature acts first, then top-k, then top-p.
+    """Settings for the choice of the next token. Temperature is applied first, then top-k, then top-p.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most probable token (greedy).
-        top_k: choose among the ``k`` most probable tokens; None: among all.
-        top_p: choose among the fewest tokens that together have at least this probability; None: among all
-            (nucleus sampling, https://arxiv.org/abs/1904.09751).
+        temperature: the logits are divided by this. 0 means the most probable token (greedy).
+        top_k: sample from the ``k`` most probable tokens. None means all tokens.
+        top_p: sample from the smallest set of tokens that together have at least this probability (nucleus sampling,
+            https://arxiv.org/abs/1904.09751). None means all tokens.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -38,15 +38,15 @@ class Sampling:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """``[N, V]`` with ``-inf`` outside the ``k`` largest of each row. Equals of the ``k``-th stay."""
+    """Set ``[N, V]`` to ``-inf`` except for the ``k`` largest of each row. Values equal to the ``k``-th are kept."""
     least = logits.topk(min(k, logits.shape[-1])).values[..., -1:]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """``[N, V]`` with ``-inf`` outside the fewest most probable tokens of each row whose probabilities reach ``p``.
+    """Set ``[N, V]`` to ``-inf`` except for the smallest set of most probable tokens that reaches probability ``p``.
 
-    The token that crosses the threshold stays, so at least one does.
+    The token that crosses the threshold is kept, so every row keeps at least one token.
     """
     ordered, order = logits.sort(descending=True, stable=True)
     probabilities = ordered.softmax(-1)
@@ -56,12 +56,12 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """``[N, V]`` the distribution to draw from: float32 (float64 for float64), one-hot when greedy."""
+    """Return the distribution ``[N, V]`` to sample from: float32 (float64 for float64 logits), one-hot if greedy."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter(-1, best, 1.0)
-    # the largest is taken off first: a tiny temperature must not overflow
+    # subtract the maximum before dividing, or a tiny temperature would overflow
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None:
         logits = keep_top_k(logits, sampling.top_k)
@@ -71,8 +71,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: Generator | None = None) -> Tensor:
-    """``[N, V] -> [N]`` token ids, drawn with ``generator`` (on the logits' device; None is torch's own)."""
+    """Sample token ids: ``[N, V] -> [N]``. ``generator`` is on the logits' device; None is torch's default one."""
     chances = probabilities(logits, sampling)
-    # the largest of p_i / e_i with exponential e_i falls on i with probability p_i, and no host waits for it
+    # for exponential e_i, the argmax of p_i / e_i is i with probability p_i; this needs no sync with the host
     exponential = torch.empty_like(chances).exponential_(generator=generator)
     return (chances / exponential).argmax(-1)

@@ -1,4 +1,4 @@
-"""Complete text from a folder alone, a checkpoint or one of ``transformers``: its model and its tokenizer."""
+"""Complete text with the model and tokenizer of one folder: a checkpoint, or a ``transformers`` folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalight.models.gpt import GPT
 from megalight.models.saved import description, saved_model, transformers_model
 
 TOKENIZER = "tokenizer.json"
-"""The file in a checkpoint that holds the tokenizer."""
+"""Name of the tokenizer's file in a checkpoint."""
 
 
 def load_model(
@@ -30,17 +30,17 @@ def load_model(
     dtype: torch.dtype | None = None,
     base: str | os.PathLike[str] | None = None,
 ) -> GPT:
-    """The model of a checkpoint, whole, in evaluation mode, whatever layout saved it.
+    """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
     Args:
-        path: the checkpoint, or a folder of ``transformers``.
-        device: where the weights go.
-        dtype: of the weights; None keeps what was saved.
-        base: the weights that training began with, for a checkpoint that holds adapters alone.
+        path: the checkpoint, or a ``transformers`` folder.
+        device: device of the weights.
+        dtype: dtype of the weights. None keeps the saved dtype.
+        base: the initial weights of the training, for a checkpoint that holds only adapters.
 
     Raises:
-        CheckpointError: missing, torn, or it does not say which model it holds.
-        ConfigurationError: a model of ``transformers`` that has no counterpart here.
+        CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
+        ConfigurationError: the ``transformers`` model is not supported here.
     """
     opened = None if is_folder(path) else checkpoint.open(path)
     known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
@@ -55,8 +55,8 @@ class TextGenerator:
     """A model with its tokenizer.
 
     Attributes:
-        model: whole, in evaluation mode.
-        tokenizer: text to token ids and back.
+        model: the whole model in evaluation mode.
+        tokenizer: converts text to token ids and back.
     """
 
     model: GPT
@@ -72,17 +72,17 @@ class TextGenerator:
         dtype: torch.dtype | None = None,
         base: str | os.PathLike[str] | None = None,
     ) -> TextGenerator:
-        """Load both from one folder.
+        """Load model and tokenizer from one folder.
 
         Args:
-            path: the checkpoint, or a folder of ``transformers``.
+            path: the checkpoint, or a ``transformers`` folder.
             tokenizer: a ``tokenizer.json`` or its folder, to use instead of the one in ``path``.
-            device: where the weights go.
-            dtype: of the weights; None keeps what was saved.
+            device: device of the weights.
+            dtype: dtype of the weights. None keeps the saved dtype.
             base: see :func:`load_model`.
 
         Raises:
-            CheckpointError: missing, torn, or no model or tokenizer in it.
+            CheckpointError: the checkpoint is missing or incomplete, or has no model or tokenizer.
             DataError: the tokenizer has more tokens than the model.
         """
         found = Tokenizer.load(tokenizer or _tokenizer_folder(path))
@@ -104,15 +104,15 @@ class TextGenerator:
         top_p: float | None = None,
         seed: int | None = None,
     ) -> list[str]:
-        """What the model writes after each prompt, up to the end of the document. An empty prompt starts a document.
+        """Generate text after each prompt, up to the end of the document. An empty prompt starts a document.
 
         Args:
-            prompts: texts.
-            max_new_tokens: where a completion ends at the latest.
-            temperature: see :class:`~megalight.inference.sampling.Sampling`, as for ``top_k`` and ``top_p``.
-            top_k: see there.
-            top_p: see there.
-            seed: of the draws; None draws anew each time.
+            prompts: the texts to continue.
+            max_new_tokens: maximum length of a completion, in tokens.
+            temperature: see :class:`~megalight.inference.sampling.Sampling`.
+            top_k: see :class:`~megalight.inference.sampling.Sampling`.
+            top_p: see :class:`~megalight.inference.sampling.Sampling`.
+            seed: seed of the sampling. None gives other results each time.
         """
         eod = self.tokenizer.eod_id
         ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
@@ -133,7 +133,7 @@ class TextGenerator:
 
 
 def _tokenizer_folder(path: str | os.PathLike[str]) -> os.PathLike[str]:
-    """Where the tokenizer that was saved along lies."""
+    """Return the folder of the tokenizer that was saved with the model."""
     if is_folder(path):
         return Path(path)
     opened = checkpoint.open(path)
