@@ -1,4 +1,4 @@
-"""Products in 8 or 4 bits under MegatronStrategy."""
+"""Matrix products in 8 or 4 bits with MegatronStrategy."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megalight.plugins.precision.megatron import MegatronPrecision
 
 
 class MegatronLowPrecision(MegatronPrecision):
-    """Linear layers multiply in 8 or 4 bits; all else is as in ``precision``.
+    """Precision plugin: linear layers multiply in 8 or 4 bits, and ``precision`` applies to everything else.
 
-    Weights, activations between layers, main gradients and optimizer state keep their types.
+    Weights, activations between layers, main gradients and optimizer state keep their dtypes.
 
     Args:
-        options: the recipe, and which layers take part.
-        precision: of everything else; one of the strings of
+        options: the recipe, and the layers that use it.
+        precision: precision of everything else; one of the strings of
             :class:`~megalight.plugins.precision.megatron.MegatronPrecision`.
-        implementation: who casts and multiplies: ``own``, or one that a plugin registered: ``transformer_engine``, by
-            that package's recipes.
+        implementation: implementation of casts and products: ``own``, or one that a plugin registered, such as
+            ``transformer_engine`` with the recipes of that package.
 
     Raises:
-        ConfigurationError: no such implementation.
+        ConfigurationError: there is no such implementation.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class MegatronLowPrecision(MegatronPrecision):
         self.session: Session | None = None
 
     def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
-        """Tell the linear layers.
+        """Set up the linear layers for low precision.
 
         Raises:
             ConfigurationError: the module is a plain LightningModule, or its layers do not fit.
-            BackendError: the device has no such products.
+            BackendError: the device does not support these products.
         """
         if self.plain:
             raise ConfigurationError(
@@ -62,25 +62,25 @@ class MegatronLowPrecision(MegatronPrecision):
         self.session = apply_low_precision(model, self.options, mesh, num_layers, self.kind)
 
     def begin(self, number: int) -> None:
-        """Stochastic rounding draws by the number of the step."""
+        """Begin training step ``number``, which seeds stochastic rounding."""
         assert self.session is not None, "the strategy calls prepare in setup"
         self.session.begin(number)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of one step: each weight is cast once inside."""
+        """Surround all micro-batches of one step. Inside, each weight is cast once."""
         assert self.session is not None
         with self.session.step():
             yield
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """As inside :meth:`step`; histories are put back, and the step that follows casts weights anew."""
+        """Do as :meth:`step`, but restore histories of scales at the end. The next step casts weights again."""
         assert self.session is not None
         with self.session.rehearsal():
             yield
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those of stochastic rounding that were drawn from so far."""
+        """Random generators that stochastic rounding has used so far."""
         return [] if self.session is None else list(self.session.generators.values())

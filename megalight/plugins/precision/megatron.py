@@ -1,4 +1,4 @@
-"""Precision under MegatronStrategy: what weights are kept in, and how gradients are clipped.
+"""Precision with MegatronStrategy: the dtype of weights, and the clipping of gradients.
 
 ======================  =======================================  =============================
 ``Trainer(precision)``  ``MegalightModule``                      a plain LightningModule
@@ -40,18 +40,18 @@ DTYPES = {
 
 
 class MegatronPrecision(Precision):
-    """What :class:`~megalight.strategies.MegatronStrategy` makes of Lightning's precision plugin.
+    """The precision plugin of :class:`~megalight.strategies.MegatronStrategy`, in place of Lightning's own.
 
     Args:
         precision: one of the strings in the table above.
 
     Attributes:
-        dtype: of the weights of a ``MegalightModule``.
-        plain: whether the module is a plain LightningModule, which gets what Lightning's own plugins would give it:
-            autocast in ``bf16-mixed``; in the ``-true`` precisions floating-point inputs of the weights' type, and that
-            type as the default. Set by the strategy, as is the device's type.
-        clip_by_norm: set by the strategy: clips by the true global gradient norm.
-        clip_by_value: set by the strategy: clips each element.
+        dtype: dtype of the weights of a ``MegalightModule``.
+        plain: whether the module is a plain LightningModule. It then gets the same as from Lightning's own plugins:
+            autocast in ``bf16-mixed``; in the ``-true`` precisions, inputs and the default dtype have the dtype of the
+            weights. The strategy sets this and ``device_type``.
+        clip_by_norm: clips by the global gradient norm. The strategy sets it.
+        clip_by_value: clips each element. The strategy sets it.
     """
 
     def __init__(self, precision: str = "32-true") -> None:
@@ -68,7 +68,7 @@ class MegatronPrecision(Precision):
 
     @classmethod
     def of(cls, plugin: Precision | None) -> Precision:
-        """Lightning's plugin for a precision string as ours; plugins of our own family pass through."""
+        """Convert Lightning's plugin for a precision string to ours. Plugins of this class are returned unchanged."""
         if plugin is None or type(plugin) is Precision:
             return cls("32-true")
         if isinstance(plugin, MegatronPrecision):
@@ -82,18 +82,18 @@ class MegatronPrecision(Precision):
 
     @property
     def autocasts(self) -> bool:
-        """Whether the user's code runs under autocast, over float32 weights."""
+        """Whether the user's code runs under autocast with float32 weights."""
         return self.plain and self.precision == "bf16-mixed"
 
     def convert_input(self, data: Any) -> Any:
-        """Batches of a ``MegalightModule`` stay as they are: loss masks are float32 on purpose."""
+        """Convert a batch. That of a ``MegalightModule`` is unchanged: its loss masks must stay float32."""
         if not self.plain or self.autocasts or self.dtype == torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Around the user's code in one micro-batch."""
+        """Surround the user's code in one micro-batch."""
         if self.autocasts:
             with torch.autocast(self.device_type, dtype=torch.bfloat16):
                 yield
@@ -108,40 +108,42 @@ class MegatronPrecision(Precision):
             yield
 
     def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
-        """Called in setup with this rank's part of the model, once its parameters are there.
+        """Prepare this rank's part of the model. Setup calls it when the parameters exist.
 
         Args:
-            num_layers: of the whole model, where this is a stage of it; None: ``model`` has them all.
+            model: this rank's part of the model.
+            mesh: the grid of ranks.
+            num_layers: number of layers of the whole model, if this is a stage of it. None: ``model`` has all layers.
         """
         remove_low_precision(model)
 
     def begin(self, number: int) -> None:
-        """Training step ``number`` begins: what the host does for it, which no graph may record."""
+        """Begin training step ``number``: work on the host that must not be recorded in a CUDA graph."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of a training step: weights stay as they are inside."""
+        """Surround all micro-batches of a training step. Weights do not change inside."""
         yield
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Around passes that are run as in a step, to be recorded, and of which nothing may be remembered."""
+        """Surround passes that run only to be recorded. They must leave no state behind."""
         yield
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Random generators that a training step draws from besides torch's default ones."""
+        """Random generators that a training step uses, besides torch's default ones."""
         return []
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Nothing around the whole step: contexts belong around micro-batches."""
+        """Do nothing: contexts surround each micro-batch, not the whole step."""
         yield
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all ranks, each element counted once."""
+        """Clip by the norm over all ranks. Each element counts once."""
         assert self.clip_by_norm is not None, "the strategy connects clipping in setup"
         self.clip_by_norm(float(clip_val))
 
