@@ -1,4 +1,4 @@
-"""What the ops share: accumulation types and what GPU kernels require."""
+"""Helpers that all ops share: accumulation dtypes, and the requirements of GPU kernels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over values of ``dtype`` are formed in: float32 for half types, else the type itself."""
+    """Return the dtype for sums over values of ``dtype``: float32 for half dtypes, else the dtype itself."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def once_differentiable(backward: BackwardT) -> BackwardT:
-    """``torch.autograd.function.once_differentiable``, which only acts where gradients of gradients are wanted.
+    """``torch.autograd.function.once_differentiable``, applied only if gradients of gradients are wanted.
 
-    Elsewhere autograd calls ``backward`` without gradients anyway, and the wrapper's own context costs microseconds.
+    Otherwise autograd runs ``backward`` with gradients disabled anyway, and the wrapper's own context costs
+    microseconds.
     """
     checked = function.once_differentiable(backward)
 
@@ -38,9 +39,9 @@ def once_differentiable(backward: BackwardT) -> BackwardT:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` by a shorter way, for what every layer calls several times.
+    """``function.apply(*args)`` with less overhead, for functions that every layer calls several times.
 
-    torch looks through all arguments for leftovers of ``torch.func``'s transforms, even where none runs.
+    torch checks all arguments for leftovers of ``torch.func`` transforms, even if no transform is active.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]
@@ -48,11 +49,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def serve_all(spec: object) -> None:
-    """The answer of a backend that serves whatever is asked."""
+    """Return None: a backend that supports everything."""
 
 
 def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int) -> str | None:
-    """Why attention kernels for equal heads up to ``widest`` features, in half types, cannot serve these; or None."""
+    """Return why attention kernels for equal half-precision heads up to ``widest`` features cannot serve, or None."""
     if dtype not in HALF:
         return f"serves bfloat16 and float16, not {dtype}"
     if head_dim != value_dim or head_dim % 8 or head_dim > widest:
@@ -62,7 +63,7 @@ def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int
 
 @lru_cache
 def cuda_why_not(device: str) -> str | None:
-    """Why a CUDA kernel cannot serve tensors on ``device`` (a device type), or None."""
+    """Return why a CUDA kernel cannot be used for tensors on ``device`` (a device type), or None."""
     if device != "cuda":
         return f"needs tensors on cuda, not on {device}"
     return None if torch.cuda.is_available() else "needs a CUDA device, and none is here"
@@ -70,7 +71,7 @@ def cuda_why_not(device: str) -> str | None:
 
 @lru_cache
 def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
-    """Why Triton kernels cannot serve tensors on ``device`` (a device type) with ``dtypes``, or None."""
+    """Return why Triton kernels cannot be used for tensors on ``device`` (a device type) with ``dtypes``, or None."""
     strange = [str(dtype) for dtype in dtypes if dtype not in (*HALF, torch.float32)]
     if strange:
         return f"serves bfloat16, float16 and float32, not {', '.join(strange)}"
@@ -80,9 +81,9 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
 
 
 def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any]:
-    """The function ``name`` of ``module``, which is imported at the first call: Triton may be absent.
+    """Return the function ``name`` of ``module``, which is imported at the first call, as Triton may be absent.
 
-    ``measures``: it has an argument ``measure``, which :func:`select` sets.
+    ``measures``: the function has an argument ``measure``, which :func:`select` sets.
     """
 
     @lru_cache(maxsize=1)
@@ -98,15 +99,15 @@ def lazy(module: str, name: str, *, measures: bool = False) -> Callable[..., Any
 
 
 AMAX = "+amax"
-"""Ends the name of a backend that finds largest magnitudes on its way (:mod:`megalight.ops.quantize.known`)."""
+"""Suffix of the name of a backend that also finds largest magnitudes (:mod:`megalight.ops.quantize.known`)."""
 
 
 def measuring(backend: str, wanted: bool = True) -> str:
-    """The name of the same backend, with or without magnitudes: ``auto`` becomes ``auto+amax``."""
+    """Return the name of the same backend with or without magnitudes: ``auto`` becomes ``auto+amax``."""
     return backend.removesuffix(AMAX) + AMAX * wanted
 
 
 def select(registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, backend: str) -> Callable[..., Any]:
-    """The function of a backend, which finds magnitudes on its way if its name says so and it can."""
+    """Return the function of a backend; it also finds magnitudes if the name requests this and the backend can."""
     fn = registry.select(spec, backend.removesuffix(AMAX)).fn
     return partial(fn, measure=True) if backend.endswith(AMAX) and getattr(fn, "measures", False) else fn

@@ -1,6 +1,6 @@
-"""What is known of an activation, or of a gradient of one, beside its values.
+"""Notes on an activation, or on its gradient: facts beside its values.
 
-A note belongs to a tensor object: a view of it, or what saved-tensor hooks hand back, has none.
+A note belongs to a tensor object. Views of it, and tensors from saved-tensor hooks, have no note.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Casts(NamedTuple):
-    """Both casts of a gradient, which two products take.
+    """Both casts of a gradient, for the two products of the backward pass.
 
     Attributes:
         owner: the precision that made them.
@@ -29,11 +29,11 @@ class Casts(NamedTuple):
 
 
 class Magnitudes(NamedTuple):
-    """The largest magnitudes of a tensor, as its maker found them.
+    """The largest magnitudes of a tensor, recorded by the op that made it.
 
     Attributes:
-        version: of the tensor; they hold until somebody writes to it.
-        parts: float32, of which the largest counts.
+        version: version of the tensor; the magnitudes hold until it is modified in place.
+        parts: float32; the largest of them is the tensor's.
     """
 
     version: int
@@ -42,12 +42,12 @@ class Magnitudes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """What is known of one tensor.
+    """Facts about one tensor.
 
     Attributes:
-        recipe: how to make it again from tensors that are kept anyhow.
-        casts: of a gradient.
-        magnitudes: its largest ones.
+        recipe: how to compute it again from tensors that are kept anyway.
+        casts: casts of a gradient.
+        magnitudes: its largest magnitudes.
     """
 
     recipe: Recipe | None = None
@@ -56,13 +56,13 @@ class Note:
 
 
 def note_of(x: object) -> Note | None:
-    """The note on a tensor, if there is one; other objects have none."""
+    """Return the note on a tensor, or None; other objects have none."""
     note: Note | None = getattr(x, "megalight_note", None)
     return note
 
 
 def annotate(x: Tensor) -> Note:
-    """The note on a tensor; a new one where there was none."""
+    """Return the note on a tensor; create one if there is none."""
     note: Note | None = getattr(x, "megalight_note", None)
     if note is None:
         note = x.megalight_note = Note()  # type: ignore[attr-defined]

@@ -1,15 +1,15 @@
-"""What is kept beside a parameter: its main gradient, who hears of gradients, and how its products are formed.
+"""State attached to a parameter: its main gradient, a callback for gradients, and the precision of its products.
 
-The main gradient is where gradients are summed over the passes of a step. It has the parameter's shape and a type of
-its own. Nobody sets it to zero between steps: while :attr:`ParameterState.untouched` is set, it holds anything, NaN
-too, and the first gradient that comes is written over it. An op that brings a gradient there itself therefore asks
-:meth:`ParameterState.touch` right before, each time, and calls :attr:`ParameterState.mark_grad_ready` after::
+The main gradient accumulates gradients over the passes of a step. It has the parameter's shape and a dtype of its own.
+It is not zeroed between steps: while :attr:`ParameterState.untouched` is set, it holds arbitrary values, even NaN, and
+the first gradient overwrites them. So an op that adds a gradient itself must call :meth:`ParameterState.touch` directly
+before each one, and :attr:`ParameterState.mark_grad_ready` after it::
 
     state = state_of(weight)
     kernel(state.main_grad, grad_y, x, accumulate=not state.touch())
     state.mark_grad_ready()
 
-:func:`add_gradient` does all of it for a gradient that exists as a tensor.
+:func:`add_gradient` does all of this for a gradient that exists as a tensor.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 
 def nobody() -> None:
-    """Listens to no gradient."""
+    """Do nothing: the default callback."""
 
 
 @dataclass(slots=True, eq=False)
 class ParameterState:
-    """All that is attached to one parameter.
+    """All state attached to one parameter.
 
-    It belongs to the parameter object: a copy or a pickle of the parameter begins without any.
+    It belongs to the parameter object. A copied or unpickled parameter has a fresh state.
 
     Attributes:
-        main_grad: where gradients are summed; None: autograd keeps them in ``parameter.grad``. It can also be read as
-            ``parameter.main_grad``, where packages look for it.
-        untouched: a step began and no gradient has come yet.
-        mark_grad_ready: to be called after each gradient that an op brought to ``main_grad``.
-        landing: autograd's hook that brings its gradients to ``main_grad``.
-        precision: how products with the parameter are formed; None: in its own type.
-        master_copy: an optimizer updates it in place of the parameter that the model computes with.
+        main_grad: accumulates gradients; None: autograd keeps them in ``parameter.grad``. It is also available as
+            ``parameter.main_grad``, where other packages look for it.
+        untouched: a step has begun, and no gradient has arrived yet.
+        mark_grad_ready: call it after each gradient that an op has added to ``main_grad``.
+        landing: the autograd hook that adds gradients of autograd to ``main_grad``.
+        precision: precision of products with the parameter; None: its own dtype.
+        master_copy: the tensor is a separate copy that an optimizer updates instead of the model's parameter.
     """
 
     main_grad: Tensor | None = None
@@ -55,12 +55,12 @@ class ParameterState:
     master_copy: bool = False
 
     def touch(self) -> bool:
-        """Whether the next gradient is to be written over ``main_grad``, not added: the caller brings it."""
+        """Return whether the next gradient must overwrite ``main_grad`` instead of adding; the caller then does it."""
         first, self.untouched = self.untouched, False
         return first
 
     def add(self, gradient: Tensor) -> None:
-        """Write or add a gradient of the parameter's shape to ``main_grad``, without telling anybody."""
+        """Write or add a gradient of the parameter's shape to ``main_grad``, without the callback."""
         assert self.main_grad is not None
         put(self.main_grad, gradient, self.touch())
 
@@ -68,11 +68,11 @@ class ParameterState:
         return ParameterState, ()
 
 
-# Layers ask these several times per pass: each asks the tensor itself, for a call less.
+# Layers call these several times per pass, so each reads the attribute itself and saves a function call.
 
 
 def state_of(parameter: Tensor) -> ParameterState:
-    """The state of a parameter; a new one where it had none."""
+    """Return the state of a parameter; create one if there is none."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     if state is None:
         state = parameter.megalight = ParameterState()  # type: ignore[attr-defined]
@@ -80,31 +80,31 @@ def state_of(parameter: Tensor) -> ParameterState:
 
 
 def known_state(parameter: Tensor | None) -> ParameterState | None:
-    """The state of a parameter, if it has one."""
+    """Return the state of a parameter, or None."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return state
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
-    """Where the gradient of a parameter is to be added; None: autograd gets it."""
+    """Return the main gradient of a parameter; None: autograd gets the gradient."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.main_grad
 
 
 def precision_of(parameter: Tensor) -> LowPrecision | None:
-    """How products with a parameter are formed; None: in its own type."""
+    """Return the precision of products with a parameter; None: its own dtype."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.precision
 
 
 def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = nobody) -> ParameterState:
-    """Have ops bring the gradients of a parameter to ``main_grad`` from now on.
+    """Let ops add the gradients of a parameter to ``main_grad`` from now on.
 
-    One place collects at a time: whoever collected before hears of no further gradient.
+    A parameter has one main gradient at a time: an earlier one gets no further gradients.
 
     Args:
         main_grad: of the parameter's shape.
-        ready: called after each gradient that an op brought there.
+        ready: called after each gradient that an op has added there.
     """
     release(parameter)
     state = state_of(parameter)
@@ -114,7 +114,7 @@ def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = no
 
 
 def release(parameter: Tensor) -> None:
-    """Leave the gradients of a parameter to autograd again. Nothing refers to the main gradient afterwards."""
+    """Give the gradients of a parameter back to autograd, and drop all references to the main gradient."""
     state = known_state(parameter)
     if state is None or state.main_grad is None:
         return
@@ -136,7 +136,7 @@ def put(target: Tensor, gradient: Tensor, write: bool) -> None:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Bring one gradient, of the parameter's shape, to its main gradient, and say so."""
+    """Add one gradient, of the parameter's shape, to its main gradient, and call the callback."""
     state = state_of(parameter)
     state.add(gradient)
     state.mark_grad_ready()

@@ -1,4 +1,4 @@
-"""``y = x W^T + b``, with the weight gradient accumulated where the parameter says."""
+"""``y = x W^T + b``, with the weight gradient accumulated in the parameter's main gradient, if it has one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ EXAMPLE = wgrad.EXAMPLE
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``[..., in] x [out, in] -> [..., out]``.
 
-    A weight or bias with a main gradient (:mod:`megalight.ops.parameter`) receives its gradient there, and autograd is
-    given nothing. Others get ordinary gradients.
-    Of an ``x`` with a recipe (:mod:`megalight.ops.linear.inputs`) the recipe is kept, and the backward makes it again.
-    A weight with a precision (:mod:`megalight.ops.linear.low_precision`) is multiplied as that says.
+    If a weight or bias has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, and autograd
+    gets None. Otherwise it gets an ordinary gradient.
+
+    If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is kept, and the backward computes ``x``
+    again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that.
     """
     precision = precision_of(weight)
     if precision is not None and not torch.is_grad_enabled():
@@ -38,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """``x W^T + b``, without a graph; into ``out [n, out]``, of an ``x [n, in]`` and weight of one plain type."""
+    """Return ``x W^T + b`` without a graph; ``out [n, out]`` needs ``x [n, in]`` and a weight of one plain dtype."""
     if out is not None:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     precision = precision_of(weight)
@@ -46,7 +47,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 
 
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the forward of an autograd function of ``(x, weight, ...)``: the product, and ``x`` saved as it is needed."""
+    """For the forward of an autograd function of ``(x, weight, ...)``: return the product, and save ``x`` as needed."""
     precision, needed = precision_of(weight), ctx.needs_input_grad[1]
     if precision is None:
         save_input(ctx, x, needed)
@@ -60,7 +61,7 @@ def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """``grad_y [..., out] x weight [out, in] -> [..., in]``, in its type; ``out`` as of :func:`product`."""
+    """``grad_y [..., out] x weight [out, in] -> [..., in]``, in ``grad_y``'s dtype; ``out`` as in :func:`product`."""
     if out is not None:
         return torch.mm(grad_y, weight, out=out)
     precision = precision_of(weight)
@@ -68,20 +69,20 @@ def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) ->
 
 
 def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Tensor) -> Tensor | None:
-    """The gradient ``grad_y^T x`` of ``weight [out, in]``, summed over all leading dims.
+    """Compute the gradient ``grad_y^T x`` of ``weight [out, in]``, summed over all leading dims.
 
     Args:
         grad_y: ``[..., out]``.
-        x: ``[..., in]``; where ``weight`` has a precision, perhaps cast already.
-        weight: where it has a main gradient, the gradient is added there (in float32 for a float32 one, without a
-            temporary of that size on CUDA) and ``mark_grad_ready()`` is called; both later, inside
-            :func:`~megalight.ops.linear.deferred.deferring`.
+        x: ``[..., in]``; may be cast already if ``weight`` has a precision.
+        weight: if it has a main gradient, the gradient is added there (in float32 if that is float32, without a
+            temporary of that size on CUDA), and ``mark_grad_ready()`` is called. Inside
+            :func:`~megalight.ops.linear.deferred.deferring`, both happen later.
 
     Returns:
-        None when it goes into the main gradient, else the gradient in the weight's type.
+        None if the gradient goes into the main gradient, else the gradient in the weight's dtype.
     """
     if (queue := queue_for(weight)) is not None:
-        held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor brings its place in the graph along
+        held = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
         queue.put(weight, grad_y, lambda: lambda: held)
         return None
     if main_grad_of(weight) is not None:
@@ -96,7 +97,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
 
 
 def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
-    """The gradient of ``bias [out]``: ``grad_y [..., out]`` summed over all leading dims; as for the weight."""
+    """Compute the gradient of ``bias [out]``: ``grad_y [..., out]`` summed over leading dims; returns as the above."""
     main_grad = main_grad_of(bias)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
@@ -106,11 +107,11 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """The linear layer of parameters with a main gradient or a precision, or of an input with a recipe."""
+    """A linear layer with a main gradient, a precision, or an input with a recipe."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The parameters are kept by reference: what saved-tensor hooks hand back would lack their state.
+        # Parameters are kept by reference: a saved-tensor hook would return tensors without their state.
         ctx.weight, ctx.bias = weight, bias
         ctx.x_dtype = x.dtype
         return product_and_save(ctx, x, weight, bias)

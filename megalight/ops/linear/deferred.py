@@ -1,7 +1,7 @@
-"""Weight gradients that are computed later: backward passes hand on input gradients sooner.
+"""Delayed weight gradients, so that backward passes return input gradients sooner.
 
-Schedules that split a backward pass in two (https://arxiv.org/abs/2401.10241) need this: the previous pipeline stage
-waits for the input gradient alone, and weight gradients fill what would be idle time.
+Schedules that split a backward pass in two (https://arxiv.org/abs/2401.10241) need this. The previous pipeline stage
+waits only for the input gradient, and weight gradients fill time that would be idle.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megalight.ops.parameter import main_grad_of
 from megalight.ops.quantize import Quantized
 
 Begin: TypeAlias = Callable[[], Callable[[], Tensor | Quantized]]
-"""Starts to bring an input here (a collective, say); what it returns waits for it."""
+"""Starts to get an input (by a collective, for example); the returned function waits for it."""
 
 
 class WeightGradients:
-    """Weight gradients still to be computed, in the order in which they came.
+    """A queue of weight gradients that are still to be computed, first in, first out.
 
-    Each holds the gradient of a linear layer's output and its input, or this rank's share of it. The rest of the graph
-    is free. Everything happens on the stream that is current: run them on the one of the backward pass.
+    Each entry holds the output gradient of a linear layer and its input, or this rank's share of it. The rest of the
+    graph is freed. All work runs on the current stream, so call :meth:`run` on the stream of the backward pass.
     """
 
     def __init__(self) -> None:
@@ -36,17 +36,17 @@ class WeightGradients:
         return len(self._waiting)
 
     def put(self, weight: Tensor, grad_y: Tensor, begin: Begin) -> None:
-        """Add ``grad_y^T x`` to the weight's main gradient later, with the ``x [..., in]`` that ``begin()()`` gives.
+        """Queue ``grad_y^T x`` for the weight's main gradient; ``begin()()`` will return ``x [..., in]``.
 
-        ``begin`` should hold detached tensors: others keep the graph alive.
+        ``begin`` should hold detached tensors, because others keep the graph alive.
         """
         self._waiting.append((weight, grad_y, begin))
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute all, calling ``mark_grad_ready()`` for each. The next input is under way during each product.
+        """Compute all, and call ``mark_grad_ready()`` for each. The next input is fetched during each product.
 
-        Ranks that share layers must run the same ones in the same order: inputs may take collectives.
+        Ranks that share layers must run the same ones in the same order, because getting inputs may need collectives.
         """
         finish = self._waiting[0][2]() if self._waiting else None
         while finish is not None:
@@ -54,20 +54,19 @@ class WeightGradients:
             weight, grad_y, _ = self._waiting.popleft()
             finish = self._waiting[0][2]() if self._waiting else None
             wgrad.add(weight, grad_y, x)
-            del x, grad_y  # before the next input arrives
+            del x, grad_y  # free the memory before the next input arrives
 
 
 _current: list[WeightGradients] = []
-"""The innermost queue, if any. Not thread-local: on CUDA, backward functions run in a thread of autograd's own."""
+"""The active queues; the last one is used. Not thread-local, as autograd on CUDA runs backwards in its own thread."""
 
 
 @contextmanager
 def deferring(queue: WeightGradients) -> Iterator[None]:
-    """Around a backward pass: weight gradients of linear layers go to ``queue``, where they can.
+    """During a backward pass, put weight gradients of linear layers into ``queue`` if possible.
 
-    Those of weights without a main gradient go to autograd at once. Gradients of biases, norms and embeddings are
-    cheap and computed at once too. So is the output layer's where it is fused with the loss: its logits would have to
-    be kept.
+    Weights without a main gradient get theirs at once. Gradients of biases, norms and embeddings are cheap, and are
+    computed at once too. So is that of an output layer fused with the loss, because its logits would have to be kept.
     """
     _current.append(queue)
     try:
@@ -77,5 +76,5 @@ def deferring(queue: WeightGradients) -> Iterator[None]:
 
 
 def queue_for(weight: Tensor) -> WeightGradients | None:
-    """Where the gradient of ``weight`` waits, or None: compute it now."""
+    """Return the queue for the gradient of ``weight``; None: compute it now."""
     return _current[-1] if _current and main_grad_of(weight) is not None else None

@@ -1,4 +1,4 @@
-"""What a linear layer keeps of its input for the weight gradient: the input itself, or how to make it again."""
+"""The input that a linear layer keeps for its weight gradient: the tensor itself, or a recipe to compute it again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalight.ops.quantize import Quantized
 
 @dataclass(eq=False)
 class Recipe:
-    """How to make a tensor again from tensors that are kept anyhow.
+    """How to compute a tensor again from tensors that are kept anyway.
 
     Attributes:
-        function: gives the tensor; draws no random numbers.
-        ingredients: what it is called with.
-        on_read: called when somebody keeps the recipe instead of the tensor.
+        function: returns the tensor; it must not draw random numbers.
+        ingredients: its arguments.
+        on_read: called when a layer keeps the recipe instead of the tensor.
     """
 
     function: Callable[..., Tensor]
@@ -28,25 +28,25 @@ class Recipe:
     on_read: Callable[[], None]
 
     def read(self) -> Callable[..., Tensor]:
-        """What makes the tensor, without a graph, from the ingredients. Does not hold them."""
+        """Return the function that computes the tensor from the ingredients, without a graph. It does not hold them."""
         self.on_read()
         return torch.no_grad()(self.function)
 
 
 def attach_recipe(x: Tensor, recipe: Recipe) -> Tensor:
-    """``x``, of which a linear layer that takes this very object will keep the recipe."""
+    """Return ``x`` with a recipe. A linear layer that gets this very object keeps the recipe instead."""
     annotate(x).recipe = recipe
     return x
 
 
 def recipe_of(x: object) -> Recipe | None:
-    """The recipe that ``x`` carries."""
-    note: Note | None = getattr(x, "megalight_note", None)  # as note_of, for a call less: every linear layer asks
+    """Return the recipe of ``x``, or None."""
+    note: Note | None = getattr(x, "megalight_note", None)  # inlined note_of: every linear layer calls this
     return None if note is None else note.recipe
 
 
 def save_input(ctx: Any, x: Tensor, needed: bool) -> None:
-    """In the forward of an autograd function: keep ``x``, or its recipe's ingredients, where ``needed``."""
+    """In the forward of an autograd function: keep ``x``, or its recipe's ingredients, if ``needed``."""
     recipe = recipe_of(x)
     ctx.make_input = None if recipe is None else recipe.read()
     if needed:
@@ -54,27 +54,27 @@ def save_input(ctx: Any, x: Tensor, needed: bool) -> None:
 
 
 class Saveable(Protocol):
-    """An input that is cast: the tensors to save, and what makes the cast input of them again."""
+    """An input that is cast: the tensors to save, and a function that restores the cast input from them."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Autograd keeps these."""
+        """The tensors that autograd saves."""
         ...
 
     @property
     def restore(self) -> Callable[..., Any]:
-        """Takes them; does not hold them."""
+        """The function that restores the input from these tensors. It does not hold them."""
         ...
 
 
 def save_cast(ctx: Any, x_t: Saveable) -> None:
-    """In place of :func:`save_input`: keep an input as the weight gradient of a low precision takes it."""
+    """Save an input in the form that a low-precision weight gradient uses, instead of :func:`save_input`."""
     ctx.make_input = x_t.restore
     ctx.save_for_backward(*x_t.tensors)
 
 
 def saved_input(ctx: Any) -> Tensor | Quantized:
-    """In the backward: the input that :func:`save_input` or :func:`save_cast` kept."""
+    """In the backward: return the input that :func:`save_input` or :func:`save_cast` has kept."""
     saved = ctx.saved_tensors
     x: Tensor | Quantized = saved[0] if ctx.make_input is None else ctx.make_input(*saved)
     return x

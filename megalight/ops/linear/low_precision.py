@@ -1,8 +1,8 @@
-"""Linear layers whose products are formed in 8 or 4 bits.
+"""Linear layers with products in 8 or 4 bits.
 
-A weight asks for it by a :class:`LowPrecision` in its state (:mod:`megalight.ops.parameter`): forward product, input
-gradient and weight gradient then go through its methods, and everything else about the layer stays as it is. Tensors
-between layers and main gradients keep their types. Of an input without a recipe, the cast is saved.
+A weight uses it if its state (:mod:`megalight.ops.parameter`) has a :class:`LowPrecision`. The forward product, input
+gradient and weight gradient then use its methods; everything else about the layer stays the same. Tensors between
+layers and main gradients keep their dtypes. If an input has no recipe, its cast is saved for the backward.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megalight.ops.scaled_mm import SCALED_MM, Spec, scaled_mm
 from megalight.registry import Registry
 
 Reduce = Callable[[Tensor], None]
-"""Maximum over some ranks, in place."""
+"""All-reduces the maximum over some ranks, in place."""
 
 
 class Session:
-    """What all low-precision layers of a model share.
+    """State that all low-precision layers of a model share.
 
     Args:
-        seed: of stochastic rounding.
-        reduce_history: for scales from past steps: once a step, over all ranks that share a layer or feed it.
+        seed: seed of stochastic rounding.
+        reduce_history: for scales from past steps: called once a step, over all ranks that share a layer or its tokens.
     """
 
     def __init__(self, seed: int = 0, reduce_history: Reduce | None = None) -> None:
@@ -48,17 +48,17 @@ class Session:
         self._number = 0
 
     def begin(self, number: int) -> None:
-        """Optimizer step ``number`` begins: stochastic rounding draws by it, so that a resumed run draws the same."""
+        """Begin optimizer step ``number``, which seeds stochastic rounding, so that a resumed run draws the same."""
         self._number = number
         for generator in self.generators.values():
             self._seed(generator)
 
     @contextmanager
     def step(self, number: int | None = None) -> Iterator[None]:
-        """Around all micro-batches between two updates of the weights: each weight is cast once inside.
+        """Run all micro-batches between two updates of the weights inside; each weight is cast only once there.
 
         Args:
-            number: given, the step :meth:`begin`s here.
+            number: if given, :meth:`begin` this step.
         """
         if number is not None:
             self.begin(number)
@@ -73,7 +73,7 @@ class Session:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """As inside :meth:`step`, for passes of which nothing may be remembered."""
+        """Like :meth:`step`, but for trial passes: histories are restored afterwards."""
         histories = [layer.history for layer in self.layers if layer.history is not None]
         kept = [(history.current, history.current.clone()) for history in histories if history.current is not None]
         self.inside = True
@@ -87,7 +87,7 @@ class Session:
                 current.copy_(before)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Draws for stochastic rounding in this step. The same object in every step: a recorded graph may know it."""
+        """Return the generator of stochastic rounding: one object for all steps, as a graph may have captured it."""
         if device not in self.generators:
             self.generators[device] = self._seed(torch.Generator(device))
         return self.generators[device]
@@ -97,25 +97,25 @@ class Session:
 
 
 class LowPrecision:
-    """How one weight ``[out, in]`` is multiplied; its state refers to it.
+    """Products of one weight ``[out, in]`` in low precision; the weight's state refers to it.
 
     Args:
         recipe: how matrices are cast.
-        session: shared by the model.
-        emulate: form products in float64 from what the codes stand for.
+        session: shared by all layers of the model.
+        emulate: compute products in float64 from the decoded values.
         margin: scales leave room for values ``2 ** margin`` times as large; for recipes with one scale per matrix.
-        history: steps that a delayed scale looks back.
-        reduce_amax: over the ranks that hold the other input features, and the other output features, wherever a scale
-            spans them. None: each rank scales its own part.
-        primary: the weight may be kept as codes; whoever does so sets :attr:`scale`.
+        history: number of past steps that a delayed scale uses.
+        reduce_amax: two functions that reduce over the ranks with the other input features, and with the other output
+            features. They are used for scales that span these. None: each rank scales its own part.
+        primary: the weight may be stored as codes; the code that does so must set :attr:`scale`.
 
     Attributes:
-        scale: of a weight that is held as codes, ``[1, 1]``.
-        wants_magnitudes: whether casts by the values that are there read what makers of tensors tell of them.
-        refreshes: whether :meth:`refresh` keeps a weight's casts in one place, so that recorded layers can read them.
+        scale: scale ``[1, 1]`` of a weight that is stored as codes.
+        wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
+        refreshes: whether :meth:`refresh` keeps a weight's casts at one address, so that recorded layers can read them.
 
     Raises:
-        ConfigurationError: codes of this recipe's weights are not those of their transposes.
+        ConfigurationError: the recipe needs different codes for a weight and for its transpose.
     """
 
     wants_magnitudes = True
@@ -151,15 +151,15 @@ class LowPrecision:
 
     @property
     def reduce_weight(self) -> Reduce | None:
-        """Over the ranks that hold the rest of a weight with one scale."""
+        """The reduction over the ranks that hold the rest of a weight with one scale."""
         return self.reduce_in or self.reduce_out
 
     @staticmethod
     def check_products(weight: Tensor, recipe: Recipe) -> None:
-        """Whether the weight's device has all three products.
+        """Check that the weight's device supports all three products.
 
         Raises:
-            BackendError: it has not; the message says what each backend lacks.
+            BackendError: it does not; the message gives the reason of each backend.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)
         for a, b, dtype in (
@@ -175,36 +175,36 @@ class LowPrecision:
                     f"recipe {recipe.name!r} has no products here ({reasons}). Choose another recipe, or emulate=True, "
                     "which is exact and slow."
                 )
-        SCALED_ACCUMULATE.select(Spec(weight.device.type, recipe.gradient_t, recipe.x_t, wide))  # tried now, not later
+        SCALED_ACCUMULATE.select(Spec(weight.device.type, recipe.gradient_t, recipe.x_t, wide))  # raises now, not later
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x [..., in] -> x W^T + b [..., out]``, in the type of ``x``."""
+        """``x [..., in] -> x W^T + b [..., out]``, in the dtype of ``x``."""
         rows = self._cast_input(x, None)[0]
         assert rows is not None
         return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1)
 
     def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saveable]:
-        """The same, and what :meth:`weight_gradient` can be handed in place of ``x``: half its size, made in one go."""
+        """Return the product, and a cast of half the size for :meth:`weight_gradient` to use instead of ``x``."""
         rows, x_t = self._cast_input(x, self.recipe.x_t)
         assert rows is not None and x_t is not None
         return self.multiply(rows, weight, bias, x.dtype).view(*x.shape[:-1], -1), x_t
 
     def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """``x W^T + b [T, out]`` of an input that is cast already."""
+        """``x W^T + b [T, out]`` for an input that is already cast."""
         codes = self._held(weight)
         y = scaled_mm(rows, codes or self._cast_weight(weight)[0], dtype, fast=True, backend=self.backend)
         return y if bias is None else y + bias.to(dtype)
 
     @property
     def casts_shares(self) -> bool:
-        """Whether ranks that hold some tokens each can cast them, and have parts of what the whole is cast to."""
+        """Whether ranks can cast their shares of the tokens separately, and get parts of the whole input's cast."""
         return self.recipe.one_scale
 
     def cast_share(self, x: Tensor, reduce: Reduce) -> Quantized:
-        """Some tokens ``x [..., in]`` of an input, cast with the scale of all: codes ``[T, in]``.
+        """Cast a share ``x [..., in]`` of the tokens of an input with the scale of all tokens: codes ``[T, in]``.
 
         Args:
-            reduce: over the ranks that have the other tokens, whose histories agree between steps.
+            reduce: over the ranks with the other tokens. Their histories agree between steps.
         """
         flat = rows_of(x)
         if (found := self._cast_by_history(flat, INPUT, self.recipe.x, None)) is not None:
@@ -215,14 +215,14 @@ class LowPrecision:
         return rows
 
     def for_weight_gradient(self, rows: Quantized) -> Quantized:
-        """What :meth:`weight_gradient` takes, from a whole input's codes ``[T, in]``."""
+        """Return the form that :meth:`weight_gradient` accepts, from a whole input's codes ``[T, in]``."""
         x_t, missing = transpose(rows), -len(rows.data) % rows.scheme.multiple
         if not missing:
             return x_t
         return replace(x_t, data=F.pad(x_t.data.view(torch.uint8), (0, missing)).view(x_t.data.dtype))
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """``grad_y [..., out] -> grad_y W [..., in]``, in the type of ``grad_y``."""
+        """``grad_y [..., out] -> grad_y W [..., in]``, in the dtype of ``grad_y``."""
         rows, _ = self._cast_gradient(grad_y)
         grad_x = scaled_mm(rows, self._cast_weight(weight)[1], grad_y.dtype, backend=self.backend)
         return grad_x.view(*grad_y.shape[:-1], -1)
@@ -233,7 +233,7 @@ class LowPrecision:
         return scaled_mm(gradient_t, x_t, dtype, backend=self.backend)
 
     def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Tensor | Quantized, write: bool) -> None:
-        """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``write``: whatever that holds is written over."""
+        """Add :meth:`weight_gradient` to ``main_grad [out, in]``; ``write``: overwrite it instead."""
         scaled_accumulate(main_grad, *self._factors(grad_y, x), write=write, backend=self.backend)
 
     def _factors(self, grad_y: Tensor, x: Tensor | Quantized) -> tuple[Quantized, Quantized]:
@@ -242,16 +242,16 @@ class LowPrecision:
         return self._cast_gradient(grad_y)[1], x_t
 
     def forget(self) -> None:
-        """The weight may change: cast it again when it is needed."""
+        """Drop the weight's cast, because the weight may change."""
         self._weight = None
 
     def refresh(self, weight: Tensor) -> None:
-        """Cast the weight, once a step, to one place in memory, where recorded graphs read it."""
+        """Cast the weight, once a step, into fixed memory, where recorded graphs read it."""
         made = self._cast_weight(weight)
         self._kept = self._kept or made
 
     def release(self) -> None:
-        """Nobody reads that place any more."""
+        """Free that memory; no graph reads it any more."""
         self._kept = None
 
     def _cast_input(self, x: Tensor, columns: Scheme | None, rows: bool = True) -> Cast:
@@ -263,7 +263,7 @@ class LowPrecision:
         return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax if self.recipe.one_scale else None)
 
     def _held(self, weight: Tensor) -> Quantized | None:
-        """A weight that is held as codes."""
+        """Return the weight if it is stored as codes, else None."""
         if weight.dtype != DTYPES[self.recipe.weight.format]:
             return None
         assert self.scale is not None, "whoever keeps codes sets their scale"
@@ -298,9 +298,9 @@ class LowPrecision:
         return rows, columns
 
     def _cast_gradient(self, grad_y: Tensor) -> tuple[Quantized, Quantized]:
-        """Both casts of a gradient, made once: the two products of the backward pass are handed the same tensor."""
+        """Return both casts of a gradient, made once: both products of the backward pass get the same tensor."""
         note = annotate(grad_y)
-        if note.casts is None or note.casts.owner is not self:  # a sum hands one tensor to several layers
+        if note.casts is None or note.casts.owner is not self:  # a sum's backward gives one tensor to several layers
             flat, scheme, scheme_t = rows_of(grad_y), self.recipe.gradient, self.recipe.gradient_t
             if (found := self._cast_by_history(flat, GRADIENT, scheme, scheme_t)) is not None:
                 rows, columns = found
@@ -318,7 +318,7 @@ class LowPrecision:
         return note.casts.rows, note.casts.columns
 
     def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
-        """A cast by past steps' magnitudes alone, in one pass, in which this step's are found; None: there are none."""
+        """Cast in one pass with past steps' magnitudes, and record this step's; None if there are no past steps."""
         scheme, history = rows or columns, self.history
         if history is None or not history.rolled or scheme is None:
             return None
@@ -330,10 +330,10 @@ class LowPrecision:
         return found
 
     def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None, always: bool = False) -> Tensor | None:
-        """The magnitudes that scales must allow for, where casting cannot find them in ``x`` alone.
+        """Return the magnitudes that set the scales, or None if the cast finds them in ``x`` alone.
 
         Args:
-            always: reduce what a history is told, too: ranks must allow for the same even while it is empty.
+            always: also reduce what a history records, because ranks must agree even while it is empty.
         """
         if not self.recipe.one_scale:
             if reduce is None or scheme.tile != (1, 0):
@@ -350,5 +350,5 @@ class LowPrecision:
 
 
 LOW_PRECISION: Registry[type[LowPrecision]] = Registry("implementation of low precision")
-"""Who casts and multiplies, by name; plugins add theirs."""
+"""Implementations of low precision by name; plugins add theirs."""
 LOW_PRECISION.register("own")(LowPrecision)

@@ -1,4 +1,4 @@
-"""The fastest of several ways to accumulate, by shape: the first products are done by each in turn, and timed."""
+"""Pick the fastest of several ways to accumulate, per shape: the first products use each in turn, and are timed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""``(main_grad [out, in], grad_y [T, out], x [T, in], write)``: adds in place, or writes and does not read."""
+"""``(main_grad [out, in], grad_y [T, out], x [T, in], write)``: adds in place, or overwrites."""
 Shape: TypeAlias = tuple[int, int, int, torch.dtype, bool]
-"""Rows and columns of the weight, tokens to the next power of two, the operands' type, and whether it is written."""
+"""Rows and columns of the weight, tokens up to the next power of two, dtype of the operands, and ``write``."""
 
 ROUNDS = 4
-"""Timed products per way. The best one counts: others wait for a busy host or share the device with messages."""
+"""Timed products per way. The fastest one counts: others may include a busy host, or share the device with messages."""
 
 
 def _event() -> Any:
@@ -23,15 +23,14 @@ def _event() -> Any:
 
 
 class Measured:
-    """One of ``ways``, which must agree to rounding. All of them do real work; nobody waits for the device.
+    """Chooses one of ``ways``, which differ only in rounding. Timed products are real work, and the host never waits.
 
-    Each rank chooses for itself, and another run may choose otherwise: gradients then differ in rounding. Under
-    ``torch.use_deterministic_algorithms`` it is always the first way, and so in a CUDA graph that is captured before
-    there is a choice.
+    Each rank chooses for itself, and another run may choose differently, so gradients may differ in rounding. The first
+    way is used under ``torch.use_deterministic_algorithms``, and in a CUDA graph that is captured before a choice.
 
     Args:
-        ways: the first one serves until the others are known.
-        event: makes an event that can tell times.
+        ways: the first one is used until a choice is made.
+        event: creates an event that records time.
     """
 
     def __init__(self, *ways: Accumulate, event: Callable[[], Any] = _event) -> None:
@@ -41,7 +40,7 @@ class Measured:
         self._laps: defaultdict[Shape, list[tuple[Any, Any, int]]] = defaultdict(list)
 
     def __call__(self, main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-        """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``; ``write``: ``=``."""
+        """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``; with ``write``, ``=``."""
         tokens = grad_y.shape[0]
         shape = (*main_grad.shape, tokens.bit_length(), grad_y.dtype, write)
         way = self._fastest.get(shape)
@@ -60,7 +59,7 @@ class Measured:
         (way or self.ways[0])(main_grad, grad_y, x, write)
 
     def _choose(self, shape: Shape) -> Accumulate | None:
-        """The winner; None while the device has not come so far."""
+        """Return the fastest way; None if the device has not finished the timed products yet."""
         laps = self._laps[shape]
         if not all(end.query() for _, end, _ in laps):
             return None

@@ -1,4 +1,4 @@
-"""``main_grad += grad_y^T x`` in one kernel: half operands, float32 sums, no temporary."""
+"""``main_grad += grad_y^T x`` in one kernel: half-precision operands, float32 sums, no temporary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 
 TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
-"""Shape of an output tile, tokens per step, and rows of tiles that share operands in the L2 cache."""
+"""Shape of an output tile, tokens per step, and number of tile rows that share operands in the L2 cache."""
 
 
 @jit
@@ -30,6 +30,7 @@ def _accumulate(
     tiles_out = tl.cdiv(size_out, BLOCK_OUT)
     tiles_in = tl.cdiv(size_in, BLOCK_IN)
     program = tl.program_id(0)
+    # Programs are numbered group by group, so that tiles with the same operands run at the same time.
     group = program // (GROUP * tiles_in)
     first = group * GROUP
     height = tl.minimum(tiles_out - first, GROUP)
@@ -42,7 +43,7 @@ def _accumulate(
     x_tile = x + token.to(tl.int64)[:, None] * x_stride + (column % size_in)[None, :]
     target = main_grad + row.to(tl.int64)[:, None] * main_stride + column[None, :]
     stored = (row < size_out)[:, None] & (column < size_in)[None, :]
-    # The sum starts from what is there: loading that at the end would need as many registers again.
+    # The sum starts from the old value. To load that at the end would need as many registers again.
     total = tl.load(target, mask=stored, other=0.0) if ADD else tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     for start in range(0, tokens, BLOCK_TOKENS):
         inside = (start + token < tokens)[:, None]
@@ -55,11 +56,12 @@ def _accumulate(
 
 
 def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
-    """Add ``grad_y^T x`` to float32 ``main_grad [out, in]``; operands ``[T, out]`` and ``[T, in]`` of one half type.
+    """Add ``grad_y^T x`` to float32 ``main_grad [out, in]``; operands ``[T, out]`` and ``[T, in]`` of one half dtype.
 
-    ``write``: the sum starts from zero.
+    ``write``: start the sum from zero, which overwrites ``main_grad``.
     """
     size_out, size_in = main_grad.shape
+    # The kernel needs unit stride in the last dim.
     grad_y = grad_y if grad_y.stride(-1) == 1 else grad_y.contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
     tiles = cdiv(size_out, TILE["BLOCK_OUT"]) * cdiv(size_in, TILE["BLOCK_IN"])

@@ -1,4 +1,4 @@
-"""Ways to add ``grad_y^T x`` to the main gradient of a weight."""
+"""Backends that add ``grad_y^T x`` to the main gradient of a weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalight.registry import Backend, BackendRegistry, remembered
 
 
 class Spec(NamedTuple):
-    """What an accumulation must serve: device type, operands' type, and the main gradient's type."""
+    """What a backend must support: device type, dtype of the operands, and dtype of the main gradient."""
 
     device: str
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class Spec(NamedTuple):
 
 
 TALL = 4
-"""Rows per column of a weight from which ``baddbmm`` beats ``addmm`` on an H200 (docs/performance/log.md)."""
+"""Rows per column of a weight from which ``baddbmm`` is faster than ``addmm`` on an H200 (docs/performance/log.md)."""
 
 WGRAD: BackendRegistry[Spec, Accumulate] = BackendRegistry("weight_gradient")
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32)
@@ -77,7 +77,7 @@ def _both_fp32_why_not(spec: Spec) -> str | None:
 
 @lru_cache
 def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
-    """Whether this torch adds a half product to a float32 matrix in place, or writes it: not all releases do."""
+    """Test whether this torch release can add a half product to a float32 matrix in place, and overwrite one."""
     ones = torch.ones(16, 16, dtype=dtype, device="cuda")
     main_grad = torch.ones(16, 16, dtype=torch.float32, device="cuda")
     written = torch.full_like(main_grad, float("nan"))
@@ -114,24 +114,24 @@ WGRAD.register(Backend("matmul_add", _matmul_add, 0, serve_all))
 
 @remembered
 def choose(spec: Spec, backend: str = "auto") -> Accumulate:
-    """The way to accumulate for ``spec``."""
+    """Return the function that accumulates for ``spec``."""
     return WGRAD.select(spec, backend).fn
 
 
 def add(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
-    """Add ``grad_y^T x`` to the main gradient of ``weight``, ``[out, in]``, and say so.
+    """Add ``grad_y^T x`` to the main gradient of ``weight``, ``[out, in]``, and report it.
 
-    The first gradient of a step is written: see :mod:`megalight.ops.parameter`.
+    The first gradient of a step overwrites: see :mod:`megalight.ops.parameter`.
 
     Args:
         grad_y: ``[..., out]``; all leading dims are summed over.
-        x: ``[..., in]``; where ``weight`` has a precision, perhaps cast already.
+        x: ``[..., in]``; may be cast already if ``weight`` has a precision.
     """
     state = state_of(weight)
     main_grad, write = state.main_grad, state.touch()
     assert main_grad is not None
     if write and not grad_y.numel():
-        main_grad.zero_()  # packages' products of no tokens may write nothing
+        main_grad.zero_()  # a library's product of zero tokens may write nothing
     if state.precision is not None:
         state.precision.accumulate(main_grad, grad_y, x, write)
     else:
