@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from megalight.callbacks import RunRecord, StepProgress, Throughput
+from megalight.cli import newest
 from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
@@ -127,6 +128,13 @@ class MegalightCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing. Lightning would unpickle the whole file on every rank to read hyperparameters."""
+
+    def before_instantiate_classes(self) -> None:
+        """Find the checkpoint that ``--ckpt_path=last`` or ``auto`` means, among all runs under the root folder."""
+        if self.subcommand is not None:
+            config = self.config[self.subcommand]
+            folders = newest.folders_of(config.trainer)
+            config.ckpt_path = newest.resolve(config.get("ckpt_path"), self.subcommand, folders)
 
     def instantiate_classes(self) -> None:
         """Create the trainer, the model and the data module.

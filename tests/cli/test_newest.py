@@ -1,0 +1,82 @@
+"""What ``--ckpt_path=last`` and ``auto`` mean: the newest checkpoint of all runs under the root folder."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from megalight.checkpoint import save
+from megalight.cli.main import main
+from megalight.cli.newest import resolve
+from megalight.errors import CheckpointError
+
+WORDS = [
+    "fit",
+    "--model=tests.cli.samples.SampleModule",
+    "--data=tests.cli.samples.SampleData",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.log_every_n_steps=1",
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only.*", "ignore:.*dirpath has changed.*")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+
+
+def first_step(root: Path, version: int) -> int:
+    """The first step that a run logged."""
+    with (root / "lightning_logs" / f"version_{version}" / "metrics.csv").open() as lines:
+        return min(int(row["step"]) for row in csv.DictReader(lines))
+
+
+@pytest.mark.parametrize("wanted", ["last", "auto"])
+def test_a_run_goes_on_from_the_newest_checkpoint_of_earlier_ones(wanted: str, tmp_path: Path) -> None:
+    root = f"--trainer.default_root_dir={tmp_path}"
+    assert main([*WORDS, root, "--trainer.max_epochs=1", *(["--ckpt_path=auto"] if wanted == "auto" else [])]) == 0
+    assert first_step(tmp_path, 0) == 0
+    assert main([*WORDS, root, "--trainer.max_epochs=2", f"--ckpt_path={wanted}"]) == 0
+    assert first_step(tmp_path, 1) == 4
+
+
+def test_last_without_a_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=1", "--ckpt_path=last"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"there is no finished checkpoint under {tmp_path}" in error
+    assert "--ckpt_path=auto" in error
+    assert not (tmp_path / "lightning_logs").exists()
+
+
+def test_folders_and_files_are_compared_by_age(tmp_path: Path) -> None:
+    folder, file = tmp_path / "a" / "checkpoints" / "step=2.ckpt", tmp_path / "b" / "epoch=0.ckpt"
+    save(folder, {})
+    file.parent.mkdir()
+    file.touch()
+    os.utime(file, ns=(0, 10))
+    assert resolve("last", "fit", [tmp_path]) == str(folder)
+    os.utime(file, ns=(0, 2**62))
+    assert resolve("auto", "fit", [tmp_path / "a", tmp_path]) == str(file)
+
+
+def test_hidden_folders_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
+    hidden = tmp_path / ".lr_find" / "x.ckpt"
+    hidden.parent.mkdir()
+    hidden.touch()
+    (tmp_path / "step=3.ckpt").mkdir()
+    with pytest.raises(CheckpointError, match="no finished checkpoint"):
+        resolve("last", "validate", [tmp_path])
+    assert resolve("auto", "fit", [tmp_path]) is None
+
+
+@pytest.mark.parametrize("wanted", [None, "best", "runs/step=1.ckpt"])
+def test_other_values_stay(wanted: str | None, tmp_path: Path) -> None:
+    assert resolve(wanted, "fit", [tmp_path]) == wanted
