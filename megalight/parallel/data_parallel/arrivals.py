@@ -64,6 +64,7 @@ class Arrivals:
         self._micro_batches = micro_batches
         self._sending = send and self.overlap
         if self._stream is not None:
+            # Sending waits for this stream; count() adds waits for gradients from other streams.
             self._main_stream = torch.cuda.current_stream(self._stream.device)
 
     def stop(self) -> None:
@@ -82,6 +83,7 @@ class Arrivals:
     def learn(self) -> None:
         """Update the usual numbers of arrivals, after passes that ended without an error."""
         first = not any(map(any, self._usual))
+        # Rounded up: arrivals may be spread unevenly over micro-batches.
         self._usual = [
             [max(usual, -(-count // self._micro_batches)) for usual, count in zip(*rows, strict=True)]
             for rows in zip(self._usual, self._counts, strict=True)

@@ -136,6 +136,7 @@ class Bucket:
         self.arrived = 0
         self.sent = False
         self.holds_codes = codes is not None
+        # In the parameters' own dtype: they become the parameters, or, with codes, only the source of the masters.
         values = torch.zeros(layout.numel, dtype=layout.kind.param_dtype, device=device)
         for parameter, view in self._views(values):
             if has_memory(parameter):

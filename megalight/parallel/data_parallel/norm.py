@@ -19,6 +19,7 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
     padding). Gaps *between* parameters hold zeros; they are included, so that a shard is usually one run. If several
     ranks hold the same shard, each counts an equal interval.
     """
+    # Each replica of the shard counts one of equal intervals.
     bounds = [shard.numel * n // len(shard.replicas) for n in (shard.place, shard.place + 1)]
     excluded = [(0, bounds[0]), (bounds[1], shard.numel)]
     for spec, offset in shard.slots:
@@ -26,9 +27,10 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
         for piece in sorted(spec.pieces, key=lambda piece: piece.start):
             if not piece.owner:
                 continue
-            excluded.append((base + covered, base + piece.start))
+            excluded.append((base + covered, base + piece.start))  # elements between pieces: padding
             covered = piece.stop
         excluded.append((base + covered, base + spec.numel))
+    # The complement of the excluded intervals, in one pass over them in order.
     runs: list[tuple[int, int]] = []
     position = 0
     for low, high in sorted(excluded):

@@ -14,15 +14,15 @@ from megalight.parallel.trace import spanned
 
 
 class ShardedParameters:
-    """Parameters in the buckets' buffers: copies of masters, or their codes, gathered from the ranks that hold these.
+    """Parameters in the buckets' buffers: copies of masters, or their codes, all-gathered over ranks.
 
     Args:
         buckets: last parameters of the model first.
-        overlap: let gathering run on after :meth:`publish`.
+        overlap: let gathering continue after :meth:`publish` returns.
 
     Attributes:
-        written: an optimizer has rounded its masters into ``bucket.own_params`` itself.
-        waited_by_modules: :meth:`wait_in` was asked for.
+        written: an optimizer has already rounded its masters into ``bucket.own_params``.
+        waited_by_modules: :meth:`wait_in` was called.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, overlap: bool) -> None:
@@ -37,7 +37,8 @@ class ShardedParameters:
 
     @spanned("gather_parameters")
     def publish(self) -> None:
-        """Bring the masters into the parameters of every rank (or start to)."""
+        """Copy the masters into the parameters of every rank, or start to."""
+        # An earlier gather must be finished, because it still reads and writes the parameters.
         self.sync()
         if not self.written:
             masters_to_parameters(self.buckets)
@@ -48,11 +49,11 @@ class ShardedParameters:
             self.sync()
 
     def sync(self, homes: Sequence[int] | None = None) -> None:
-        """Wait until parameters are up to date: all, or those of some buckets."""
+        """Wait until parameters are up to date: all of them, or those of some buckets."""
         self._gatherer.wait(homes)
 
     def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Which buckets hold these parameters, for :meth:`sync`."""
+        """Return the indices of the buckets that hold these parameters, for :meth:`sync`."""
         return self._gatherer.buckets_of(parameters)
 
     def wait_in(self, module: nn.Module) -> None:
@@ -61,25 +62,25 @@ class ShardedParameters:
         self.waited_by_modules = True
 
     def recast(self) -> None:
-        """Where parameters are codes: :meth:`publish`, after masters were written by other than the optimizer."""
+        """Call :meth:`publish` if parameters are codes, after something else than the optimizer wrote the masters."""
         if self._with_codes():
             self.publish()
 
     def widen(self) -> None:
-        """Give parameters that are codes their own type again."""
+        """Give parameters that are codes their own dtype again."""
         for bucket in self._with_codes():
             self._gatherer.widen(bucket)
         self._codes = Codes((), self._device)
 
     def refresh_masters(self) -> None:
-        """Take the masters from the parameters; where these are codes, have the codes follow the masters."""
+        """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
         self.sync()
         parameters_to_masters(self.buckets)
         self.recast()
 
     @torch.no_grad()
     def fill_masters(self, name: str, values: Tensor) -> None:
-        """Set the masters of one parameter; names that no bucket knows are passed over."""
+        """Set the masters of one parameter; names in no bucket are ignored."""
         for bucket in self.buckets:
             for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
                 if info.name == name:

@@ -1,4 +1,4 @@
-"""Summing gradients over data-parallel ranks, and partial gradients over other axes."""
+"""Sum gradients over data-parallel ranks, and partial gradients over other axes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Reducer:
     """Reduces a bucket's gradients so that this rank's interval holds the sum over all ranks.
 
     Args:
-        scatter: every rank needs its own interval only (reduce-scatter), else all of it (all-reduce).
-        wire_dtype: dtype that travels and in which ranks are summed; None: the buffer's.
-        reduction: ``"sum"`` leaves the summing to the collective; ``"accumulate_fp32"`` exchanges the intervals
-            (all-to-all: the same bytes on the wire) and sums them here in float32, so that low-precision gradients
-            lose nothing however many ranks there are.
+        scatter: every rank needs only its own interval (reduce-scatter); otherwise it needs all (all-reduce).
+        wire_dtype: dtype in which gradients are sent and summed; None: the buffer's.
+        reduction: ``"sum"`` leaves the sum to the collective. ``"accumulate_fp32"`` exchanges the intervals
+            (all-to-all, with the same number of bytes) and sums them here in float32, so that the sum of low-precision
+            gradients loses no precision, however many ranks there are.
 
     Raises:
         ConfigurationError: an unknown reduction, or ``accumulate_fp32`` without scattering.
@@ -50,7 +50,7 @@ class Reducer:
 
         Returns:
             a function that waits and returns the reduced gradients of this rank's interval: a slice of the buffer, or
-            with scattering a new tensor where they were summed in a wider dtype.
+            with scattering a new tensor if they were summed in a wider dtype.
         """
         if bucket.group is None:
             return lambda: bucket.own_grads
@@ -88,7 +88,7 @@ class Reducer:
 
 
 def partial_runs(shards: Mapping[int, FlatShard]) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:
-    """Which elements of numbered shards hold partial gradients: axes -> ``(number, start, stop)``, joined."""
+    """Return the elements of numbered shards that hold partial gradients: axes -> joined ``(number, start, stop)``."""
     runs: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
     for index, shard in shards.items():
         for piece, first, last, start in shard.intervals():
@@ -96,6 +96,7 @@ def partial_runs(shards: Mapping[int, FlatShard]) -> dict[tuple[str, ...], list[
                 continue
             stop = start + last - first
             of_axes = runs.setdefault(piece.partial, [])
+            # Join it with the previous run if the two are adjacent.
             if of_axes and of_axes[-1][0] == index and of_axes[-1][2] == start:
                 of_axes[-1] = index, of_axes[-1][1], stop
             else:
@@ -104,12 +105,12 @@ def partial_runs(shards: Mapping[int, FlatShard]) -> dict[tuple[str, ...], list[
 
 
 class PartialReducer:
-    """Sums the gradients of which each rank has one term only, over the axes that their pieces name.
+    """Sums partial gradients, which are one term per rank, over the axes that their pieces name.
 
-    One all-reduce per set of axes and dtype.
+    It needs one all-reduce per set of axes and dtype.
 
     Raises:
-        LayoutError: ranks along the axes hold parameters of different sizes, so that their intervals do not match.
+        LayoutError: ranks along the axes hold parameters of different sizes, so their intervals do not match.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
@@ -146,6 +147,7 @@ def _check_agreement(
         for piece, first, last, _ in shard.intervals()
         if piece.partial == axes
     ]
+    # One MAX reduction of (x, -x) gives the largest and the smallest fingerprint; they are equal if all ranks agree.
     fingerprint = zlib.crc32(repr(parts).encode())
     extremes = torch.tensor([fingerprint, -fingerprint], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
