@@ -119,6 +119,7 @@ class IterationGraphs:
         if form is None or (way is Way.EAGER and form.recording is not None):
             return passes(micro_batches)
         form.seen += 1
+        # Eager warm-up steps also read the static inputs, so that the inspection sees what a recording will read.
         form.inputs.fill(list(micro_batches))
         self.engine.sync_parameters()  # a graph cannot wait for a gather that began outside it
         if way is Way.EAGER:
@@ -128,6 +129,7 @@ class IterationGraphs:
         assert form.recording is not None
         form.recording.replay()
         self.replays += 1
+        # No hook of autograd has run, so the engine is told what the graph has done.
         self.engine.main_gradients.adopt(form.gradients)
         return clone(form.recording.result)
 

@@ -162,6 +162,7 @@ class ModuleGraphs:
             return plain(*args, **kwargs)
         # Work inside a graph cannot wait for a gather that began outside, and reads weights at fixed addresses.
         self.engine.sync_parameters(self._homes[id(module)])
+        # Low-precision weights are cast outside the graph, once a step, into the memory that it reads.
         for parameter in self._casts[id(module)]:
             precision = precision_of(parameter)
             assert precision is not None
@@ -170,7 +171,7 @@ class ModuleGraphs:
         if unit is None or unit.forwarded or not unit.fits(args, kwargs):
             if unit is not None and not unit.forwarded:
                 self._tell_other(name)
-            if place == 0:
+            if place == 0:  # the whole pass runs eagerly
                 lane.slot = None
                 slot.free()
             return plain(*args, **kwargs)

@@ -119,7 +119,7 @@ class Unit:
             for target, gradient in zip(self.previous.gradients, found, strict=True):
                 assert gradient is not None
                 target.copy_(gradient)
-        for leaf in self.leaves:
+        for leaf in self.leaves:  # copied, so the graphs' pool can reuse the memory
             leaf.grad = None
         return list(self.previous.gradients)
 

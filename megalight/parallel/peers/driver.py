@@ -80,7 +80,7 @@ def raise_flags(stream: torch.cuda.Stream, flags: tuple[int, ...]) -> None:
 
 
 def copy(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
-    """Copy contiguous tensors of equal size on ``stream``; both may lie in a peer's memory."""
+    """Copy contiguous tensors of equal size on ``stream``; either may lie in a peer's memory."""
     _check(
         library().cuMemcpyDtoDAsync_v2(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream),
         "cuMemcpyDtoDAsync",
