@@ -1,4 +1,4 @@
-"""Layers as CUDA graphs by TransformerEngine's ``make_graphed_callables``."""
+"""CUDA graphs of layers with TransformerEngine's ``make_graphed_callables``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megalight.plugins.transformer_engine.package import PACKAGE, TORCH, why_not
 CALL = f"{TORCH}:make_graphed_callables"
 MINIMUM = "2.12"
 WARM_UPS = 11
-"""Runs of each module inside ``make_graphed_callables`` before it records."""
+"""How often ``make_graphed_callables`` runs each module before it records."""
 
 
 def graphs_why_not(device: str) -> str | None:
-    """Why the package cannot record graphs; None: it can."""
+    """Return why the package cannot record graphs, or None."""
     return why_not(device, "make_graphed_callables", MINIMUM, TORCH, CALL)
 
 
 class Flat(nn.Module):
-    """A module that is called with tensors alone, as ``make_graphed_callables`` wants it.
+    """A module that is called only with tensors, as ``make_graphed_callables`` needs it.
 
-    It shows no parameters: the recorded work adds their gradients to the engine's buffers, as an eager pass does. The
-    package would hand gradients of parameters to autograd as well, which would add and count them a second time.
+    It hides its parameters, because the recorded work adds their gradients to the engine's buffers, as an eager pass
+    does. The package would also return these gradients to autograd, which would add and count them a second time.
 
     Attributes:
-        calls: how often it ran.
+        calls: number of forward calls.
     """
 
     def __init__(self, module: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -48,11 +48,11 @@ class Flat(nn.Module):
         self.calls = 0
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """None."""
+        """Return no parameters; see the class."""
         return iter(())
 
     def forward(self, *tensors: Tensor) -> Any:
-        """What the module gives for the example's call with other tensors."""
+        """Call the module like the example, but with these tensors."""
         self.calls += 1
         args, kwargs = with_tensors(self.example, iter(tensors))
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -60,12 +60,14 @@ class Flat(nn.Module):
 
 @dataclass
 class Lane:
-    """One chunk's modules.
+    """The modules of one chunk.
 
     Attributes:
-        samples: of each micro-batch and module, the arguments of the last eager step.
-        graphed: of each micro-batch and module, what replays it.
-        at: the micro-batch that goes through.
+        samples: arguments in the last eager step, for each micro-batch and module.
+        graphed: functions that replay the graphs, for each micro-batch and module.
+        forms: signature of each module's arguments.
+        arrivals: for each module, the gradients that its backward adds to the engine's buffers.
+        at: index of the current micro-batch.
     """
 
     modules: list[Named]
@@ -77,15 +79,15 @@ class Lane:
 
 
 class TransformerEngineGraphs:
-    """Stands in for the forwards of modules, as :class:`~megalight.parallel.graphs.modules.ModuleGraphs` does.
+    """Replaces the forwards of modules, as :class:`~megalight.parallel.graphs.modules.ModuleGraphs` does.
 
-    All are recorded at once after ``warmup_steps`` steps, in the order of the schedule.
+    After ``warmup_steps`` steps it records all modules together, in the order of the schedule.
 
     Attributes:
-        replays: forwards that were replayed.
+        replays: number of replayed forwards.
 
     Raises:
-        MissingPackageError: at the recording: the package cannot be imported.
+        MissingPackageError: the package cannot be imported. Raised at the recording.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -108,7 +110,7 @@ class TransformerEngineGraphs:
                 module.forward = partial(self._forward, lane, place)
 
     def begin_step(self, micro_batches: int) -> None:
-        """A step of so many micro-batches begins."""
+        """Begin a step of ``micro_batches`` micro-batches."""
         self._steps += 1
         self._count = micro_batches
         for lane in self._lanes:
@@ -121,10 +123,10 @@ class TransformerEngineGraphs:
             elif len(self._lanes[0].samples) != micro_batches:
                 self._give_up("the number of micro-batches changes")
             else:
-                self._record()  # it waits for the device: messages of other ranks must not be awaited yet
+                self._record()  # it waits for the device, so it must run before any wait for other ranks' messages
 
     def close(self) -> None:
-        """Give the modules their own forwards back, and the graphs up."""
+        """Restore the forwards of the modules, and release the graphs."""
         for lane in self._lanes:
             lane.samples, lane.graphed = [], []
             for _, module in lane.modules:
@@ -153,7 +155,7 @@ class TransformerEngineGraphs:
         return lane.graphed[lane.at][place](*self._marked(tensors_of((args, kwargs)), lane.arrivals[place]))
 
     def _prepare(self, modules: Sequence[nn.Module]) -> None:
-        """Parameters are here, and weights cast: graphs read both where they lie."""
+        """Gather the parameters and cast the weights, because graphs read both at fixed addresses."""
         for module in modules:
             parameters = list(module.parameters())
             self.engine.sync_parameters(self.engine.homes_of(parameters))
@@ -170,9 +172,10 @@ class TransformerEngineGraphs:
         lane.samples[lane.at].append(with_tensors((args, kwargs), iter(copies)))
 
     def _record(self) -> None:
-        """All modules for all micro-batches. What the runs leave behind, in gradients and generators, is put back."""
+        """Record all modules for all micro-batches. Then restore gradients and random states, which the runs change."""
         make = PACKAGE.load(CALL)
         actions = self.schedule(self._count)
+        # the package's form of a schedule: chunk + 1 for a forward, the negative for a backward
         order = [a.chunk + 1 if a.kind is Kind.FORWARD else -a.chunk - 1 for a in actions]
         flat = [[Flat(m, lane.samples[0][i]) for i, (_, m) in enumerate(lane.modules)] for lane in self._lanes]
         samples = [tuple(tensors_of(sample)) for lane in self._lanes for batch in lane.samples for sample in batch]
@@ -205,7 +208,7 @@ class TransformerEngineGraphs:
         self._recorded = self._count
 
     def _marked(self, tensors: list[Tensor], arrivals: list[tuple[int, int]]) -> list[Tensor]:
-        """The inputs of a module; the backward of one tells the engine what has arrived in the module's own."""
+        """Mark an input of a module. Its backward tells the engine which gradients the module's backward has added."""
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 tensors[place] = _Arrived.apply(tensor, self, arrivals)  # type: ignore[no-untyped-call]
@@ -213,7 +216,7 @@ class TransformerEngineGraphs:
         return tensors
 
     def arrived(self, arrivals: Sequence[tuple[int, int]]) -> None:
-        """A module's backward was replayed."""
+        """Tell the engine that a module's backward was replayed."""
         self.engine.main_gradients.arrive(arrivals)
 
     def _give_up(self, reason: str) -> None:
@@ -222,7 +225,7 @@ class TransformerEngineGraphs:
 
 
 class _Arrived(torch.autograd.Function):
-    """Nothing, on an input of a module: its backward comes after the module's own."""
+    """The identity on an input of a module. Its backward runs after the backward of the module."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, graphs: TransformerEngineGraphs, arrivals: Sequence[tuple[int, int]]) -> Tensor:

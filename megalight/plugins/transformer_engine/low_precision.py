@@ -1,9 +1,9 @@
-"""Linear layers in 8 and 4 bits by TransformerEngine: its recipes, casts and products under our layers.
+"""Linear layers in 8 and 4 bits with TransformerEngine: its recipes, casts and products in our layers.
 
-What its own modules do inside ``autocast`` is done here call by call, so that weights, main gradients, collectives,
-recompute and deferred weight gradients stay those of our layers: its quantizers, made from its recipe, cast a matrix
-and its transpose in one go, and its ``general_gemm`` multiplies them; the weight gradient is added in the product's
-epilogue.
+We call its functions directly instead of its modules with ``autocast``. So weights, main gradients, collectives,
+recompute and deferred weight gradients are those of our layers. Its quantizers, made from its recipe, cast a matrix and
+its transpose in one kernel, and its ``general_gemm`` multiplies the results. The product's epilogue adds the weight
+gradient to the main gradient.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KINDS = {
     "mxfp8": ("MXFP8BlockScaling", "2.1", "check_mxfp8_support", 32),
     "nvfp4": ("NVFP4BlockScaling", "2.8", "check_nvfp4_support", 128),
 }
-"""Our recipe -> its class, the first release that has it, what asks the device, and what tokens are padded to."""
+"""Our recipe -> its class, the first release with it, the device check, and the multiple to which tokens are padded."""
 
 
 def _find(name: str) -> Any:
-    """A name of the module that has had two places."""
+    """Load a name from a module that has moved: the new path, or else the old one."""
     try:
         return PACKAGE.load(f"transformer_engine.pytorch.quantization:{name}")
     except MissingPackageError:
@@ -47,7 +47,7 @@ def _find(name: str) -> Any:
 
 
 def why_not(device: str, recipe: Recipe) -> str | None:
-    """Why a recipe cannot be had."""
+    """Return why a recipe cannot be used, or None."""
     if recipe.name not in KINDS:
         return f"has no recipe {recipe.name!r}; it has {', '.join(KINDS)}"
     name, minimum, check, _ = KINDS[recipe.name]
@@ -61,7 +61,7 @@ def why_not(device: str, recipe: Recipe) -> str | None:
 
 
 class Saved:
-    """A cast input between forward and backward: its tensors lie with autograd."""
+    """A cast input between forward and backward. Autograd saves its tensors."""
 
     def __init__(self, cast: Any) -> None:
         tensors, self._shell = cast.prepare_for_saving()
@@ -69,7 +69,7 @@ class Saved:
 
     @property
     def restore(self) -> Callable[..., Any]:
-        """Puts the tensors back."""
+        """A function that restores the cast input from the saved tensors."""
         shell = self._shell
 
         def restored(*tensors: Tensor | None) -> Any:
@@ -80,13 +80,13 @@ class Saved:
 
 
 class TransformerEngineProducts(LowPrecision):
-    """How one weight is multiplied by TransformerEngine; arguments as of its parent.
+    """The products of one weight with TransformerEngine. It has the arguments of its base class.
 
     Raises:
-        ConfigurationError: an option that TransformerEngine's recipes do not have.
+        ConfigurationError: TransformerEngine's recipes do not have an option.
     """
 
-    wants_magnitudes = False  # its quantizers look for themselves
+    wants_magnitudes = False  # its quantizers find magnitudes themselves
     refreshes = False  # a cast makes new tensors
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
@@ -107,7 +107,7 @@ class TransformerEngineProducts(LowPrecision):
 
     @staticmethod
     def check_products(weight: Tensor, recipe: Recipe) -> None:
-        """Whether the package, and the device, have the recipe."""
+        """Raise unless package and device support the recipe."""
         if (reason := why_not(weight.device.type, recipe)) is not None:
             raise BackendError(f"transformer_engine: {reason}. Choose another recipe, or implementation='own'.")
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -115,31 +115,31 @@ class TransformerEngineProducts(LowPrecision):
 
     @property
     def casts_shares(self) -> bool:
-        """Its codes stay on the rank that made them."""
+        """False: codes stay on the rank that made them."""
         return False
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x W^T + b``."""
+        """Return ``x W^T + b``."""
         return self._forward(self._cast(x, INPUT, columns=False), x, weight, bias)
 
     def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-        """The same, and the input's codes by columns."""
+        """Return ``x W^T + b``, and the column-wise codes of the input for the weight gradient."""
         codes = self._cast(x, INPUT)
         y = self._forward(codes, x, weight, bias)
         codes.update_usage(rowwise_usage=False, columnwise_usage=True)
         return y, Saved(codes)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """``grad_y W``."""
+        """Return ``grad_y W``."""
         out = self._gemm(self._weight_codes(weight), self._gradient(grad_y), "NN", grad_y.dtype, grad=True)
         return out[: grad_y.numel() // grad_y.shape[-1]].view(*grad_y.shape[:-1], -1)
 
     def weight_gradient(self, grad_y: Tensor, x: Any, dtype: torch.dtype) -> Tensor:
-        """``grad_y^T x``; ``x`` a tensor, or what :meth:`product_and_cast` saved."""
+        """Return ``grad_y^T x``. ``x`` is a tensor, or the result of :meth:`product_and_cast` after restoring."""
         return self._gemm(self._input(x), self._gradient(grad_y), "NT", dtype, grad=True)
 
     def accumulate(self, main_grad: Tensor, grad_y: Tensor, x: Any, write: bool) -> None:
-        """The same, added in the product itself, or written."""
+        """Add ``grad_y^T x`` to ``main_grad``, or with ``write`` overwrite it, inside the product."""
         self._gemm(
             self._input(x),
             self._gradient(grad_y),
@@ -151,7 +151,7 @@ class TransformerEngineProducts(LowPrecision):
         )
 
     def forget(self) -> None:
-        """The weight may change."""
+        """Drop the codes of the weight, which may change now."""
         super().forget()
         self._codes = None
 
@@ -161,7 +161,7 @@ class TransformerEngineProducts(LowPrecision):
         return y.view(*x.shape[:-1], -1)
 
     def _gemm(self, a: Any, b: Any, layout: str, dtype: torch.dtype, grad: bool = False, **options: Any) -> Tensor:
-        """Its operands come as cuBLAS has them: the weight, or the input, first. Gradients are summed in full."""
+        """Multiply. As in cuBLAS, the weight or the input comes first. Gradients accumulate in full precision."""
         gemm = PACKAGE.load(GEMM)
         options |= workspace(gemm)
         out: Tensor = gemm(a, b, out_dtype=dtype, layout=layout, grad=grad, use_split_accumulator=grad, **options)[0]
@@ -194,11 +194,12 @@ class TransformerEngineProducts(LowPrecision):
         past = self.history if self.history is not None and self.history.rolled else None
         if past is not None:
             self._scale(quantizer, scheme, past.known(role, LARGEST[scheme.format]) * 2.0**self.margin)
-            quantizer.amax.zero_()  # casts take what they find into it
+            quantizer.amax.zero_()  # casts accumulate the largest magnitude in it
         elif self.history is not None:
             amax = self._amax(flat, scheme, role, None)
             assert amax is not None
             self._scale(quantizer, scheme, amax)
+        # its products need a multiple of tokens; the callers cut off the rows of padding
         if role != WEIGHT and (missing := -len(flat) % KINDS[self.recipe.name][3]):
             flat = F.pad(flat, (0, 0, 0, missing))
         quantizer.set_usage(rowwise=rows or self.recipe.one_scale, columnwise=columns)
@@ -218,12 +219,12 @@ class TransformerEngineProducts(LowPrecision):
             backward = state.create(recipe, mode="backward", num_quantizers=2, device=device).make_quantizers()
             self._quantizers = [forward[0], forward[1], backward[0]]  # in the order of roles
             for quantizer in self._quantizers:
-                quantizer.internal = True  # plain storage, of which autograd knows nothing
+                quantizer.internal = True  # plain storage instead of a tensor subclass with autograd
         return self._quantizers[role]
 
 
 def _recipe(name: str, hybrid: bool) -> Any:
-    """TransformerEngine's recipe; scales of past steps are ours."""
+    """Make TransformerEngine's recipe. For delayed scaling, the history of scales is ours."""
     make = PACKAGE.load(f"{RECIPES}:{KINDS[name][0]}")
     if name == "nvfp4":
         return make()
