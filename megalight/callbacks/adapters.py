@@ -1,4 +1,4 @@
-"""Fine-tuning by low-rank adapters."""
+"""Fine-tuning with low-rank adapters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Adapters(pl.Callback):
     """Freezes the model and trains adapters of linear layers (LoRA, https://arxiv.org/abs/2106.09685).
 
     Args:
-        rank: of the updates.
+        rank: rank of the updates.
         targets: globs over names of linear layers or their sections; see :class:`~megalight.models.transforms.LoRA`.
-        alpha: updates are scaled by ``alpha / rank``.
-        dropout: probability of dropping an input feature of an adapter while training.
-        save_base: checkpoints hold the whole model; otherwise the adapters alone, and who loads one needs the weights
-            that the run began with.
+        alpha: updates are multiplied by ``alpha / rank``.
+        dropout: probability of dropping an input feature of an adapter in training.
+        save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
+            the initial weights of the run.
 
     Raises:
-        ConfigurationError: a value out of range; and, before processes start, a target that matches no layer, a rank
-            that is too large, a module without ``build_model``, or ``save_base=False`` without weights to start from.
+        ConfigurationError: a value is out of range. Before processes start: a target matches no layer, the rank is too
+            large, the module has no ``build_model``, or ``save_base=False`` but there are no initial weights.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Adapters(pl.Callback):
         self.save_base = save_base
 
     def attach(self, module: pl.LightningModule) -> None:
-        """Add the transform to what the module will build. ``MegatronStrategy`` does so before it starts processes."""
+        """Add the transform to the model that the module will build. Called before processes start."""
         if not isinstance(module, MegalightModule):
             raise ConfigurationError(
                 f"{type(module).__name__} is a plain LightningModule, which has built its layers already; adapters "
@@ -55,5 +55,5 @@ class Adapters(pl.Callback):
         module.saves_base = self.save_base
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before the model is built."""
+        """Add the transform before the model is built."""
         self.attach(pl_module)

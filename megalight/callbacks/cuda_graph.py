@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: recorded once, launched by one call from then on."""
+"""Training steps as CUDA graphs: recorded once, then launched with one call."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ log = logging.getLogger(__name__)
 
 SCOPES = ("iteration", "layer", "attention")
 COUNTERS = ("global_step", "current_epoch")
-"""What of the trainer changes from step to step."""
+"""Attributes of the trainer that change from step to step."""
 
 
 class CUDAGraph(pl.Callback):
-    """Records training steps, or their layers, as CUDA graphs and replays them: for steps that wait for launches.
+    """Records training steps or layers as CUDA graphs and replays them. Use it if kernel launches limit the speed.
 
-    ``scope="iteration"`` records all from the batch on the device to reduced gradients: every micro-batch, pipeline
-    messages, and the reduction over data-parallel ranks. A step is replayed only where everything that a graph takes
-    for granted is as it was recorded: shapes, types, host values in the batch, the number of micro-batches, modes of
-    modules and places of tensors; any other step runs eagerly.
+    ``scope="iteration"`` records everything from the batch on the device to the reduced gradients: all micro-batches,
+    pipeline messages, and the reduction over data-parallel ranks. A step is replayed only if nothing has changed that
+    the graph depends on: shapes, dtypes, host values in the batch, the number of micro-batches, modes of modules and
+    addresses of tensors. Other steps run eagerly.
 
-    ``scope="layer"`` and ``"attention"`` record the forward and the backward of each layer, or of its attention, once
-    per micro-batch in flight; all else runs eagerly: embedding, head and loss, gradients' reduction and parameters'
-    gathering, bucket by bucket.
+    ``scope="layer"`` and ``"attention"`` record forward and backward of each layer or of its attention, once for each
+    micro-batch in flight. The rest runs eagerly: embedding, head, loss, and bucket by bucket the reduction of gradients
+    and the gathering of parameters.
 
-    Clipping and the optimizer stay outside, evaluation runs as ever.
+    Clipping, the optimizer and evaluation are not recorded.
 
     Args:
         scope: ``iteration``, ``layer`` or ``attention``.
-        warmup_steps: eager steps before anything is recorded, at least 2; for ``iteration`` of each form. The last is
-            looked through for what cannot be recorded.
-        max_graphs: for ``iteration``: forms of steps (shapes, numbers of micro-batches) that are recorded at most.
-        backend: for ``layer`` and ``attention``: ``own``, or one that a plugin registered: ``transformer_engine``
-            calls its ``make_graphed_callables``, with static memory for every micro-batch.
-        on_refusal: what to do where a run or a step cannot be recorded: ``eager``: say why, and run it eagerly;
+        warmup_steps: number of eager steps before recording, at least 2; for ``iteration``, of each form of steps. The
+            last of them is checked for operations that cannot be recorded.
+        max_graphs: for ``iteration``: maximum number of recorded forms of steps (shapes, numbers of micro-batches).
+        backend: for ``layer`` and ``attention``: ``own``, or one that a plugin registered. ``transformer_engine`` calls
+            its ``make_graphed_callables``, with static memory for every micro-batch.
+        on_refusal: what to do if a run or a step cannot be recorded. ``eager``: log the reason and run it eagerly.
             ``error``: raise.
 
     Attributes:
-        recorder: what records; None: CUDA graphs.
-        reasons: why something runs eagerly, in the order in which it was found.
+        recorder: object that records. None means CUDA graphs.
+        reasons: reasons why steps run eagerly, in the order in which they were found.
 
     Raises:
-        ConfigurationError: an argument that does not exist; in ``fit``, another strategy than ``MegatronStrategy``;
-            with ``on_refusal="error"``, whatever cannot be recorded.
+        ConfigurationError: an argument has an unknown value; in ``fit``, the strategy is not ``MegatronStrategy``; with
+            ``on_refusal="error"``, something cannot be recorded.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class CUDAGraph(pl.Callback):
 
     @property
     def replays(self) -> int:
-        """Steps, or forwards of layers, that were replayed in the current or last run."""
+        """Number of steps, or of forwards of layers, that were replayed in the current or last run."""
         return 0 if self._graphs is None else self._graphs.replays
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Choose the stream for everything, before parameters are prepared."""
+        """Enter the stream for recording before parameters are prepared, so that everything uses it."""
         if stage != "fit":
             return
         strategy = _strategy(trainer)
@@ -121,12 +121,12 @@ class CUDAGraph(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Before the first step, when others have put their hooks on: say what cannot be, or take the steps over."""
+        """Refuse or take over the steps. It acts before the first step, when other callbacks have added their hooks."""
         if self._recorder is None or self._graphs is not None or self.reasons:
             return
         strategy = _strategy(trainer)
         reasons, lanes = self._look_ahead(trainer, pl_module, strategy)
-        if strategy.any_rank(bool(reasons)):  # all ranks alike: they take part in each other's steps
+        if strategy.any_rank(bool(reasons)):  # all ranks must decide alike, because they communicate in every step
             self._refuse("; ".join(dict.fromkeys(reasons)) or "another rank cannot record its steps")
             return
         found = [streams for chunk in strategy.chunks for streams in streams_of(chunk)]
@@ -142,7 +142,7 @@ class CUDAGraph(pl.Callback):
     def _look_ahead(
         self, trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy
     ) -> tuple[list[str], list[list[Named]]]:
-        """Why this rank cannot record; and, of each chunk, what is to be."""
+        """Return the reasons why this rank cannot record, and the modules of each chunk to record."""
         on_gpu = strategy.root_device.type == "cuda"
         reasons = [
             *graph_reasons.of_environment(on_gpu),
@@ -178,7 +178,7 @@ class CUDAGraph(pl.Callback):
             for streams in self._streams:
                 streams.begin()
             for chunk in strategy.chunks:
-                chunk.training = module.training  # as the step will set it: a stage is not among the children
+                chunk.training = module.training  # a stage is no submodule of the module; the step sets the same
             done: Outcome = graphs(key, micro_batches, passes)
             return done
 
@@ -210,23 +210,23 @@ class CUDAGraph(pl.Callback):
         return run
 
     def _generators(self, strategy: MegatronStrategy) -> list[torch.Generator]:
-        """All that a step draws from, besides torch's default ones."""
+        """Return all random generators of a step, besides torch's default ones."""
         own = [generator for streams in self._streams for generator in streams.persistent.values()]
         return own + strategy.precision.generators
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the graphs up while the communicators they know are there."""
+        """Release the graphs while their communicators still exist."""
         self._end(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The same."""
+        """Release the graphs."""
         try:
             self._end(trainer)
-        except RuntimeError as error:  # the device may be gone: what it died of is being told
+        except RuntimeError as error:  # the device may be lost; do not hide the exception that caused it
             log.warning("CUDA graphs could not be given up: %s", error)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Where training never began."""
+        """Release what setup made, if training never began."""
         self._end(trainer)
 
     def _refuse(self, reason: str) -> None:
@@ -254,9 +254,9 @@ class CUDAGraph(pl.Callback):
 
 @contextmanager
 def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
-    """Note what replays would leave out or freeze: the module's logging, and its reads of the trainer's counters.
+    """Note what a replay would skip or freeze: the module's logging, and its reads of the trainer's counters.
 
-    The module sees a second trainer meanwhile, which shares all that the first one holds.
+    Inside this context the module has a second trainer, which shares all attributes of the first one.
     """
     trainer, kind = module.trainer, type(module.trainer)
     found: list[str] = []

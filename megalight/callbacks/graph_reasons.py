@@ -1,4 +1,4 @@
-"""What of a run is recorded as CUDA graphs, and why it cannot be: what can be told before it begins."""
+"""Find what to record as CUDA graphs, and reasons against it that are known before a run begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def of_environment(on_gpu: bool) -> Iterator[str]:
-    """Of the process."""
+    """Yield reasons in the environment of the process."""
     for name in ALLOCATOR:
         if "expandable_segments:true" in "".join(os.environ.get(name, "").split()).lower():
             yield f"{name} switches expandable_segments on, whose memory may move; take it out"
@@ -37,7 +37,7 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
 
 
 def of_module(module: pl.LightningModule) -> Iterator[str]:
-    """Of the module's contract."""
+    """Yield reasons in the kind of module: whether it has Megalight's methods."""
     if not isinstance(module, MegalightModule) or own_steps(module, "training_step"):
         yield (
             f"{type(module).__name__} has a training_step of its own, which may read values, log and count batches; "
@@ -46,7 +46,7 @@ def of_module(module: pl.LightningModule) -> Iterator[str]:
 
 
 def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
-    """Of random numbers that are drawn twice."""
+    """Yield reasons in recompute, which draws random numbers twice."""
     for chunk in chunks:
         for place in redrawing(chunk):
             yield (
@@ -56,7 +56,7 @@ def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
 
 
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
-    """Of code that runs between the beginning and the end of a step."""
+    """Yield reasons against whole steps: code that runs between the beginning and the end of a step."""
     for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
         if defines(owner, "on_before_backward"):
             yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
@@ -68,7 +68,7 @@ def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: Me
 
 
 def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tuple[str, nn.Module]]]) -> Iterator[str]:
-    """Of layers, or blocks in them, that are recorded each on its own."""
+    """Yield reasons against recording layers, or blocks in them, one by one."""
     if schedules.chosen(strategy.pipeline.schedule, strategy.virtual_pipeline) == "zero_bubble":
         yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
     if strategy.mesh.cp > 1:
@@ -89,17 +89,17 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
 
 
 def of_hooks_in(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Of hooks inside parts. Those on a part itself are called around its replay; those on its parameters are not."""
+    """Yield hooks inside parts and on their parameters, which a replay skips. Hooks on a part itself still run."""
     for name, module in parts:
         yield from of_hooks((f"{name}.{part}", child) for part, child in module.named_modules() if part)
     yield from of_parameter_hooks(pair for name, module in parts for pair in module.named_parameters(name))
 
 
 def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
-    """The layers of a part of the model, or their attention, by name and in order.
+    """Return the layers of a chunk, or their attention, by name and in order.
 
     Raises:
-        ConfigurationError: it has no layers, or they have no attention.
+        ConfigurationError: the chunk has no layers, or they have no attention.
     """
     found = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
     layers = [(f"layers.{index}", layer) for index, layer in found.items()]
@@ -114,7 +114,7 @@ def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
 
 
 def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Of hooks that somebody else has put on modules: a replay calls none."""
+    """Yield hooks of other code on modules. A replay calls no hooks."""
     for name, module in modules:
         found = [
             *module._forward_pre_hooks.values(),
@@ -127,7 +127,7 @@ def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
 
 
 def of_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
-    """The same of parameters, one reason for all. The data-parallel engine has hooks there, which may be recorded."""
+    """Yield one reason for all hooks of other code on parameters. Hooks of the data-parallel engine can be recorded."""
     found = [
         name
         for name, parameter in parameters
