@@ -276,7 +276,7 @@ class LowPrecision:
             rows, columns = held, transpose(held)
         else:
             rows, columns = self._cast_both(weight.detach())
-        if self._kept is not None:
+        if self._kept is not None:  # recorded graphs read this memory, so its address must not change
             rows, columns = self._kept[0].copy_(rows), self._kept[1].copy_(columns)
         if self.session.inside:
             self._weight = rows, columns
