@@ -165,6 +165,7 @@ class FrozenRun:
             micro_batches: those of this replica of the trained model; the same on all ranks of the replica.
         """
         homes, skeletons = self._all(micro_batches)
+        # Replica of the frozen model for each micro-batch: equal, consecutive shares.
         share = [index * len(self._theirs) // len(skeletons) for index in range(len(skeletons))]
         inputs = [
             Route(self._ours[home], self._theirs[replica], _form(tensors_of(skeleton)))
@@ -177,6 +178,7 @@ class FrozenRun:
         batches = [with_tensors(skeletons[index], iter(arrived[index] or [])) for index in mine]
         answers = dict(zip(mine, self._forward(batches), strict=False))
         forms = self._forms_of(skeletons, share, answers)
+        # The way back: from the last stage of each frozen replica to the ranks that hold the micro-batch.
         outputs = [
             Route(self._answering[replica], self._ours[home], form)
             for home, replica, form in zip(homes, share, forms, strict=True)

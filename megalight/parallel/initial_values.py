@@ -91,6 +91,7 @@ def initialise(
     give = on_values or (lambda name, values: None)
     for name, parameter in model.named_parameters():
         if name in stated and (only is None or any(piece.name in only for piece in specs[name].pieces)):
+            # Zeros first: padding, which no piece covers, stays zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             for piece in specs[name].pieces:
                 box = draw(stated[name], piece.name, piece.shape, piece.offset, piece.size, seed, parameter.device)
@@ -128,6 +129,7 @@ def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> n
     for local, buffer in shell._buffers.items():
         if buffer is not None:
             shell._buffers[local] = _on(device, buffer)
+    # The run's own random numbers must not change: values depend on the seed and the module's name only.
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=_accelerator(device)):
         torch.manual_seed(seed)
         for draws in _ways(model, path, shell):

@@ -380,7 +380,7 @@ def engine_over(
     places = reversed(list(enumerate(parts)))  # the first chunk wins: a parameter of several is complete with it
     chunks = {id(parameter): place for place, part in places for parameter in part.parameters()}
     whole = "" if len(models) == 1 else "{}."
-    infos = {}
+    infos = {}  # by id: a tied parameter comes once
     for index, group in enumerate(groups):
         for parameter in group:
             if id(parameter) not in named:
@@ -406,6 +406,7 @@ def engine_over(
         )
     for model in models:
         _check_equal_groups(model.mesh, len(groups))
+    # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
     engine = options.engine([infos[key] for key in named if key in infos], models[0].mesh, models[0].device)
     for model in models:
         _fill(engine, model, whole.format(model.name))

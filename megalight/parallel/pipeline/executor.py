@@ -155,6 +155,7 @@ class _Run:
                 self.sent = {place: message for place, message in self.sent.items() if not message.done()}
                 work[action.kind](action.chunk, action.micro_batch)
             self.peak = max(self.peak, len(self.flights))
+        # Buffers of sent messages must not be freed or reused before the neighbours have them.
         for message in self.sent.values():
             message.wait()
         del self.activations, self.gradients  # they refer to this run: without the cycle its memory is freed at once
@@ -214,6 +215,7 @@ class _Run:
         wanted = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
         if not self._first(stage):
             assert self.executor.edges.gradients_out is not None
+            # The previous stage expects a gradient of every input, also of one that this stage did not use.
             found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
             self.sent[Kind.INPUT_GRADIENT, chunk, index] = self.executor.edges.gradients_out.send(found)
         flight.inputs, flight.outputs, flight.loss = {}, [], None

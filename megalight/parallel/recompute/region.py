@@ -92,6 +92,7 @@ class Draws:
 
     def __call__(self) -> bool:
         """Whether the modules draw random numbers now."""
+        # Read at each call: a scheduler or a user may change the probability.
         return self.always or any(_probability(part) for part in self.droppers)
 
 

@@ -89,7 +89,7 @@ class GatheredCodes(torch.autograd.Function):
         ctx.shape, ctx.kept = x.shape, keep
         precision = precision_of(weight)
         assert precision is not None
-        share = SharedCodes.of(x, precision, group, dim)
+        share = SharedCodes.of(x, precision, group, dim)  # cast first: codes are a half or a quarter of the bytes
         whole = share.start()()
         if ctx.needs_input_grad[1]:
             save_cast(ctx, whole if keep else share.rows)

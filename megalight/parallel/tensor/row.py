@@ -82,7 +82,7 @@ class _ScatteredSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        grad_x, whole, grad_weight = None, None, None
+        grad_x, whole, grad_weight = None, None, None  # whole: the gathered gradient, which both GEMMs use
         saved = saved_input(ctx) if need_weight else None  # may recompute a forward pass, which also gathers
         if need_x:
             product = Product.of_input(ctx.weight)

@@ -64,7 +64,7 @@ class ScatteringMessages:
         by_owner = piece.view(run, rows, -1)
         for ahead, behind in self.rounds[number].pairs:
             self.works.append(exchange(self.group, by_owner[ahead % run], ahead, self.parts[behind], behind))
-        self.leaving.append(piece)
+        self.leaving.append(piece)  # keeps the memory until it has been sent
 
     def finish(self) -> Tensor:
         """Wait, and sum the parts in at least float32."""

@@ -138,6 +138,7 @@ class PeerCopies:
 
     def push(self, slot: Slot, to: int, place: Tensor, source: Tensor) -> None:
         """Copy into the slot of rank ``to``, and raise its flag."""
+        # Stream order makes the flag visible only after the data.
         driver.copy(self.stream, place, source)
         driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
 
@@ -164,7 +165,7 @@ class GatheringCopies:
         self.carrier, self.rounds = carrier, rounds
         self.share = share  # keeps the memory until it has been copied
         self.slot = carrier.shares.slot(size * share.nbytes, {slot.place for slot in carrier.open.values()})
-        carrier.stream.wait_stream(torch.cuda.current_stream())
+        carrier.stream.wait_stream(torch.cuda.current_stream())  # the share must be computed before it is copied
         carrier.await_free(self.slot)
         for each in rounds:
             for _, behind in each.pairs:
