@@ -1,4 +1,4 @@
-"""Modules of one device. They know nothing of ranks."""
+"""Modules written for one device."""
 
 from megalight.nn.attention import Attention as Attention
 from megalight.nn.attention import InnerAttention as InnerAttention

@@ -78,7 +78,7 @@ class Attention(nn.Module):
     """Projection to queries, keys and values, optional norm of queries and keys, rotation, attention, projection back.
 
     Query head ``i`` reads key-value head ``i // (num_heads / num_kv_heads)``. The computation derives the numbers of
-    heads from the output width of ``qkv``, which tensor parallelism divides.
+    heads from the output width of ``qkv``, so that the layer also works on a part of its heads.
 
     Args:
         hidden_size: ``h``.

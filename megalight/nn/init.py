@@ -1,7 +1,7 @@
 """Initial values that depend only on the seed and the canonical name, so that any part of a tensor can be drawn alone.
 
-A tensor is drawn in tiles of fixed size, each from its own generator. To get a box of the tensor, a rank draws only the
-tiles that overlap with the box. A tensor with more than two dims is drawn as a matrix: dim 0 gives the rows, the other
+A tensor is drawn in tiles of fixed size, each from its own generator. To get a box of the tensor, only the tiles that
+overlap with it are drawn. A tensor with more than two dims is drawn as a matrix: dim 0 gives the rows, the other
 dims are flattened. Values are float32, drawn on the given device. On one device type they are bit-equal in any layout.
 """
 

@@ -35,7 +35,7 @@ class CausalConv(nn.Module):
         """``[T, channels] -> [T, channels]``. The state holds the last ``k - 1`` inputs of each sequence.
 
         Raises:
-            LayoutError: the tokens are only a part of their sequences (context parallelism).
+            LayoutError: the tokens are only a part of their sequences.
         """
         if sequences.context is not None:
             raise LayoutError(

@@ -1,4 +1,4 @@
-"""Dispatchers bring tokens to their experts and back. Expert parallelism would replace the local one."""
+"""Dispatchers bring tokens to their experts and back. The local one can be replaced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Dispatcher(nn.Module, ABC):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this device. Tokens are grouped by expert, and keep their order within each group."""
+    """All experts are on this device. Tokens are sorted by expert, and tokens of one expert keep their order."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, num_experts: int, compute: Compute) -> Tensor:
         """``[T, h] -> [T, h]``. It synchronises: the host needs the counts of tokens."""
