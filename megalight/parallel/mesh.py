@@ -4,10 +4,9 @@ Rank order is Megatron's, fastest first: ``tp, cp, dp, pp``. Experts see the sam
 (parallel folding). "Axis" is a word for meshes; tensors have "dims".
 
 An axis can be divided into two: ``"tp%2"`` is the place within runs of 2 neighbouring ranks of ``tp``, and ``"tp/2"``
-    is
-the number of the run (both as in integer arithmetic on coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"`` counts
-KV heads and ``"tp%2"`` their replicas. ``"pp:0+3"`` means only the ranks at places 0 and 3 of ``pp``: for example the
-stages that share a tied weight.
+is the number of the run (both as in integer arithmetic on coordinates). With 2 KV heads and ``tp = 4``, ``"tp/2"``
+counts KV heads and ``"tp%2"`` their replicas. ``"pp:0+3"`` means only the ranks at places 0 and 3 of ``pp``: for
+example the stages that share a tied weight.
 """
 
 from __future__ import annotations
