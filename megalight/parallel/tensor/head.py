@@ -19,12 +19,11 @@ class VocabLinear(nn.Module):
     """Projection to this rank's rows of the vocabulary.
 
     Args:
-        Args:
-            weight: ``[rows, h]``: this rank's rows, padding included.
-            bias: ``[rows]`` or None.
-            vocab_size: number of rows of all ranks, without padding.
-            shared: the state that all tensor-parallel layers share.
-            tokens: the tokens that the layer receives under sequence parallelism.
+        weight: ``[rows, h]``: this rank's rows, padding included.
+        bias: ``[rows]`` or None.
+        vocab_size: number of rows of all ranks, without padding.
+        shared: the state that all tensor-parallel layers share.
+        tokens: the tokens that the layer receives under sequence parallelism.
     """
 
     def __init__(
