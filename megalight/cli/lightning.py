@@ -6,8 +6,10 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -52,9 +54,22 @@ def run(words: Sequence[str]) -> int:
         family.module()  # imported, so that it can be called by its bare name
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_without_tips)
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # Lightning 2.6 under torch 2.13
-    with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError):
+    with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError), _refusals_of_lightning():
         MegalightCLI(args=list(words))
     return 0
+
+
+@contextmanager
+def _refusals_of_lightning() -> Iterator[None]:
+    """Turn a ``ValueError`` that Lightning itself raises, about its arguments, into a :class:`ConfigurationError`."""
+    try:
+        yield
+    except ValueError as error:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if innermost.f_globals["__name__"].partition(".")[0] != "lightning":
+            raise
+        hint = "(arguments of the Trainer are set by --trainer.NAME=...)"
+        raise ConfigurationError(f"{str(error).strip()}\n{hint}") from error
 
 
 def _without_tips(record: logging.LogRecord) -> bool:

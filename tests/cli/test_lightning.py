@@ -98,6 +98,7 @@ def test_the_users_progress_bar_wins(words, bar):
         (["-c", "absent.yaml"], ["absent.yaml"]),
         (["--ckpt_path=absent.ckpt"], ["absent.ckpt"]),
         (["--trainer.overfit_batches=2.5"], ["2.5"]),
+        (["--trainer.val_check_interval=100"], ["`val_check_interval` (100)", "batches (4)", "--trainer.NAME"]),
     ],
 )
 def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
