@@ -1,4 +1,4 @@
-"""Runs rows of :data:`benchmarks.rows.ROWS`: Megalight, then its peers, each in processes of its own."""
+"""Run rows of :data:`benchmarks.rows.ROWS`: Megalight, then its peers, each in its own processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SCRIPT = Path(__file__).with_name("dense_step.py")
 SAID = ("RESULT", "REFUSED", "twin:", "loss ")
 LAST_LINES = 25
 PATIENCE = 40.0
-"""Seconds that a process has to end its workers."""
+"""Seconds that torchrun gets to end its workers."""
 
 
 def rows_of(names: Iterable[str]) -> dict[str, Row]:
-    """The rows by their names.
+    """Return the rows with these names.
 
     Raises:
-        ConfigurationError: there is no such row.
+        ConfigurationError: a row does not exist.
     """
     for name in names:
         if name not in ROWS:
@@ -41,10 +41,10 @@ def rows_of(names: Iterable[str]) -> dict[str, Row]:
 
 
 def peers_of(row: Row, asked: Sequence[str] | None) -> list[str]:
-    """Megalight, then who runs beside it: the row's own peers, or those that were asked for.
+    """Return Megalight and its peers: the row's own, or those that were requested.
 
     Raises:
-        ConfigurationError: there is no such peer.
+        ConfigurationError: a peer does not exist.
     """
     for name in asked or ():
         if name not in PEERS:
@@ -54,7 +54,7 @@ def peers_of(row: Row, asked: Sequence[str] | None) -> list[str]:
 
 
 def command(row: Row, peer: str, out: Path) -> list[str]:
-    """What runs one peer: the script, under torchrun where there are several processes."""
+    """Return the command that runs one peer: the script, with torchrun for several processes."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
     )
@@ -66,7 +66,7 @@ def enough(rows: dict[str, Row]) -> None:
     """Refuse rows that need more GPUs than there are.
 
     Raises:
-        ConfigurationError: naming row, GPUs it needs and GPUs there are.
+        ConfigurationError: there are too few. The message has the row, and the GPUs it needs and finds.
     """
     import torch
 
@@ -80,7 +80,7 @@ def enough(rows: dict[str, Row]) -> None:
 
 
 def call(words: Sequence[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
-    """Run a command, its words to a file; returns why it failed, or None. It leaves no process behind."""
+    """Run a command with its output in a file; return why it failed, or None. It leaves no process behind."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             words, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -95,7 +95,7 @@ def call(words: Sequence[str], environment: Mapping[str, str], log: Path, limit:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End it, if it still runs: kindly first, since torchrun then ends its workers, which are groups of their own."""
+    """End a process if it still runs. SIGTERM comes first: torchrun then ends its workers, which have own groups."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -104,7 +104,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(row: Row, peer: str, log: Path, limit: float) -> dict[str, Any]:
-    """One peer's record; where it failed, a record whose row holds the end of what it said."""
+    """Run one peer and return its record. If it failed, the record's row has the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         problem = call(command(row, peer, out), row.environment, log, limit)
@@ -120,7 +120,7 @@ def measure(row: Row, peer: str, log: Path, limit: float) -> dict[str, Any]:
 
 
 def bench(name: str, row: Row, peers: Sequence[str], folder: Path, limit: float) -> dict[str, Any]:
-    """Run a row, print its table, write ``folder/<name>.json``; returns what stands there."""
+    """Run a row, print its table, write ``folder/<name>.json``, and return its content."""
     print(f"{name}: {row.about}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     records = []
@@ -130,7 +130,7 @@ def bench(name: str, row: Row, peers: Sequence[str], folder: Path, limit: float)
         if "failed" not in records[-1]["rows"][0]:
             log.unlink()
     result: dict[str, Any] = {"row": name, "about": row.about, "aim": row.aim, "measured": _now()}
-    for record in reversed(records):  # ours is the first, and has the last word
+    for record in reversed(records):  # ours is the first in the list, so its values override the others
         result.update(record)
     result["command"] = shlex.join(["megalight", "bench", name, "--peers", *peers[1:]])
     result["rows"] = [found for record in records for found in record["rows"]]
@@ -149,13 +149,13 @@ def run(
     limit: float = 900.0,
     dry: bool = False,
 ) -> int:
-    """Run rows one after another, at most ``limit`` seconds for each peer; with ``dry`` only print the commands.
+    """Run rows one after another, with at most ``limit`` seconds per peer. With ``dry``, only print the commands.
 
     Returns:
-        0, or 1 when Megalight itself failed in a row.
+        0, or 1 if Megalight itself failed in a row.
 
     Raises:
-        ConfigurationError: unknown rows or peers, or too few GPUs.
+        ConfigurationError: a row or peer is unknown, or there are too few GPUs.
     """
     rows = rows_of(names)
     chosen = {name: peers_of(row, peers) for name, row in rows.items()}
@@ -176,7 +176,7 @@ def run(
 
 
 def show() -> None:
-    """Every row: name, GPUs, what it aims at, who runs beside it."""
+    """Print every row: name, GPUs, aim, and peers."""
     wide = max(map(len, ROWS))
     for name, row in ROWS.items():
         needs = f"{row.gpus} GPU" if row.step.device == "cuda" else "CPU"

@@ -1,8 +1,8 @@
 """Where a step's time goes on one device, from the kernels of a profiled step.
 
-Every instant of the step belongs to one part: the first of :data:`PARTS` of which some kernel runs then, else
-``idle``. Communication beside computation is thus hidden; ``exposed`` is what runs alone, which includes waiting for
-another rank. ``accounted`` is the sum of all parts over the step's seconds on the host's clock.
+Every instant of the step belongs to one part: the first of :data:`PARTS` with a running kernel, or ``idle``. So
+communication that overlaps with computation is not counted. ``exposed`` is communication that runs alone, including the
+time of waiting for another rank. ``accounted`` is the sum of all parts divided by the step's seconds on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kernel = tuple[str, float, float]
 """Name, start and end in seconds."""
 
 PARTS = ("gemm", "attention", "optimizer", "other", "exposed")
-"""Parts of a step but idleness. Each instant belongs to the first of them that has a kernel running."""
+"""Parts of a step, without idle time. Each instant belongs to the first part with a running kernel."""
 
 NAMES: tuple[tuple[str, str], ...] = (
     ("exposed", r"nccl|gloo|symm_mem|multimem|all_?reduce|all_?gather|reduce_scatter|c10d|memcpy ptop|^_wait$"),
@@ -32,18 +32,18 @@ NAMES: tuple[tuple[str, str], ...] = (
         r"|aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|mkldnn_linear)",
     ),
 )
-"""Part -> what the names of its kernels hold; looked through in this order. All else is ``other``."""
+"""Part -> substrings of the names of its kernels, checked in this order. All other kernels are ``other``."""
 
 _PATTERNS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in NAMES)
 
 
 def part_of(name: str) -> str:
-    """The part of a step that a kernel belongs to, by its name."""
+    """Return the part of a step to which a kernel belongs, by its name."""
     return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
 
 
 def union(spans: Spans) -> Spans:
-    """Overlapping spans joined, in order."""
+    """Join overlapping spans, and sort them."""
     joined: Spans = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -54,14 +54,15 @@ def union(spans: Spans) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """Time that a union covers."""
+    """Return the total length of joined spans."""
     return sum(end - start for start, end in spans)
 
 
 def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str, Any]:
-    """The parts of a step in seconds, their sum over ``seconds`` (the host's clock), the longest kernels and gaps.
+    """Return the parts of a step in seconds, their sum divided by ``seconds`` (host), the longest kernels and gaps.
 
-    ``computing`` is all but messages and idleness, ``communicating`` all messages, hidden or not.
+    ``computing`` is everything except communication and idle time. ``communicating`` is all communication, overlapped
+    or not.
     """
     kernels = list(kernels)
     if not kernels:
@@ -89,7 +90,7 @@ def divide(kernels: Iterable[Kernel], seconds: float | None = None) -> dict[str,
 
 
 def longest(kernels: Iterable[Kernel], count: int = 32) -> list[dict[str, Any]]:
-    """The kernels that take most, by name: their part, how many of them, seconds in all."""
+    """Return the kernels with the most time, by name: their part, number, and total seconds."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for name, start, end in kernels:
         sums[name][0] += 1
@@ -102,7 +103,7 @@ def longest(kernels: Iterable[Kernel], count: int = 32) -> list[dict[str, Any]]:
 
 
 def gaps(kernels: Iterable[Kernel], count: int = 8) -> list[dict[str, Any]]:
-    """The longest times in which nothing runs: when (from the step's start), seconds, kernels before and after."""
+    """Return the longest idle times: start (from the start of the step), seconds, kernels before and after."""
     found: list[dict[str, Any]] = []
     last, until, begin = "", None, 0.0
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
@@ -116,7 +117,7 @@ def gaps(kernels: Iterable[Kernel], count: int = 8) -> list[dict[str, Any]]:
 
 
 def breakdown(profiler: Any, seconds: float | None = None, device: str = "cuda") -> dict[str, Any]:
-    """:func:`divide` of what a stopped profiler recorded on ``device``; on CPU that is torch's operators."""
+    """Apply :func:`divide` to the record of a stopped profiler on ``device``. On CPU it uses torch's operators."""
     return divide(
         [
             (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)

@@ -1,11 +1,11 @@
-"""Saves and loads one rank's weights and Adam state four ways, checks what came back, and times it.
+"""Save and load one rank's weights and Adam state in four ways, check the loaded values, and time it.
 
     python benchmarks/checkpoint.py RESULTS.json [--gib 1] [--directory DIR] [--repeats 3] [--device cpu]
 
-Every way brings its files to the disk (fsync) within the time; rates are of the fastest of the repeats, since
-neighbours only slow down. `no checksums` is ours with the summing taken out; `summing` is the processor time it takes.
-Loads come from the page cache (the files were just written) into existing tensors, and ours verifies first. `disk`
-writes the same bytes by plain `write` and `fsync`: what the disk allows.
+The time of every way includes fsync. Rates are from the fastest repeat, because other processes can only slow it down.
+`no checksums` is ours without computing checksums; `summing` is the processor time of checksums. Loads read from the
+page cache (the files were just written) into existing tensors, and ours verifies first. `disk` writes the same bytes
+with plain `write` and `fsync`, which shows the speed of the disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass
 class Way:
-    """One way to save all tensors under a path, and to load into tensors of the same names."""
+    """One way to save all tensors at a path, and to load them into tensors with the same names."""
 
     name: str
     save: Callable[[dict[str, Tensor], Path], None]
@@ -58,7 +58,7 @@ class Way:
 
 
 def state(gib: float, device: str) -> dict[str, Tensor]:
-    """bf16 weights, fp32 masters and two fp32 moments of layers of `WIDTH` x 4 `WIDTH` and a small norm each."""
+    """Make bf16 weights, fp32 masters and two fp32 moments. Each layer has a `WIDTH` x 4 `WIDTH` matrix and a norm."""
     generator = torch.Generator(device).manual_seed(0)
     tensors: dict[str, Tensor] = {}
     while sum(tensor.nbytes for tensor in tensors.values()) < gib * 2**30:
@@ -91,7 +91,7 @@ def load_unsummed(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def summing(tensors: dict[str, Tensor]) -> float:
-    """Processor seconds of summing all tensors block by block, in host memory."""
+    """Return the processor seconds for the checksums of all tensors, block by block, in host memory."""
     staged = [memory.as_bytes(tensor.cpu()).numpy().data for tensor in tensors.values()]
     start = time.process_time()
     for data in staged:
@@ -147,7 +147,7 @@ def timed(action: Callable[[], None]) -> float:
 
 
 def measure(tensors: dict[str, Tensor], directory: Path, repeats: int) -> list[Row]:
-    """Ways take turns, so that a neighbour's load falls on all of them."""
+    """Measure all ways in turn, so that load of other processes affects all of them."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     saves: dict[str, list[float]] = {way.name: [] for way in WAYS}
     loads: dict[str, list[float]] = {way.name: [] for way in WAYS}

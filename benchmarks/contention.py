@@ -1,10 +1,10 @@
-"""What GPUs of one host do to each other: copy engines, NCCL and products, alone and beside each other.
+"""How GPUs of one host slow each other down: copy engines, NCCL and products, alone and at the same time.
 
     torchrun --nproc_per_node 4 benchmarks/contention.py [--output OUT.json]
 
-Copies and collectives move what tensor parallelism moves: shares of 16.8 MB (2048 tokens of 4096 features in bf16). The
-product is that of `gate_up` of an 8-billion-parameter model at TP=4, 8192 tokens. Milliseconds of the slowest rank,
-medians of three.
+Copies and collectives have the sizes of tensor parallelism: shares of 16.8 MB (2048 tokens of 4096 features in bf16).
+The product is `gate_up` of an 8-billion-parameter model at TP=4 with 8192 tokens. Results are milliseconds of the
+slowest rank, medians of three.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megalight.parallel.peers.memory import PeerMemory
 
 ROWS, HIDDEN, WIDTH = 2048, 4096, 7168
 LEAD = 20_000_000
-"""Cycles, about 10 ms, in which the host gets ahead."""
+"""Cycles (about 10 ms) of waiting on the device, so that the host can launch all work before it starts."""
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
         self.reduced = torch.empty(20 << 20, device="cuda")
 
     def place(self, rank: int) -> Tensor:
-        """Where this rank's share lies in the slot of a rank."""
+        """Return the place of this rank's share in the slot of ``rank``."""
         return self.slot.view(rank, (ROWS, HIDDEN), torch.bfloat16, self.rank * self.share.numel())
 
     def push(self, *ranks: int) -> None:
@@ -80,7 +80,7 @@ class Bench:
 
 
 def together(bench: Bench, side: Callable[[], Any], sides: int, products: int) -> tuple[float, float]:
-    """Milliseconds of ``products`` products and of ``sides`` calls of ``side``, begun at the same time."""
+    """Return the milliseconds of ``products`` products and of ``sides`` calls of ``side`` that start together."""
     found = []
     for _ in range(4):
         torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def together(bench: Bench, side: Callable[[], Any], sides: int, products: int) -
 
 
 def flags(bench: Bench) -> dict[str, dict[str, float]]:
-    """Microseconds of the host and the device for one call of each."""
+    """Return microseconds on host and device for one call of each function."""
     words = torch.zeros(16, dtype=torch.int32, device="cuda")
     flag = (words.data_ptr(),)
 
@@ -160,7 +160,7 @@ def main() -> None:
     for name, side in sides.items():
         side()
         _, one = together(bench, side, 20, 0)
-        many = int(25 / (one / 20)) + 1  # longer than 24 products take
+        many = int(25 / (one / 20)) + 1  # enough calls to last longer than 24 products
         _, alone = together(bench, side, many, 0)
         work, beside = together(bench, side, many, 24)
         found = {"alone_ms": alone / many, "beside_products_ms": beside / many, "product_ms": work / 24}

@@ -1,6 +1,6 @@
-"""How fast the data pipeline is: index building, samples, batches, blends, preparation.
+"""Speed of the data pipeline: building of indices, samples, batches, blends, preparation.
 
-Run: ``python benchmarks/data.py``. Times are CPU seconds of one process, so that a busy machine changes them little.
+Run: ``python benchmarks/data.py``. Times are CPU seconds of one process, which depend little on the machine's load.
 """
 
 from __future__ import annotations

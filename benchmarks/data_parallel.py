@@ -1,10 +1,10 @@
-"""What data parallelism costs: steps of the engine on one rank, and on all ranks under several options.
+"""The cost of data parallelism: steps of the engine on one rank, and on all ranks with several options.
 
     torchrun --nproc_per_node 2 benchmarks/data_parallel.py [--blocks 16] [--tokens 8192]
 
-The model is a stack of bf16 MLP blocks (width 4096, inner 14336); each rank sees ``--tokens`` tokens in one
-micro-batch, the hardest case for hiding communication. ``full`` is a whole step with clipping and Adam; ``gradients``
-ends with the reduction. Norms are compared with the one-rank engine's before anything is timed.
+The model is a stack of bf16 MLP blocks (width 4096, inner 14336). Each rank gets ``--tokens`` tokens in one
+micro-batch, which makes it hardest to overlap communication. ``full`` is a whole step with clipping and Adam;
+``gradients`` ends with the reduction. Before timing, norms are compared with those of the one-rank engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Run:
-    """A model under an engine, and its steps."""
+    """A model with its engine and its steps."""
 
     def __init__(self, blocks: int, x: Tensor, mesh: ParallelMesh, **options: Any) -> None:
         gc.collect()

@@ -1,14 +1,14 @@
-"""One dense GPT training step on one or more GPUs: Megalight through Lightning, and peers in the same call.
+"""Time one dense GPT training step on one or more GPUs: Megalight with Lightning, and peers in the same call.
 
     python benchmarks/dense_step.py --peers megalight hf-compile --out result.json
     torchrun --nproc-per-node 4 benchmarks/dense_step.py --tp 2 --pp 2 --vocab 128256 --layers 32
 
 Every peer (a file of benchmarks/peers/) trains the same shape with AdamW, clipping at norm 1 and float32 gradients or
 masters, on random tokens. Model FLOPs per token are 6 x matmul parameters (with the head, without the input embedding)
-+ causal attention. Before it times anything the script checks Megalight's losses against float32 (`--unchecked` skips
-the part of it that comes first). Prints and writes seconds per optimizer step (median of steps that follow each other;
-beside it that of steps that each begin with an idle device), TFLOP/s, tokens/s, peak memory per GPU and the roofline;
-`megalight bench` runs the rows of a table by this.
++ causal attention. Before timing, the script compares Megalight's losses with float32 (`--unchecked` skips the first
+part of this check). It prints and writes seconds per optimizer step (the median of steps in a row, and the median of
+steps that each start with an idle device), TFLOP/s, tokens/s, peak memory per GPU and the roofline. `megalight bench`
+uses it to run the rows of a table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.step import Step
 from megalight.imports import version
 
 SUSTAINED_TFLOPS = {device: rates.gemm / 1e12 for device, rates in RATES.items()}
-"""Measured sustained bf16 matmul rate, the honest ceiling of a training step."""
+"""Measured sustained bf16 matmul rate, the realistic limit of a training step."""
 
 PACKAGES = ("lightning", "triton", "transformers", "transformer_engine", "megatron-core", "apex")
 
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def variants(a: argparse.Namespace) -> Iterator[tuple[str, str, Step]]:
-    """Every row that is asked for: what it is called, who runs it, and what."""
+    """Yield every requested row: its name, its peer, and its step."""
     step = Step.of(a)
     for peer in a.peers:
         yield peer, peer, step
@@ -62,7 +62,7 @@ def variants(a: argparse.Namespace) -> Iterator[tuple[str, str, Step]]:
 
 
 def measure(a: argparse.Namespace, name: str, peer: str, step: Step) -> dict[str, Any]:
-    """One row; where the peer cannot run the step, the reason."""
+    """Measure one row. If the peer cannot run the step, return the reason."""
     runner = load(peer)
     reason = runner.why_not(step)
     if reason:
@@ -102,7 +102,7 @@ def measure(a: argparse.Namespace, name: str, peer: str, step: Step) -> dict[str
 
 
 def write(a: argparse.Namespace, device: str, rows: list[dict[str, Any]]) -> None:
-    """The rows so far, with what they came from."""
+    """Write the rows so far, with the settings that they were measured with."""
     if not a.out:
         return
     words = [word for word in sys.argv[1:] if word not in ("--out", a.out, "--profile", a.profile)]

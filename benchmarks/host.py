@@ -1,13 +1,13 @@
-"""The host's time of an eager training step: what Python and the dispatch of operators take, whatever the device does.
+"""Host time of an eager training step: the time of Python and of the dispatch of operators, without the device.
 
     python benchmarks/host.py                  # on this machine's CPU
     python benchmarks/host.py --device cuda    # on a GPU: its kernels are too short to be waited for
 
-Tensors are tiny, so that nearly all of the time is the host's. The step is the one that `dense_step.py` times: a GPT
-under MegatronStrategy, four micro-batches, clipping, Adam. First come microseconds of a step's parts, medians; of them
-`outside` is what is neither forward nor backward. Then those of one layer's forward and backward, and how many
-functions Python calls for them, beside the same layer in plain torch and in transformers: the fastest of many calls,
-since others may use the machine.
+Tensors are tiny, so that nearly all of the time is host time. The step is the one of `dense_step.py`: a GPT with
+MegatronStrategy, four micro-batches, clipping, Adam. The script prints median microseconds of the parts of a step;
+`outside` is everything except forward and backward. Then it prints microseconds of one layer's forward and backward,
+and the number of Python's function calls, for our layer, plain torch and transformers. These are from the fastest of
+many calls, because other processes may use the machine.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from megalight.types import PackedSequences
 
 TINY = Step(layers=12, hidden=32, ffn=64, heads=2, kv=2, vocab=64, seq=8, mbs=1, micro=4, steps=30, warmup=8)
 CALLS = 500
-"""Of a layer's forward and backward, of which the fastest counts."""
+"""Number of timed calls of a layer's forward and backward. The fastest one counts."""
 
 Forward = Callable[[], Tensor]
-"""Runs a layer on an input that wants a gradient."""
+"""Runs a layer on an input that requires a gradient."""
 
 
 class Spans:
-    """Seconds of each span of every step; a listener of :mod:`megalight.parallel.trace`."""
+    """A listener of :mod:`megalight.parallel.trace` that records the seconds of each span of every step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -63,25 +63,25 @@ class Spans:
         self._now[name] += self.clock() - self._open.pop()
 
     def tick(self) -> None:
-        """A step ended."""
+        """Note the end of a step."""
         self.steps.append({**self._now, "step": self.clock() - self._began})
         self._now.clear()
         self._began = self.clock()
 
     def report(self, warmup: int) -> dict[str, float]:
-        """Median microseconds per step."""
+        """Return median microseconds per step."""
         rows = self.steps[warmup:]
         found = {name: 1e6 * statistics.median(row.get(name, 0.0) for row in rows) for name in rows[-1]}
         return {**found, "outside": found["step"] - found["forward"] - found["backward"]}
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """This thread's own time on the CPU; where backward passes have a thread of their own, the wall's."""
+    """Return the clock: thread time on CPU. On a GPU, backward runs in another thread, so it is wall time."""
     return time.thread_time if device == "cpu" else time.perf_counter
 
 
 def time_layer(forward: Forward, clock: Callable[[], float], calls: int = CALLS) -> dict[str, float]:
-    """Microseconds of the fastest forward and backward, and the functions that Python calls in both."""
+    """Return microseconds of the fastest forward and backward, and the number of Python's function calls in both."""
     forwards, backwards = [], []
     for _ in range(calls):
         synchronize()
@@ -95,9 +95,9 @@ def time_layer(forward: Forward, clock: Callable[[], float], calls: int = CALLS)
 
 
 def count_calls(forward: Forward) -> int:
-    """Functions that Python calls in a forward and its backward, those written in C among them.
+    """Count the functions that Python calls in a forward and its backward, including functions in C.
 
-    On the CPU all of them; on a GPU those of the backward are called in another thread.
+    On a GPU, calls of the backward are not counted, because they run in another thread.
     """
     count = 0
 
@@ -115,7 +115,7 @@ def count_calls(forward: Forward) -> int:
 
 
 def ours(step: Step, calls: int = CALLS) -> tuple[dict[str, float], dict[str, float]]:
-    """Parts of a step through the strategy, and one of its layers, its gradients going where they go there."""
+    """Time the parts of a step with the strategy, and one of its layers with the strategy's gradient buffers."""
     clock = clock_of(step.device)
     spans, layer = Spans(clock), dict[str, float]()
     total = step.warmup + step.steps
@@ -146,12 +146,12 @@ def time_layer_of(strategy: MegatronStrategy, step: Step, clock: Callable[[], fl
 
 
 def input_of(step: Step, dtype: torch.dtype) -> Tensor:
-    """``[T, h]``."""
+    """Make hidden states ``[T, h]``."""
     return torch.randn(step.mbs * step.seq, step.hidden, dtype=dtype, device=step.device, requires_grad=True)
 
 
 class Plain(nn.Module):
-    """The layer as one writes it in torch: weights in bfloat16, nothing fused, angles computed beforehand."""
+    """The layer in plain torch: bfloat16 weights, nothing fused, rotary angles computed beforehand."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def plain(step: Step) -> Forward:
 
 
 def transformers(step: Step) -> Forward:
-    """Llama's layer, its weights in bfloat16: without autocast, which would cost more."""
+    """Make Llama's layer with bfloat16 weights, without autocast, which would need more time."""
     model = llama(replace(step, layers=1)).model.to(torch.bfloat16)
     hidden = input_of(step, torch.bfloat16)
     rows = hidden.detach().view(step.mbs, step.seq, -1).requires_grad_()

@@ -1,13 +1,13 @@
-"""Does training in 8 bits learn as bf16 does? The same small GPT on the same batches of real text, once per recipe.
+"""Compare training in 8 bits with bf16: the same small GPT on the same batches of real text, once per recipe.
 
     python benchmarks/low_precision_loss.py RESULT.json [--recipes tensorwise delayed ...] [--steps 500] [--size full]
 
-The text is this repository's own documentation and source, byte by byte; batches and initial values are the same in
-every run, and the rate falls to zero. A recipe passes when its loss, as a mean over the last tenth of the steps, is
-within ``--bound`` of bf16's. Two runs of bf16 that begin with one weight a hundredth apart drift apart as well: the
-second, ``bf16 nudged``, says how much of a difference is chance. A recipe followed by ``+primary`` keeps its weights as
-codes; one that the device has no products for is told, not run. Off the GPU products are emulated, bit by bit: `--size
-medium` takes minutes there, `--size small` shows that it works.
+The text is this repository's own documentation and source as bytes. Batches and initial values are the same in every
+run, and the learning rate decays to zero. A recipe passes if its mean loss over the last tenth of the steps is within
+``--bound`` of bf16's. The run ``bf16 nudged`` starts with one weight changed by 0.01; its difference from bf16 shows
+how much is chance. A recipe with ``+primary`` stores its weights as codes. A recipe that the device does not support is
+reported and not run. On CPU the products are emulated bit by bit: `--size medium` takes minutes, `--size small` only
+shows that it works.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SIZES = {"full": Size(), "medium": Size(layers=4, hidden=128, ffn=384, length=12
 
 
 def corpus() -> Tensor:
-    """All bytes, file after file in the order of their names."""
+    """Return the bytes of all files, in the order of their names."""
     files = sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
     return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
@@ -75,7 +75,7 @@ def batch_of(text: Tensor, size: Size, step: int, device: str) -> TokenBatch:
 
 
 def train(recipe: str, size: Size, steps: int, text: Tensor, device: str) -> dict[str, Any]:
-    """Losses of every step, and how long they took after the first ten."""
+    """Train, and return the losses of all steps and the time after the first ten steps."""
     config = GPTConfig(
         num_layers=size.layers,
         hidden_size=size.hidden,
@@ -119,7 +119,7 @@ def train(recipe: str, size: Size, steps: int, text: Tensor, device: str) -> dic
 
 
 def cosine(done: float) -> float:
-    """From 1 to 0: losses at the end of runs whose rate stays high differ by chance alone."""
+    """Decay from 1 to 0. With a high learning rate at the end, losses would differ by chance."""
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -130,14 +130,14 @@ def _now(device: str) -> float:
 
 
 def verdicts(runs: Sequence[dict[str, Any]], bound: float) -> None:
-    """Write into each run its last loss, how far that is from the baseline's, and whether it passes."""
+    """Add to each run its last loss, the difference from the baseline, and whether it passes."""
     for run in runs:
         losses = run["losses"]
         run["last"] = sum(losses[-max(1, len(losses) // 10) :]) / max(1, len(losses) // 10)
     expected = next(run["last"] for run in runs if run["recipe"] == BASELINE)
     for run in runs:
         run["difference"] = run["last"] / expected - 1
-        run["passed"] = abs(run["difference"]) <= bound  # not so for NaN
+        run["passed"] = abs(run["difference"]) <= bound  # False for NaN
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -175,7 +175,7 @@ def main(words: Sequence[str] | None = None) -> int:
             f"{run['difference']:+.3%}  {run['seconds_per_step']:.4f} s/step",
             flush=True,
         )
-        arguments.result.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # whatever comes after
+        arguments.result.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # a later run may fail
     return 0 if all(run["passed"] for run in about["runs"] if run["recipe"] != NUDGED) else 1
 
 

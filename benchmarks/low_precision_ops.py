@@ -1,11 +1,11 @@
-"""Checks, then times, every way to do each part of a linear layer in 8 bits; and bf16's beside them.
+"""Check and time every way to do each part of a linear layer in 8 bits, and the same parts in bf16.
 
     python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--sweep] [--small]
 
-For the four matrices of a layer of an 8-billion-parameter model: looking for the largest magnitude, casting a matrix
-and its transpose, transposing codes, the three products, and adding the weight gradient to a float32 one; for SwiGLU,
-norm and rotation: finding magnitudes on the way. What differs from its reference is reported and not timed. Times are
-medians of CUDA graph replays.
+For the four matrices of a layer of an 8-billion-parameter model: finding the largest magnitude, casting a matrix and
+its transpose, transposing codes, the three products, and adding the weight gradient to a float32 gradient. For SwiGLU,
+norm and rotation: finding the magnitudes of their results inside the op. A result that differs from its reference is
+reported and not timed. Times are medians of CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HIDDEN, FFN, QKV = 4096, 14336, 6144
 
 @dataclass
 class Row:
-    """One part of one matrix's work, done one way."""
+    """One part of the work for one matrix, done in one way."""
 
     part: str
     shape: str
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass
 class Way:
-    """``run`` is timed where ``error`` is small; ``moved`` bytes or ``operations`` are what a rate counts."""
+    """One way to do a part. ``run`` is timed if ``error`` is small; rates count ``moved`` bytes or ``operations``."""
 
     part: str
     shape: str
@@ -73,7 +73,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def codes_error(found: Quantized | None, expected: Quantized | None) -> float:
-    """The share of codes that differ."""
+    """Return the fraction of codes that differ."""
     if found is None or expected is None:
         return float(found is not expected)
     same = found.data.view(torch.uint8) == expected.data.view(torch.uint8)
@@ -110,7 +110,7 @@ def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
 
 
 def tiles() -> Iterator[tuple[str, dict[str, int]]]:
-    """Other shapes for the Triton kernel that adds weight gradients."""
+    """Yield other block shapes for the Triton kernel that adds weight gradients."""
     for rows, columns, tokens, warps, stages in (
         (128, 128, 128, 8, 3), (128, 128, 64, 8, 4), (128, 128, 128, 4, 4), (64, 256, 128, 8, 3), (128, 256, 128, 8, 3),
     ):  # fmt: skip
@@ -129,7 +129,7 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
             run = partial(scaled_mm, a, b, torch.bfloat16, fast=fast)
 
             def wrong(run: Callable[[], Tensor] = run, fast: bool = fast) -> float:
-                return error(run(), exact()) / (4 if fast else 1)  # fewer bits in sums
+                return error(run(), exact()) / (4 if fast else 1)  # fast accumulation has fewer bits in sums
 
             yield Way(part, label, name, run, wrong, operations=work)
 
@@ -190,7 +190,7 @@ def _spec(device: str) -> Spec:
 def on_the_way(
     part: str, shape: str, make: Callable[[bool], tuple[Tensor, ...]], moved: float, passed: float
 ) -> Iterator[Way]:
-    """The largest magnitudes of what ``make(measure)`` makes, in ``moved`` bytes, or ``passed`` more with passes."""
+    """Yield ways to find magnitudes of ``make(measure)``'s results: ``moved`` bytes; extra passes add ``passed``."""
     for measure in (False, True):
 
         def run(measure: bool = measure) -> list[Tensor]:
@@ -206,7 +206,7 @@ def on_the_way(
 
 
 def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], device: str) -> Iterator[Way]:
-    """What writes tensors that are cast: SwiGLU, norms and rotation."""
+    """Yield ways for the ops whose results are cast: SwiGLU, norms and rotation."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).bfloat16()

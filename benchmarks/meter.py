@@ -1,4 +1,4 @@
-"""Times the steps of a run, and profiles one after those."""
+"""Time the steps of a run, and then profile one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device_name(step: Step) -> str:
 
 
 def forget(step: Step) -> None:
-    """Make room for the next run, and count its memory from here."""
+    """Free memory for the next run, and restart the measurement of its peak."""
     gc.collect()
     if step.device == "cuda":
         torch.cuda.empty_cache()
@@ -37,14 +37,14 @@ def forget(step: Step) -> None:
 
 
 def peak_gib(step: Step) -> float:
-    """Most memory in use at once since :func:`forget`; on CPU the process's, since it began."""
+    """Return the peak of memory since :func:`forget`. On CPU, the peak of the process since its start."""
     if step.device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def mark(step: Step) -> Any:
-    """A point in the device's time; on CPU the host's."""
+    """Mark a point in time on the device; on CPU, on the host."""
     if step.device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -53,33 +53,33 @@ def mark(step: Step) -> Any:
 
 
 def between(before: Any, after: Any) -> float:
-    """Seconds from one mark to another."""
+    """Return the seconds between two marks."""
     return float(after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3)
 
 
 def random_rows(step: Step, count: int, seed: int) -> torch.Tensor:
-    """``[count, seq + 1]`` tokens."""
+    """Return random tokens ``[count, seq + 1]``."""
     return torch.randint(0, step.vocab, (count, step.seq + 1), generator=torch.Generator().manual_seed(seed))
 
 
 ALONE = 3
-"""Steps that are timed one by one, after the others."""
+"""Number of steps that are timed one by one, after the others."""
 
 
 class Meter:
     """Counts a run's steps: call :meth:`start` before the first and :meth:`tick` after each of :attr:`total`.
 
-    Timed steps follow each other as in training, where nobody waits for a step to end before the next one begins: on a
-    GPU a step's seconds are those between two events, each recorded when the host is through with a step. Then come
-    :data:`ALONE` steps that begin with an idle device and end when it is idle again (:meth:`alone`): nothing that a
-    step leaves behind runs under the next one, and the first kernels wait for the host.
+    Timed steps run in a row as in training, where the host does not wait for the end of a step. On a GPU, the seconds
+    of a step are the time between two events, each recorded when the host has finished a step. Then follow
+    :data:`ALONE` steps that start and end with an idle device (:meth:`alone`). They do not overlap with each other, and
+    their first kernels wait for the host.
 
-    :meth:`close` comes last, before the ranks part; then ``ranks`` holds each one's peak in GiB and its breakdown.
+    Call :meth:`close` last, while the process group exists. Then ``ranks`` has each rank's peak in GiB and breakdown.
 
     Args:
-        step: says how many steps warm up, and how many are timed.
-        profiled: run two more, of which the last is profiled.
-        table: file for a table of that step's kernels.
+        step: has the numbers of warm-up steps and of timed steps.
+        profiled: whether to run two more steps and profile the last one.
+        table: file for a table of the kernels in the profiled step.
     """
 
     def __init__(self, step: Step, profiled: bool = False, table: str | None = None) -> None:
@@ -114,18 +114,18 @@ class Meter:
         if self._profiler and self._ticks <= self.total:
             self._profiler.step()
             if self.together <= self._ticks < self.total:
-                self._readings[-1] = time.perf_counter()  # what the profiler takes to begin belongs to no step
+                self._readings[-1] = time.perf_counter()  # do not count the start of the profiler as part of a step
 
     def seconds(self) -> list[float]:
-        """Of each timed step."""
+        """Return the seconds of each timed step."""
         return [between(before, after) for before, after in pairwise(self._marks)]
 
     def alone(self) -> list[float]:
-        """Of each step that began and ended with an idle device."""
+        """Return the seconds of each step that started and ended with an idle device."""
         return [after - before for before, after in pairwise(self._readings[: ALONE + 1])]
 
     def close(self) -> None:
-        """Bring together what the ranks found; again, it does nothing."""
+        """Gather the results of all ranks. A second call does nothing."""
         if self.ranks:
             return
         own = peak_gib(self.step), self._breakdown()
@@ -137,7 +137,7 @@ class Meter:
             self.ranks = [own]
 
     def _breakdown(self) -> dict[str, Any]:
-        """Where the profiled step's time went; empty when none was profiled."""
+        """Return the breakdown of the profiled step, or an empty one without profiling."""
         if not self._profiler:
             return {}
         self._profiler.stop()

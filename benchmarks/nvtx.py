@@ -1,9 +1,9 @@
-"""What the NVTX callback costs: host time of one range and, on a GPU, a training step with and without it.
+"""Cost of the NVTX callback: host time of one range and, on a GPU, a training step with and without it.
 
     python benchmarks/nvtx.py                  # host time of one range
     python benchmarks/nvtx.py --device cuda    # also whole steps: without and with, in turn
 
-A step of 32 layers and 8 micro-batches opens some 600 ranges.
+A step with 32 layers and 8 micro-batches opens about 600 ranges.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCKS, WIDTH, TOKENS, STEPS, WARMUP, TURNS = 24, 2048, 4096, 40, 10, 3
 
 
 class Silent:
-    """Stands in for ``torch.cuda.nvtx``: what is left is the callback's own time."""
+    """Replaces ``torch.cuda.nvtx`` with empty functions, so that only the callback's own time is measured."""
 
     def range_push(self, label: str) -> None: ...
 
@@ -42,7 +42,7 @@ class Silent:
 
 
 def microseconds_per_range() -> float:
-    """Host time to open and close one range: the fastest of many tries, since others may use the machine."""
+    """Return the host time to open and close one range: the fastest of many tries, as others may use the machine."""
     ranges = Ranges(Silent())
 
     def work() -> None:
@@ -54,7 +54,7 @@ def microseconds_per_range() -> float:
 
 
 class Wide(pl.LightningModule):
-    """Enough blocks that the marks of the host could show, each with enough work that the GPU is busy."""
+    """A model with so many blocks that the cost of ranges could show, and so much work that the GPU is busy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class StepTimes(pl.Callback):
 
 
 def milliseconds_per_step(callbacks: list[pl.Callback], rows: Tensor) -> float:
-    """Median step time on a GPU."""
+    """Return the median step time on a GPU."""
     times = StepTimes()
     runner = pl.Trainer(
         accelerator="gpu", devices=1, precision="bf16-true", max_steps=STEPS, callbacks=[*callbacks, times],

@@ -1,12 +1,12 @@
-"""Checks, then times, every backend of every op, against what the memory or the matrix units allow.
+"""Check and time every backend of every op, and compare with the limits of memory and matrix units.
 
     python benchmarks/ops.py RESULTS.json [--only rms_norm adam ...] [--shapes 128256] [--backends triton] [--sweep]
 
 A backend whose outputs or gradients differ from the float64 reference is reported and not timed. Times are medians of
-CUDA graph replays, so that they hold no launch gaps; `floor` is the time that bytes at 4.3 TB/s or operations at
-800 TFLOP/s (measured ceilings of an H200) would take. With `--turns 5` backends take turns, five times, and the median
-of each stands: else the first would run on a cooler device. `--sweep` also tries other settings: block shapes of the
-Triton kernels, and of cross entropy the memory for logits and the way to add up weight gradients. `--small` takes tiny
+CUDA graph replays, so they include no launch gaps. `floor` is the time for the bytes at 4.3 TB/s or the operations at
+800 TFLOP/s (measured limits of an H200). With `--turns 5`, backends run in turn, five times, and the median of each
+counts; otherwise the first one would run on a cooler device. `--sweep` also tries other settings: block shapes of the
+Triton kernels and, for cross entropy, the memory for logits and the way to add weight gradients. `--small` uses tiny
 shapes.
 """
 
@@ -59,7 +59,7 @@ OPERATIONS_PER_SECOND = 800e12
 TOLERANCE = 2e-2
 WARMUP = 2 * ROUNDS
 TIMED = 600.0
-"""Milliseconds of replays, but 7 to 41 of them."""
+"""Total milliseconds of replays. Their number stays between 7 and 41."""
 NAMES = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotate_qkv", "gated", "activation",
          "weight_gradient", "linear_cross_entropy", "attention", "adam")  # fmt: skip
 
@@ -68,9 +68,9 @@ NAMES = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotate_qkv
 class Case:
     """One op at one shape.
 
-    ``make(tokens)`` gives the differentiable inputs and ``fn(backend, *inputs)``; ``work`` is bytes and operations of
-    the forward, and of forward and backward. Without differentiable outputs, ``fn`` returns what it wrote. A sweep
-    sets ``knobs``, values of modules' constants, and ``choices``, backends of other ops that this one calls.
+    ``make(tokens)`` returns the differentiable inputs and ``fn(backend, *inputs)``. ``work`` is the bytes or operations
+    of forward, and of forward and backward. Without differentiable outputs, ``fn`` returns the tensors that it wrote. A
+    sweep sets ``knobs``, values of constants in modules, and ``choices``, backends of other ops that this op calls.
     """
 
     op: str
@@ -102,7 +102,7 @@ def names(registry: Any) -> list[str]:
 
 
 class Shapes:
-    """The 8-billion-parameter width, or a tiny stand-in."""
+    """The sizes of an 8-billion-parameter model, or tiny ones."""
 
     def __init__(self, small: bool, device: str) -> None:
         self.device = device
@@ -203,7 +203,7 @@ class Shapes:
                        knobs={"megalight.ops.linear.triton": {"TILE": tiles}})  # fmt: skip
 
     def losses(self) -> Iterator[Case]:
-        # On 140 GiB: all logits are kept; or three chunks of five; or none, in two chunks.
+        # With 140 GiB these keep all logits, or those of three chunks of five, or none of two chunks.
         knobs = {"megalight.ops.cross_entropy.chunked": {"SHARE": [1 / 32, 1 / 80], "CHUNKS": [4, 1]},
                  "megalight.ops.cross_entropy.triton": {"STATISTICS_BLOCK": [4096, 16384],
                                                         "GRADIENT_BLOCK": [2048, 8192]}}  # fmt: skip
@@ -213,7 +213,7 @@ class Shapes:
             def make(tokens: int, size: int = size) -> Any:
                 labels = torch.randint(0, size, (tokens,), device=self.device)
                 weight = self.random(size, self.hidden) * self.hidden**-0.5
-                if tokens == self.tokens:  # timed as it trains: the weight gradient is added to a buffer
+                if tokens == self.tokens:  # time it as in training, where the weight gradient is added to a buffer
                     collect(weight, torch.zeros_like(weight, dtype=torch.float32))
                 return [self.random(tokens, self.hidden), weight], lambda b, h, w: linear_cross_entropy(
                     h, w, labels, backend=b
@@ -239,7 +239,7 @@ class Shapes:
                 return tensors, lambda b, q, k, v: attention(q, k, v, sequences, backend=b)
 
             shape = f"{label} {len(lengths)} x {sum(lengths) // len(lengths)}"
-            unit = sum(2.0 * n * n * self.heads * self.dim for n in lengths)  # causal: half of two products
+            unit = sum(2.0 * n * n * self.heads * self.dim for n in lengths)  # half of two products, as it is causal
             yield Case("attention", shape, names(ATTENTION), make, self.tokens,
                        (unit, 3.5 * unit), "operations")  # fmt: skip
 
@@ -274,7 +274,7 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 def outcome(
     case: Case, fn: Callable[..., Any], backend: str, inputs: list[Tensor], grads: list[Tensor]
 ) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Return outputs and gradients."""
     if not case.backward:
         return [t.clone() for t in as_tuple(fn(backend, *(t.clone() for t in inputs)))]
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
@@ -286,7 +286,7 @@ def outcome(
 
 
 def verdict(case: Case, backend: str) -> str | None:
-    """What is wrong with a backend's results, or None. Checked at an odd number of tokens."""
+    """Return what is wrong with a backend's results, or None. The check uses an odd number of tokens."""
     torch.manual_seed(0)
     inputs, fn = case.make(min(case.tokens - 1, 999))
     grads: list[Tensor] = []
@@ -300,7 +300,7 @@ def verdict(case: Case, backend: str) -> str | None:
 
 
 def median_seconds(run: Callable[[], Any], device: str) -> float:
-    """Median time of ``run``, without launch gaps on a GPU."""
+    """Return the median time of ``run``. On a GPU it has no launch gaps."""
     if device == "cpu":
         times = []
         for _ in range(3):
@@ -316,7 +316,7 @@ def median_seconds(run: Callable[[], Any], device: str) -> float:
             run()
             end.record()
         torch.cuda.synchronize()
-        run()  # what chose by the times of the first calls has chosen now
+        run()  # warm up: some backends choose by the times of their first calls
     torch.cuda.synchronize()
     count = max(7, min(41, int(TIMED / max(1e-3, start.elapsed_time(end)))))
     graph = torch.cuda.CUDAGraph()
@@ -363,7 +363,7 @@ def setting(module: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def swept(case: Case, device: str) -> Iterator[Row]:
-    """The Triton backend at every combination of a module's knobs that compiles, and with every choice of others."""
+    """Time the Triton backend with all combinations of knobs that compile, and with all choices for other ops."""
     for op, found in case.choices.items():
         for name in found:
             use_backends(**{op: name})
@@ -381,7 +381,7 @@ def swept(case: Case, device: str) -> Iterator[Row]:
 
 
 def in_turn(case: Case, backends: Sequence[str], device: str, turns: int) -> dict[str, list[Row]]:
-    """The rows of each backend; of several turns those of the median time."""
+    """Return the rows of each backend, for several turns those of the median time."""
     found: dict[str, list[tuple[Row, ...]]] = {backend: [] for backend in backends}
     for _ in range(turns):
         for backend in backends:
@@ -414,7 +414,7 @@ def main() -> None:
         serving = []
         for backend in options.backends or case.backends:
             if backend not in case.backends or (backend == "reference" and case.op == "attention"):
-                continue  # the whole matrix of scores is for checks only
+                continue  # this backend stores the whole matrix of scores: it is only for checks
             reason = verdict(case, backend)
             if reason is None:
                 serving.append(backend)

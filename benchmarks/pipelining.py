@@ -1,14 +1,15 @@
-"""Pipelines: Megalight's executor beside ``torch.distributed.pipelining``, on the same layers and micro-batches.
+"""Pipelines: Megalight's executor and ``torch.distributed.pipelining`` with the same layers and micro-batches.
 
     torchrun --nproc-per-node 4 benchmarks/pipelining.py --out result.json
     torchrun --nproc-per-node 2 benchmarks/pipelining.py --layers 4 --hidden 128 --ffn 344 --heads 4 --kv 2 --seq 128
 
-Every rank is one of the pipeline; nothing else is parallel. The model is a stack of GPT layers without ends, so that
-all stages have equal work, in bf16 (float32 on CPU); its loss is a mean square. All sum gradients in the weights' type.
-Before a schedule is timed, its gradients on a narrow model are compared with one device's. "layers alone" is what a
-rank computes without a pipeline: as many layers, the same micro-batches, no messages, no waiting. Prints and writes
-medians of the slowest rank's seconds per step (forward and backward of all micro-batches, no optimizer), the highest
-peak of memory, and how often as long a schedule of torch's takes as ours of the same kind.
+All ranks form one pipeline; there is no other parallelism. The model is a stack of GPT layers without embedding and
+head, so that all stages have equal work, in bf16 (float32 on CPU). Its loss is a mean square. All peers sum gradients
+in the dtype of the weights. Before a schedule is timed, its gradients on a narrow model are compared with those of one
+device. "layers alone" is the work of a rank without a pipeline: the same number of layers and micro-batches, but no
+messages and no waiting. The script prints and writes medians of the slowest rank's seconds per step (forward and
+backward of all micro-batches, no optimizer), the highest peak of memory, and the ratio of the times of torch's and our
+schedule of the same kind.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of a step: 6 x parameters of matrix products, and causal attention."""
+        """FLOPs of a step: 6 x parameters of matrix products, and causal attention."""
         head = self.hidden // self.heads
         weights = self.hidden * head * (2 * self.heads + 2 * self.kv) + 3 * self.hidden * self.ffn
         return self.layers * (6.0 * weights + 6.0 * self.heads * head * self.seq) * self.tokens * self.micro
@@ -75,7 +76,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands, and in which type it computes."""
+    """This process's rank and device, and the dtype of its computation."""
 
     rank: int
     size: int
@@ -113,7 +114,7 @@ class Piece(nn.Module):
 
 @dataclass
 class Case:
-    """One way of running a step: what is on this rank, and the step, which returns the loss where it is computed."""
+    """One way of running a step: this rank's modules, and the step, which returns the loss on the rank that has it."""
 
     pieces: list[Piece]
     step: Callable[[Tensor, Tensor], Tensor | None]
@@ -126,7 +127,7 @@ class Case:
 
 
 Build: TypeAlias = Callable[[str, int, Shape, Place], Case]
-"""From schedule and chunks per rank."""
+"""Builds a case from the schedule, the number of chunks per rank, the shape and the place."""
 
 
 def square(output: Tensor, target: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def megalight(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
     mesh = ParallelMesh(place.size, place.rank, pp=place.size)
     pieces = [Piece(shape, stage.layers, place) for stage in layout.of_rank(place.rank)]
     for piece in pieces:
-        for parameter in piece.parameters():  # as the data-parallel engine does; it lets weight gradients wait
+        for parameter in piece.parameters():  # as in the data-parallel engine; needed to delay weight gradients
             collect(parameter, parameter.grad)
     executor = Executor(pieces, layout, mesh, place.device)
     agenda = agenda_of(place.rank, schedules.build(schedule, place.size, vpp, shape.micro))
@@ -190,7 +191,7 @@ def torchs(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
 
 
 def alone(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
-    """As many layers as every rank has, one micro-batch after the other, whatever the schedule."""
+    """Run the layers of one rank on one micro-batch after another, for any schedule."""
     piece = Piece(shape, range(shape.layers // place.size), place)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -215,11 +216,11 @@ ROWS: dict[str, tuple[Build, str, int, str]] = {
     "torch InterleavedZeroBubble": (torchs, "ScheduleInterleavedZeroBubble", 0, "megalight zero_bubble, chunks"),
     "torch ZBVZeroBubble, 2 chunks": (torchs, "ScheduleZBVZeroBubble", 2, "megalight zero_bubble, chunks"),
 }
-"""Who, schedule, chunks per rank (0: as ``--vpp`` says), and the row that it stands beside."""
+"""Builder, schedule, chunks per rank (0 means ``--vpp``), and the row to compare with."""
 
 
 def data(shape: Shape, place: Place) -> tuple[Tensor, Tensor]:
-    """Hidden states and targets of all micro-batches, the same on all ranks."""
+    """Make hidden states and targets of all micro-batches, the same on all ranks."""
     draws = torch.Generator(place.device).manual_seed(1)
     size = shape.micro * shape.tokens, shape.hidden
     x, y = (torch.randn(size, generator=draws, device=place.device, dtype=torch.float32) for _ in range(2))
@@ -227,14 +228,14 @@ def data(shape: Shape, place: Place) -> tuple[Tensor, Tensor]:
 
 
 def check(build: Build, schedule: str, vpp: int, shape: Shape, place: Place) -> None:
-    """Stops the run where gradients of a narrow model are not those of one device."""
+    """Stop the run if gradients of a narrow model differ from those of one device."""
     narrow = replace(shape, hidden=32, ffn=48, heads=4, kv=2, seq=16)
     exact = replace(place, dtype=torch.float32 if CUDA else torch.float64)
     x, y = data(narrow, exact)
     whole = alone("", 1, narrow, replace(exact, rank=0, size=1))
     case = build(schedule, vpp, narrow, exact)
     wanted, expected = whole.step(x, y), whole.gradients()
-    for _ in range(2):  # the second step is as right as the first
+    for _ in range(2):  # the second step must be correct too
         case.zero()
         loss = case.step(x, y)
         if loss is not None and not torch.allclose(loss.to(wanted.dtype), wanted, rtol=TOLERANCE):
@@ -246,7 +247,7 @@ def check(build: Build, schedule: str, vpp: int, shape: Shape, place: Place) -> 
 
 
 def times(case: Case, shape: Shape, place: Place, steps: int, warmup: int) -> list[list[float]]:
-    """Seconds on the clock, and of processors' time, of the slowest rank, by step."""
+    """Return wall seconds and processor seconds of the slowest rank, for each step."""
     x, y = data(shape, place)
     found = []
     for step in range(warmup + steps):
@@ -273,7 +274,7 @@ def wait() -> None:
 
 
 def peaks(place: Place) -> list[float] | None:
-    """GiB by rank since the last call."""
+    """Return the peak GiB of each rank since the last call."""
     if not CUDA:
         return None
     mine = torch.tensor([torch.cuda.max_memory_allocated() / 2**30], device=place.device)
@@ -290,7 +291,7 @@ def fresh() -> None:
 
 
 class Row:
-    """What is measured of one way of running a step."""
+    """The measurements of one way of running a step."""
 
     def __init__(self, name: str, a: argparse.Namespace, shape: Shape, place: Place) -> None:
         self.name, self.a, self.shape, self.place = name, a, shape, place
@@ -302,13 +303,13 @@ class Row:
         self.refused = ""
 
     def measure(self) -> None:
-        """One round of it; the first begins with the check."""
+        """Measure one round. The first round starts with the check."""
         fresh()
         try:
             if not self.times and self.build is not alone:
                 check(self.build, self.schedule, self.vpp, self.shape, self.place)
             case = self.build(self.schedule, self.vpp, self.shape, self.place)
-        except ValueError as error:  # on all ranks alike
+        except ValueError as error:  # it is raised on all ranks
             self.refused = str(error)
             return
         fresh()

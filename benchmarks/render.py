@@ -1,9 +1,9 @@
-"""The performance page's table and plot, from the results in benchmarks/results/*.json.
+"""Make the table and the plot of the performance page from the results in benchmarks/results/*.json.
 
     python benchmarks/render.py            # rewrite docs/performance/index.md; with matplotlib, rows.svg too
-    python benchmarks/render.py --check    # exit 1 when the page is not what the results say
+    python benchmarks/render.py --check    # exit 1 if the page differs from the results
 
-A result belongs to the row of :data:`benchmarks.rows.ROWS` whose step it ran. Rooflines are worked out anew.
+A result belongs to the row of :data:`benchmarks.rows.ROWS` with the same step. Rooflines are computed again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = "megalight"
 
 PLACES = (*PARTS[:-1], "computing", PARTS[-1], "idle", "accounted")
-"""Of a breakdown, in a table's order."""
+"""Parts of a breakdown, in the order of the table."""
 
 Record = dict[str, Any]
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """A table."""
+    """Format a markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -54,12 +54,12 @@ def fitting(tflops: float) -> str:
 
 
 def identity(step: Step) -> Step:
-    """What two runs of the same row have in common: all but how many steps were timed."""
+    """Return the step without the numbers of steps, which may differ between runs of the same row."""
     return replace(step, steps=0, warmup=0)
 
 
 def steps_of(record: Record) -> Iterator[tuple[str, Step, Record]]:
-    """Who ran what in a file of :mod:`benchmarks.dense_step`: peer, step, measured row."""
+    """Yield peer, step and measured row of each run in a file of :mod:`benchmarks.dense_step`."""
     base = Step.of_record(record["shape"])
     for row in record["rows"]:
         peer, _, change = row["peer"].partition(" ")
@@ -67,7 +67,7 @@ def steps_of(record: Record) -> Iterator[tuple[str, Step, Record]]:
 
 
 def collect(folder: Path = RESULTS) -> dict[str, Record]:
-    """Row -> device, GPUs, file, and the measured rows by peer. Of several files the command's own count first."""
+    """Return row -> device, GPUs, file, and measured rows by peer. Files of ``megalight bench`` have priority."""
     names = {(identity(row.step), row.gpus): name for name, row in ROWS.items()}
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.stem not in ROWS, path.name)):
@@ -88,14 +88,14 @@ def collect(folder: Path = RESULTS) -> dict[str, Record]:
 
 
 def least(row: Row, device: str) -> float | None:
-    """The roofline's TFLOP/s per GPU."""
+    """Return the roofline's TFLOP/s per GPU."""
     if device not in RATES:
         return None
     return roofline(row.step, RATES[device], row.gpus // row.step.model_ranks).tflops
 
 
 def parts(measured: Record) -> dict[str, float]:
-    """Shares of the step by part, means over the ranks; earlier results tell all computing from the rest, no more."""
+    """Return each part's fraction of the step, averaged over ranks. Older results do not divide computation further."""
     ranks = [found for found in measured.get("breakdown_by_rank", []) if found]
     if not ranks:
         return {}
@@ -108,7 +108,7 @@ def parts(measured: Record) -> dict[str, float]:
 
 
 def page_table(found: dict[str, Record]) -> str:
-    """One line per row that was measured: Megalight, its roofline, the aim, and who ran beside it."""
+    """Make a table with one line per measured row: Megalight, its roofline, the aim, and the peers."""
     lines = []
     for name, row in ROWS.items():
         if name not in found or OURS not in found[name]["peers"]:
@@ -145,7 +145,7 @@ def page_table(found: dict[str, Record]) -> str:
 
 
 def rate_of(found: dict[str, Record], row: Row) -> float | None:
-    """TFLOP/s of the row that this one is measured against."""
+    """Return the TFLOP/s of the row with which this one is compared."""
     if row.against is None or row.against[0] not in found:
         return None
     other: float | None = found[row.against[0]]["peers"].get(OURS, {}).get("tflops")
@@ -153,10 +153,10 @@ def rate_of(found: dict[str, Record], row: Row) -> float | None:
 
 
 def aim_of(row: Row, tflops: float, other: float | None) -> str:
-    """What a row aims at, and whether it gets there.
+    """Format the aim of a row, and whether it is reached.
 
     Args:
-        other: TFLOP/s of the row that it is measured against.
+        other: TFLOP/s of the row with which it is compared.
     """
     aim, words = row.aim, number(row.aim)
     if row.against:
@@ -169,13 +169,13 @@ def aim_of(row: Row, tflops: float, other: float | None) -> str:
 
 
 def missing(found: dict[str, Record]) -> str:
-    """The rows that aim at something and were not measured."""
+    """List the rows that have an aim but were not measured."""
     names = [f"`{name}`" for name, row in ROWS.items() if (row.aim or row.against) and name not in found]
     return f"Not measured: {', '.join(names)}.\n\n" if names else ""
 
 
 def parts_table(found: dict[str, Record]) -> str:
-    """One line per row whose step was profiled: where the time goes."""
+    """Make a table with one line per profiled row: the parts of its time."""
     lines = []
     for name in ROWS:
         shares = parts(found.get(name, {}).get("peers", {}).get(OURS, {}))
@@ -186,7 +186,7 @@ def parts_table(found: dict[str, Record]) -> str:
 
 
 def rows_table() -> str:
-    """What each row runs."""
+    """Make a table of the steps of all rows."""
     lines = [
         [f"`{name}`", row.about, str(row.gpus), ", ".join(row.peers), " ".join(row.step.words()).replace("|", "\\|")]
         for name, row in ROWS.items()
@@ -195,7 +195,7 @@ def rows_table() -> str:
 
 
 def row_table(record: Record) -> str:
-    """One run of one row: everybody who ran or did not, and where the time went, in shares of the step."""
+    """Make the table of one run of a row: all peers, also failed ones, and the fractions of the step by part."""
     rows = record["rows"]
     ours = next((row for row in rows if row["peer"] == OURS and "seconds" in row), None)
     lines, notes = [], []
@@ -223,10 +223,10 @@ def row_table(record: Record) -> str:
 
 
 def verdict(row: Row, record: Record, folder: Path) -> str:
-    """Roofline and aim of one run, and how many times as fast as each peer, in a line; what there is of it.
+    """Format roofline and aim of one run and the speed relative to each peer, as far as known, in one line.
 
     Args:
-        folder: where the results of other rows are.
+        folder: the folder with the results of other rows.
     """
     bound = least(row, record.get("device", ""))
     words = [f"roofline {bound:.0f} TFLOP/s"] if bound else []
@@ -241,7 +241,7 @@ def verdict(row: Row, record: Record, folder: Path) -> str:
 
 
 def blocks(found: dict[str, Record]) -> str:
-    """What stands between the page's markers."""
+    """Make the text between the page's markers."""
     return (
         f"{page_table(found)}\n\n{missing(found)}![TFLOP/s per GPU by row]({PLOT.name})\n\n"
         f"Where a step's time goes, Megalight, means over the ranks:\n\n{parts_table(found)}\n\n"
@@ -250,14 +250,14 @@ def blocks(found: dict[str, Record]) -> str:
 
 
 def page(text: str, found: dict[str, Record]) -> str:
-    """The page with its measured part made anew."""
+    """Return the page with a new measured part."""
     return re.sub(
         f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n{blocks(found)}\n{END}", text, flags=re.DOTALL
     )
 
 
 def points(found: dict[str, Record]) -> list[dict[str, Any]]:
-    """What the plot shows."""
+    """Return the values that the plot shows."""
     return [
         {
             "row": name,
@@ -271,12 +271,12 @@ def points(found: dict[str, Record]) -> list[dict[str, Any]]:
 
 
 def digest(shown: list[dict[str, Any]]) -> str:
-    """Tells whether a plot is of these points."""
+    """Return a hash of the points, which shows whether a plot is up to date."""
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def plot(shown: list[dict[str, Any]], output: Path) -> None:
-    """Bars of TFLOP/s per GPU, with peers, aims and rooflines as marks."""
+    """Plot bars of TFLOP/s per GPU, with peers, aims and rooflines as marks."""
     matplotlib = require("matplotlib", "the plot")
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "megalight"})

@@ -1,12 +1,12 @@
-"""Attention over several GPUs: a ring beside its blocks alone, and the other kinds of context parallelism.
+"""Attention over several GPUs: a ring, its blocks alone, and the other kinds of context parallelism.
 
     torchrun --nproc_per_node 4 benchmarks/ring.py [--tokens 32768 131072] [--kinds ring all_gather] [--output OUT.json]
 
-Heads are those of an 8-billion-parameter model (32 query and 8 key heads of 128), bf16, one causal sequence cut zigzag
-over all ranks. "blocks alone" is the ring without its messages: what a ring takes longer is exposed communication.
-"one GPU" is attention to the whole sequence on one of them, the ceiling per GPU. Outputs and gradients of every kind
-are compared with one GPU's float32 attention on a short sequence before anything is timed. Medians of the slowest
-rank's times; FLOPs count the lower triangle, 2.5 times as many in the backward pass.
+The heads are those of an 8-billion-parameter model (32 query and 8 key heads of 128) in bf16, with one causal sequence
+divided in zigzag order over all ranks. "blocks alone" is the ring without its messages: the difference to the ring is
+exposed communication. "one GPU" is attention over the whole sequence on one GPU, the limit per GPU. Before timing,
+outputs and gradients of every kind are compared with one GPU's float32 attention on a short sequence. Times are medians
+of the slowest rank. FLOPs count the lower triangle, and 2.5 times as many in the backward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOLERANCE = 1.5e-2
 
 
 def inputs(tokens: int) -> list[Tensor]:
-    """Queries, keys, values and a gradient of the output, the same on all ranks."""
+    """Make queries, keys, values and a gradient of the output, the same on all ranks."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [
         torch.randn(tokens, heads, DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ def inputs(tokens: int) -> list[Tensor]:
 
 
 def check(call: Callable[..., Tensor], rank: int, size: int) -> None:
-    """Stops the run where this rank's output or gradients differ from one GPU's."""
+    """Stop the run if this rank's output or gradients differ from those of one GPU."""
     sequences = PackedSequences.of_uniform(1, CHECKED_TOKENS, "cuda")
     share, index = sequences.zigzag(rank, size)
     q, k, v, grad = inputs(CHECKED_TOKENS)
@@ -66,7 +66,7 @@ def check(call: Callable[..., Tensor], rank: int, size: int) -> None:
 
 
 def milliseconds(step: Callable[[], None], repeats: int, warm_up: int = 3) -> float:
-    """Median of the slowest rank's times."""
+    """Return the median of the slowest rank's times."""
     times = []
     for repeat in range(warm_up + repeats):
         dist.barrier()
@@ -85,7 +85,7 @@ def milliseconds(step: Callable[[], None], repeats: int, warm_up: int = 3) -> fl
 def measure(
     call: Callable[..., Tensor], tensors: list[Tensor], sequences: PackedSequences, repeats: int
 ) -> list[float]:
-    """Milliseconds of the forward pass, and of forward and backward."""
+    """Return milliseconds of the forward pass, and of forward and backward."""
     q, k, v, grad = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
@@ -101,13 +101,13 @@ def measure(
 
 @contextmanager
 def no_messages() -> Iterator[None]:
-    """Rings that compute every block with their own keys, and send nothing."""
+    """Make rings compute every block with their own keys and send nothing."""
     with patch.object(ring._Ring, "send", lambda _, x: ring._Flight([], x, x)):
         yield
 
 
 def urgent_group() -> ProcessGroup:
-    """All ranks, whose messages go before computation that waits for multiprocessors."""
+    """Make a group of all ranks whose messages have priority over computation that waits for multiprocessors."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(pg_options=options)  # type: ignore[no-any-return]
 

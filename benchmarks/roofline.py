@@ -1,13 +1,13 @@
-"""The time that a training step cannot go below on one GPU, from measured rates: products, attention, bytes.
+"""Lower bound of the time of a training step on each GPU, from measured rates of products, attention and memory.
 
     seconds = products / GEMM rate + attention / attention rate + bytes / memory rate
 
-per GPU and optimizer step, of a replica of ``t = mbs micro seq`` tokens that ``tp pp cp`` GPUs share evenly:
+per GPU and optimizer step, for a replica with ``t = mbs micro seq`` tokens on ``tp pp cp`` GPUs with equal work:
 
-- products: ``6 W t`` operations for the ``W`` matmul weights (head too, embedding not); in FP8 the layers' share runs
-  at the FP8 rate, the head's at that of bf16.
-- attention: ``6 L H d s t``, causal, at the rate measured for forward and backward of 128 features per head.
-- activations, the bytes that no product moves for itself. Elements per token and layer, of 2 bytes in bf16:
+- products: ``6 W t`` operations for the ``W`` matmul weights (with the head, without the embedding). In FP8, products
+  of layers run at the FP8 rate, and those of the head at the bf16 rate.
+- attention: ``6 L H d s t``, causal, at the rate measured for forward and backward with 128 features per head.
+- activations: the bytes that ops other than products move. Elements per token and layer, of 2 bytes in bf16:
 
   | | elements | |
   |---|---|---|
@@ -17,13 +17,13 @@ per GPU and optimizer step, of a replica of ``t = mbs micro seq`` tokens that ``
   | casts, in FP8 only | 2 (4 h + H d + (H + 2 Hkv) d + 3 f) | inputs and gradients of products are read, and written |
   | | | straight and transposed in 1 byte each |
 
-  and once, behind the layers, a norm (8 h) and cross entropy (3 V: statistics read, the gradient reads and writes).
+  and once, after the layers, a norm (8 h) and cross entropy (3 V: statistics read, the gradient reads and writes).
 - accumulation: each product that adds to a float32 gradient reads and writes it, 8 bytes per weight and micro-batch.
-- optimizer: per weight, the norm of gradients reads 4 bytes and clearing them writes 4; Adam reads gradient, moments
-  and master and writes the latter three and the bf16 weight, 30 bytes, on the shard.
+- optimizer: per weight, the norm of gradients reads 4 bytes, and zeroing them writes 4. On the shard, Adam reads
+  gradient, moments and master, and writes moments, master and the bf16 weight: 30 bytes.
 
-What is left out: messages (all of them could be hidden), a pipeline's bubble, norms' weights, rows of the input
-embedding, launches. Recomputed work is counted neither here nor in the model's FLOPs.
+Not counted: messages (all of them could overlap), the bubble of a pipeline, weights of norms, rows of the input
+embedding, launches. Recomputation is not counted, neither here nor in the model's FLOPs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Rates:
 
 
 RATES = {"NVIDIA H200": Rates(gemm=667e12, gemm_fp8=1264e12, attention=514e12, memory=4.3e12)}
-"""By the device's name. Sustained rates, that is under the power limit; attention is cuDNN's."""
+"""Device name -> sustained rates, measured at the power limit. The attention rate is that of cuDNN."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least seconds of a step by what takes them, and the model FLOP/s per GPU that they allow."""
+    """Minimum seconds of a step by kind of work, and the resulting model FLOP/s per GPU."""
 
     products: float
     attention: float
@@ -69,12 +69,12 @@ class Roofline:
         return self.flops / self.seconds / 1e12
 
     def record(self) -> dict[str, float]:
-        """As it stands in a result."""
+        """Return the values for a result file."""
         return {**{term: asdict(self)[term] for term in TERMS}, "seconds": self.seconds, "tflops": self.tflops}
 
 
 def activation_bytes_per_token(step: Step) -> float:
-    """Bytes that element-wise work moves for one token through the whole model, forward and backward."""
+    """Return the bytes that element-wise ops move for one token in the whole model, forward and backward."""
     qkv, attended = (step.heads + 2 * step.kv) * step.head_dim, step.heads * step.head_dim
     layer = 2 * 8 * step.hidden + 4 * qkv + 8 * step.ffn
     size = 4 if step.precision == "fp32" else 2
@@ -88,7 +88,7 @@ def activation_bytes_per_token(step: Step) -> float:
 
 
 def roofline(step: Step, rates: Rates, replicas: int = 1) -> Roofline:
-    """The least time of a step on each GPU; ``replicas`` share the optimizer's state."""
+    """Return the minimum time of a step on each GPU. The optimizer state is sharded over ``replicas``."""
     share = step.tokens_per_gpu
     layers, head = step.layers * step.layer_weights, step.hidden * step.vocab
     fast = rates.gemm_fp8 if step.precision == "fp8" else rates.gemm

@@ -1,4 +1,4 @@
-"""The rows of the table: named steps, what they need, who runs beside Megalight, and what is aimed at."""
+"""The rows of the table: named steps with their requirements, peers and aims."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Row:
     """One row.
 
     Attributes:
-        about: what it is, in a line.
-        step: what runs.
-        gpus: processes, one per GPU (on CPU, per process).
+        about: description in one line.
+        step: the step to run.
+        gpus: number of processes, one per GPU (on CPU, only processes).
         aim: TFLOP/s per GPU to reach.
-        peers: who runs beside Megalight in the same call, where installed.
-        figures: peer -> TFLOP/s per GPU that were measured for it earlier on H200s, each in a call of its own.
-        against: another row, and how many times its TFLOP/s this one is to reach.
-        environment: variables of the processes.
+        peers: peers that run in the same call as Megalight, if installed.
+        figures: peer -> TFLOP/s per GPU, measured earlier on H200s, each in its own call.
+        against: another row, and the factor of its TFLOP/s that this row should reach.
+        environment: environment variables of the processes.
     """
 
     about: str
@@ -39,16 +39,16 @@ TINY = (
     "device=cpu precision=fp32 layers=2 hidden=64 ffn=128 heads=4 kv=2 vocab=256 seq=64 mbs=2 micro=2 steps=3 warmup=1"
 )
 FEW = "steps=3 warmup=2"
-"""Counts for rows of which one step takes seconds."""
+"""Numbers of steps for rows with steps that take seconds."""
 
 ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
 INTERLEAVED = "pp=4 mbs=1 micro=16 layout=Et|(tt|)*11(ttt|)*3L"
 NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
 LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-46-9].mlp"
-"""Every fifth layer keeps its MLP's first product; there is memory for no more."""
+"""Every fifth layer stores the first product of its MLP. There is no memory for more."""
 NO_GAPS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Blocks of many sizes in nearly all of the memory: its gaps would be too small."""
+"""These rows need nearly all memory for blocks of many sizes, so fragmentation would leave too little."""
 
 
 def _row(about: str, text: str, **more: object) -> Row:
@@ -156,7 +156,7 @@ ROWS: dict[str, Row] = {
         "Llama-3-8B, PP=4, VPP=4, interleaved",
         f"{LLAMA3_8B} {FEW} {INTERLEAVED}",
         gpus=4,
-        against=("llama3-8b-pp4", 1.13),  # the bubble that it saves, with these layouts and a head of 2.5 layers
+        against=("llama3-8b-pp4", 1.13),  # gain from a smaller bubble, with these layouts and a head of 2.5 layers
     ),
     "llama3-8b-pp4-vpp4-zb": _row(
         "the same, zero bubble",
@@ -189,4 +189,4 @@ ROWS: dict[str, Row] = {
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
     "tiny-cpu-tp2": _row("the same, TP=2 with SP", f"{TINY} tp=2", gpus=2),
 }
-"""Name -> row, in the table's order."""
+"""Name -> row, in the order of the table."""

@@ -1,4 +1,4 @@
-"""One training step to be timed: the model's shape, how ranks share it, its precision. Imports nothing heavy."""
+"""A training step to time: the model's shape, the parallel layout, the precision. This file has only cheap imports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RECOMPUTE = "recompute"
 
 @dataclass(frozen=True)
 class Step:
-    """Sizes by the names of the command line. The defaults are the width of an 8B model, 16 layers, one GPU.
+    """Settings with the names of the command line. The defaults are the width of an 8B model, 16 layers, one GPU.
 
-    ``mbs`` sequences make a micro-batch, ``micro`` of those a step of one replica. ``layout``, ``schedule`` are of the
-    pipeline, ``kind`` of attention under context parallelism, ``overlap`` of tensor parallelism, where ``keep`` keeps
-    gathered inputs, ``recompute`` modules inside every layer, ``recipe`` of FP8 (``+primary`` behind it: weights as
-    codes; ``+transformer_engine``: by that package); ``backends`` are named by op (``attention:cudnn``), ``graph`` runs
-    steps as CUDA graphs.
+    A micro-batch has ``mbs`` sequences, and a step of one replica has ``micro`` micro-batches. ``layout`` and
+    ``schedule`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to tensor
+    parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer. ``recipe`` is for
+    FP8: ``+primary`` after it stores weights as codes, ``+transformer_engine`` uses that package. ``backends`` are
+    named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs.
     """
 
     layers: int = 16
@@ -55,12 +55,12 @@ class Step:
 
     @property
     def model_ranks(self) -> int:
-        """GPUs that one replica of the model takes."""
+        """Number of GPUs of one replica of the model."""
         return self.tp * self.pp * self.cp
 
     @property
     def tokens(self) -> int:
-        """Tokens of a replica's step."""
+        """Tokens in a step of one replica."""
         return self.mbs * self.micro * self.seq
 
     @property
@@ -69,31 +69,31 @@ class Step:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the four matrices of one layer."""
+        """Number of elements in the four matrices of one layer."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv) + 3 * self.hidden * self.ffn
 
     @property
     def matmul_weights(self) -> int:
-        """Elements that take part in matrix products: layers and head."""
+        """Number of elements in matrix products: layers and head."""
         return self.layers * self.layer_weights + self.hidden * self.vocab
 
     @property
     def weights(self) -> int:
-        """All elements: the input embedding too, norms left out."""
+        """Number of all elements, with the input embedding but without norms."""
         return self.matmul_weights + self.hidden * self.vocab
 
     @property
     def attention_flops_per_token(self) -> float:
-        """Forward and backward of causal attention: half of all pairs."""
+        """FLOPs of forward and backward of causal attention, which has half of all pairs."""
         return 6.0 * self.layers * self.heads * self.head_dim * self.seq
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs: 6 x matmul weights with the head, without the input embedding, + causal attention."""
+        """Model FLOPs: 6 x matmul weights (with the head, without the input embedding) + causal attention."""
         return 6.0 * self.matmul_weights + self.attention_flops_per_token
 
     def but(self, text: str) -> Step:
-        """This step with other values, as ``"pp=4 vpp=2 recompute=mlp.act,mlp_norm"``."""
+        """Return this step with other values, such as ``"pp=4 vpp=2 recompute=mlp.act,mlp_norm"``."""
         words = dict(word.split("=", 1) for word in text.split())
         unknown = set(words) - {field.name for field in fields(self)}
         if unknown:
@@ -101,7 +101,7 @@ class Step:
         return replace(self, **{name: _value(getattr(self, name), word) for name, word in words.items()})
 
     def words(self) -> list[str]:
-        """What differs from the defaults, as words of a command line."""
+        """Return the values that differ from the defaults, as words of a command line."""
         found: list[str] = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -131,7 +131,7 @@ class Step:
 
     @classmethod
     def of_record(cls, shape: dict[str, Any]) -> Step:
-        """From a result's shape; what it lacks has its default, what is unknown is left out."""
+        """Make a step from the shape in a result. Missing values get defaults, and unknown values are ignored."""
         known = {field.name for field in fields(cls)}
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in shape.items() if name in known
@@ -148,7 +148,7 @@ def _value(old: Any, word: str) -> Any:
 
 
 def only_of(step: Step, allowed: Iterable[str]) -> str | None:
-    """Why a peer that knows nothing but ``allowed`` of these choices cannot run the step, or None."""
+    """Return why a peer that supports only the ``allowed`` choices cannot run the step, or None."""
     plain = Step()
     asked = [
         name

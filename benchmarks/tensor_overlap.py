@@ -1,13 +1,14 @@
-"""Split linear layers, forward and backward, by every way to hide their communication.
+"""Split linear layers, forward and backward, with every way to overlap their communication.
 
     torchrun --nproc_per_node 4 benchmarks/tensor_overlap.py [--tokens 8192] [--output OUT.json]
     torchrun --nproc_per_node 4 benchmarks/tensor_overlap.py --ways pipelined --ctas 4 8 16 32 --pieces 2 4
 
-The layers are those of an 8-billion-parameter Llama-3, split over all ranks with sequence parallelism, in bf16, weight
-gradients added to float32. Beside each way stand the layer's "products" without any message, and its "messages" (the
-collectives of the plain way, one after another) without any product. What a way takes longer than the products is
-exposed; its share of the messages is what was not hidden. Outputs and gradients of every way are compared with the
-plain way in float32 before it is timed. Medians of the slowest rank's times, each a mean over several calls in a row.
+The layers are those of an 8-billion-parameter Llama-3, split over all ranks with sequence parallelism, in bf16, with
+weight gradients added to float32. The script also times the layer's "products" without messages, and its "messages"
+(the collectives of the plain way, one after another) without products. The time of a way minus that of the products is
+exposed communication; divided by the time of the messages, it is the fraction that did not overlap. Before timing,
+outputs and gradients of every way are compared with the plain way in float32. Times are medians of the slowest rank,
+each a mean over several calls in a row.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from megalight.parallel.tensor.shared import Shared
 CHECKED_TOKENS = 1024
 TOLERANCE = 1.5e-2
 CALLS = 4
-"""In a row, for one time: the host is then ahead of the device."""
+"""Calls in a row for one measurement, so that the host is ahead of the device."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Features in and out of the whole layer, and which of them are split."""
+    """Input and output features of the whole layer, and which of them are split."""
 
     name: str
     inner: int
@@ -57,12 +58,12 @@ class Layer:
     column: bool
 
     def local(self, tp: int) -> tuple[int, int]:
-        """Shape of the weight here."""
+        """Return the shape of the weight on one rank."""
         return (self.width // tp, self.inner) if self.column else (self.width, self.inner // tp)
 
 
 class Bench:
-    """One layer on this rank, with its input and gradient for so many tokens in all."""
+    """One layer on this rank, with its input and gradient for ``tokens`` tokens over all ranks."""
 
     def __init__(self, layer: Layer, tokens: int, shared: Shared, device: torch.device, dtype: torch.dtype) -> None:
         tp, rank = shared.mesh.tp, shared.mesh.rank("tp")
@@ -120,7 +121,7 @@ class Bench:
 
 
 def check(layer: Layer, shared: Shared, device: torch.device, dtype: torch.dtype) -> None:
-    """Stops the way, on all ranks together, where results of one differ from the plain way's in float32."""
+    """Stop on all ranks if results on any rank differ from the plain way in float32."""
     tokens = CHECKED_TOKENS if device.type == "cuda" else 8 * shared.mesh.tp
     found = Bench(layer, tokens, shared, device, dtype)
     plain = Shared(shared.mesh, True, tensor=TensorOptions(overlap="plain"))
@@ -138,7 +139,7 @@ def check(layer: Layer, shared: Shared, device: torch.device, dtype: torch.dtype
 
 
 def milliseconds(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Median of the slowest rank's times."""
+    """Return the median of the slowest rank's times."""
     times = []
     for repeat in range(2 + repeats):
         dist.barrier()
@@ -169,7 +170,7 @@ def pair(bench: Bench, forward: str, both: str, repeats: int, device: torch.devi
 
 
 def ways(a: argparse.Namespace) -> dict[str, TensorOptions]:
-    """What is timed, by name."""
+    """Return the options of each timed way, by name."""
     found = {}
     for way in a.ways:
         for pieces in a.pieces if way != "plain" else [None]:

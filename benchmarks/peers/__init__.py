@@ -1,8 +1,8 @@
-"""Who runs a training step: Megalight, and others beside it. One file each, loaded when asked for.
+"""The peers that run a training step: Megalight and others. Each has one file, which is imported on request.
 
-A runner is a class with ``why_not(step) -> str | None``, which imports nothing heavy, and ``run(step, meter)``, which
+A runner is a class with ``why_not(step) -> str | None``, which has only cheap imports, and ``run(step, meter)``, which
 trains ``meter.total`` steps with AdamW, clipping at norm 1 and float32 gradients or masters on random tokens.
-``check(step)`` comes first, where a runner has it: it raises when the results would be wrong.
+``check(step)`` runs first. It raises if the results are wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PEERS = {
     "mcore-te": ("megatron_core", {"te": True}),
     "mcore-local": ("megatron_core", {"te": False}),
 }
-"""Name -> the module of this package whose ``Runner`` it is, and that one's arguments."""
+"""Name -> the module in this package with its ``Runner``, and the arguments of that class."""
 
 
 class Runner(Protocol):
-    """What ``Runner`` of each module does."""
+    """The interface of ``Runner`` in each module."""
 
     def why_not(self, step: Step) -> str | None: ...
 
@@ -35,7 +35,7 @@ class Runner(Protocol):
 
 
 def load(name: str) -> Runner:
-    """The runner of that name."""
+    """Make the runner with this name."""
     module, arguments = PEERS[name]
     return cast(Runner, importlib.import_module(f"{__name__}.{module}").Runner(**arguments))
 

@@ -1,4 +1,4 @@
-"""``transformers``' Llama under torch's ``fully_shard``, each layer compiled (on GPUs): data parallelism over all."""
+"""``transformers``' Llama with torch's ``fully_shard`` over all ranks, each layer compiled (on GPUs)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalight.parallel.ending import end_at_exit
 
 
 class Runner:
-    """Parameters, gradients and optimizer state sharded; gradients reduced in float32, at the last micro-batch."""
+    """Shards parameters, gradients and optimizer state. Reduces gradients in float32 at the last micro-batch."""
 
     def why_not(self, step: Step) -> str | None:
         if not has("transformers"):
@@ -58,9 +58,9 @@ class Runner:
 
 @contextmanager
 def process_group(backend: str) -> Iterator[int]:
-    """All ranks that torchrun started, or this process alone; gives the rank.
+    """Use a process group of all ranks from torchrun, or of this process alone, and yield the rank.
 
-    A group that is there already serves, and stays for whoever comes next: :mod:`megalight.parallel.ending` closes it.
+    An existing group is reused. The group stays open for the next peer; :mod:`megalight.parallel.ending` closes it.
     """
     if not dist.is_initialized():
         store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}

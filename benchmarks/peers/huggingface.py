@@ -1,4 +1,4 @@
-"""``transformers``' Llama in a plain loop: autocast, fused AdamW, each layer compiled if asked."""
+"""``transformers``' Llama in a plain loop: autocast, fused AdamW, optionally with compiled layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megalight.imports import has
 
 
 class Runner:
-    """One device.
+    """Trains on one device.
 
     Args:
-        compiled: by ``torch.compile``, layer by layer.
+        compiled: whether to apply ``torch.compile`` to each layer.
     """
 
     def __init__(self, compiled: bool) -> None:
@@ -51,7 +51,7 @@ class Runner:
 
 
 def llama(step: Step) -> Any:
-    """A Llama of the step's shape in float32, on its device."""
+    """Make a Llama with the step's shape in float32, on its device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -70,7 +70,7 @@ def llama(step: Step) -> Any:
 
 
 def loss_of(model: nn.Module, step: Step, seed: int) -> torch.Tensor:
-    """Mean cross entropy on a micro-batch of its own."""
+    """Return the mean cross entropy on a random micro-batch, which ``seed`` decides."""
     ids = random_rows(step, step.mbs, seed)
     ids = ids.pin_memory().cuda(non_blocking=True) if step.device == "cuda" else ids
     logits = model(ids[:, :-1]).logits
@@ -78,7 +78,7 @@ def loss_of(model: nn.Module, step: Step, seed: int) -> torch.Tensor:
 
 
 def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Clip, update, clear."""
+    """Clip gradients, update parameters, and zero gradients."""
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Megalight through Lightning's Trainer, held to float32 on one device before anything is timed."""
+"""Megalight with Lightning's Trainer. Before timing, its losses are compared with float32 on one device."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import PackedSequences, TokenBatch
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
-"""Relative difference of losses from float32 that is rounding, by precision."""
+"""Precision -> relative difference of losses from float32 that rounding may cause."""
 
 TRAINER_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
 PLUGINS = ("transformer_engine", "apex", "flash_attn")
 CHECKED_STEPS = 6
 GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
-"""Of the twin, divided by its layers: at a few times as much, deep narrow models blow rounding up into other losses."""
+"""Learning rate of the twin, before division by its layers. A few times higher, deep narrow models amplify rounding."""
 
 
 class Wrong(RuntimeError):
-    """The losses are not those of float32; nothing may be timed."""
+    """The losses differ from those of float32, so nothing must be timed."""
 
 
 class Runner:
-    """Any layout that the strategy takes."""
+    """Runs any layout that the strategy supports."""
 
     def why_not(self, step: Step) -> str | None:
         if world_size() % step.model_ranks:
@@ -62,7 +62,7 @@ class Runner:
         return None
 
     def check(self, step: Step) -> dict[str, Any]:
-        """Train a narrow twin of the step as it will be timed, and by hand on one device in float32.
+        """Train a narrow twin of the step with the timed settings, and in a plain loop on one device in float32.
 
         Raises:
             Wrong: their losses differ.
@@ -96,7 +96,7 @@ class Runner:
 
 
 def say(text: str) -> None:
-    """Once, whatever the number of ranks."""
+    """Print once, on the first rank."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(text, flush=True)
 
@@ -118,7 +118,7 @@ def config_of(step: Step) -> GPTConfig:
 
 
 def twin(step: Step) -> Step:
-    """The same layout, head size and precision, but narrow, short and, without a pipeline, shallow."""
+    """Return a small step with the same layout, head size and precision. Its depth is kept only with a pipeline."""
     kv = min(step.kv, step.tp * step.cp)
     heads = step.heads // step.kv * kv
     return replace(
@@ -136,7 +136,7 @@ def twin(step: Step) -> Step:
 
 
 class Rows(Dataset[TokenBatch]):
-    """A replica's share of every step's global batch; the same one always with ``fixed``."""
+    """A replica's share of each step's global batch. With ``fixed``, it is the same in every step."""
 
     def __init__(self, step: Step, steps: int, strategy: MegatronStrategy, fixed: bool) -> None:
         self.step, self.steps, self.strategy, self.fixed = step, steps, strategy, fixed
@@ -150,12 +150,12 @@ class Rows(Dataset[TokenBatch]):
 
 
 def share(step: Step, replica: int, index: int) -> torch.Tensor:
-    """``[mbs * micro, seq + 1]`` tokens of one replica's step."""
+    """Return the tokens ``[mbs * micro, seq + 1]`` of one replica's step."""
     return random_rows(step, step.mbs * step.micro, 1000 * replica + index)
 
 
 class Steps(pl.Callback):
-    """Tells when training starts and each step ends."""
+    """Calls functions at the start of training and at the end of each step."""
 
     reads_weights = False
 
@@ -177,7 +177,7 @@ def train(
     begin: Callable[[], None] = lambda: None,
     fixed: bool = False,
 ) -> GPTModule:
-    """So many steps under the strategy; ``tick(strategy)`` after each. Returns the trained module."""
+    """Train ``steps`` steps with the strategy, with ``tick(strategy)`` after each; return the trained module."""
     strategy = MegatronStrategy(
         tensor_parallel=step.tp,
         sequence_parallel=step.tp > 1,
@@ -219,7 +219,7 @@ def train(
 
 
 def precision_of(step: Step) -> dict[str, Any]:
-    """The Trainer's arguments; off the GPU, products in FP8 are emulated."""
+    """Return the Trainer's arguments for precision. On CPU, products in FP8 are emulated."""
     if step.precision == "fp8":
         recipe, *words = step.recipe.split("+")
         options = LowPrecisionOptions(recipe, primary_weights="primary" in words, emulate=step.device != "cuda")
@@ -229,7 +229,7 @@ def precision_of(step: Step) -> dict[str, Any]:
 
 
 def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
-    """Named backends by op: those that the model's configuration has settings for, and the others."""
+    """Return the named backends by op: those with settings in the model's configuration, and the others."""
     named = dict(word.split(":", 1) for word in step.backends)
     settings = {field.name for field in fields(BackendConfig)}
     return (
@@ -239,7 +239,7 @@ def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def by_hand(step: Step) -> list[float]:
-    """The losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
+    """Return the losses of :func:`train` with ``fixed``, from a plain loop on one device in float32."""
     adam = AdamConfig(lr=LEARNING_RATE / step.layers)
     with torch.device("meta"):
         model = GPT(config_of(step))
@@ -264,10 +264,10 @@ def by_hand(step: Step) -> list[float]:
 
 
 def check_loss(step: Step, module: GPTModule) -> dict[str, Any]:
-    """The trained model's loss on fresh tokens beside that of the same weights in float32.
+    """Compare the trained model's loss on new tokens with that of the same weights in float32.
 
     Raises:
-        Wrong: they differ.
+        Wrong: the losses differ.
     """
     ids = random_rows(step, 1, 10**6).to(step.device)
     labels, tokens = ids[0, 1:], ids[0, :-1]

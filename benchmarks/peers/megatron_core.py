@@ -1,4 +1,4 @@
-"""Megatron-core's GPT with its own optimizer and data parallelism, on TransformerEngine's layers or on its own."""
+"""Megatron-core's GPT with its own optimizer and data parallelism, with TransformerEngine's layers or its own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megalight.imports import has
 
 
 class Runner:
-    """Tensor and data parallelism, sequence parallel with the former, sharded optimizer with the latter.
+    """Tensor parallelism with sequence parallelism, and data parallelism with a sharded optimizer.
 
     Args:
-        te: TransformerEngine's layers and fused operations.
+        te: whether to use TransformerEngine's layers and fused operations.
     """
 
     def __init__(self, te: bool) -> None:
@@ -59,7 +59,7 @@ class Runner:
             parallel_state.destroy_model_parallel()
 
     def build(self, step: Step) -> Callable[[Iterator[Any]], None]:
-        """Everything on this GPU; what is returned does one optimizer step."""
+        """Build everything on this GPU, and return a function that does one optimizer step."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed import finalize_model_grads as finalize
         from megatron.core.models.gpt import GPTModel
@@ -134,7 +134,7 @@ class Runner:
         return train
 
     def config(self, step: Step) -> Any:
-        """The fastest settings that this Megatron-core and what is installed beside it allow."""
+        """Return the fastest settings that this Megatron-core and the installed packages allow."""
         from megatron.core.transformer import TransformerConfig
 
         return TransformerConfig(
@@ -166,7 +166,7 @@ class Runner:
 
 
 def micro_batches(step: Step, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random tokens and labels without end, other ones for each replica."""
+    """Yield random tokens and labels endlessly, different for each replica."""
     seed = 10**6 * replica
     while True:
         ids = random_rows(step, step.mbs, seed).pin_memory().cuda(non_blocking=True)
