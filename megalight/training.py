@@ -35,12 +35,13 @@ from megalight.parallel.data_parallel import DataParallel, clip_coefficient
 from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model import ParallelModel, engine_over
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions, check_sequence_parallel
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
+from megalight.parallel.run_engine import engine_over
 from megalight.parallel.same_batch import check_same
 from megalight.parallel.source import Source
 from megalight.parallel.step import Outcome, Step, Task

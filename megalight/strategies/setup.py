@@ -22,7 +22,8 @@ from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
-from megalight.parallel.model import ParallelModel, engine_over
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.run_engine import engine_over
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.hooks import defines
 from megalight.strategies.mesh_strategy import MeshStrategy

@@ -21,8 +21,9 @@ from megalight.nn.init import initialise
 from megalight.parallel import initial_values as initialise_module
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model import ParallelModel, engine_over
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
+from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Filled, Target
 from tests.strategies.training import BASE, canonical
 from tests.workers import run

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model import ParallelModel, engine_over
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import Step
 from megalight.types import Loss
 from tests.workers import run

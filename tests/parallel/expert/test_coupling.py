@@ -14,9 +14,10 @@ from megalight.nn.init import initialise
 from megalight.parallel.coupling import Coupling, Empty
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model import ParallelModel, engine_over
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import Step
 from megalight.types import Loss, PackedSequences
 from tests.parallel.expert.model import build, plan

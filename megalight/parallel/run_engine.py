@@ -1,0 +1,135 @@
+"""The data-parallel engine of one training run, over all its trainable models, and the values in its storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
+from megalight.parallel.initial_values import initialise
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.source import Source, parameter_targets, shard_targets
+
+log = logging.getLogger(__name__)
+
+
+def engine_over(
+    models: Sequence[ParallelModel], groups: Sequence[Iterable[nn.Parameter]], options: DataParallel
+) -> DataParallelEngine:
+    """Create the data-parallel engine of one training run. It takes over the storage of the parameters.
+
+    Args:
+        models: the trainable parts of the run, each on a mesh over the same ranks. If there are several, the engine
+            names a parameter by its part's name and its local name.
+        groups: the parameters of each group of the optimizer.
+
+    Raises:
+        ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or pipeline
+            stages have different numbers of groups.
+    """
+    named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
+    parts = [part for model in models for part in model.chunks]
+    places = reversed(list(enumerate(parts)))  # the first chunk wins: a parameter of several is complete with it
+    chunks = {id(parameter): place for place, part in places for parameter in part.parameters()}
+    whole = "" if len(models) == 1 else "{}."
+    infos = {}  # by id: a tied parameter comes once
+    for index, group in enumerate(groups):
+        for parameter in group:
+            if id(parameter) not in named:
+                kinds = " or ".join(type(model.root).__name__ for model in models)
+                raise ConfigurationError(
+                    f"the optimizer was given a parameter of shape {tuple(parameter.shape)} that is not part of "
+                    f"{kinds}; return an optimizer over self.parameters()."
+                )
+            model, name = named[id(parameter)]
+            full, chunk = whole.format(model.name) + name, chunks.get(id(parameter), 0)
+            infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], index, chunk, model.mesh)
+    missing = [
+        name
+        for model in models
+        for name, parameter in model.root.named_parameters()
+        if parameter.requires_grad and id(parameter) not in infos
+    ]
+    if missing:
+        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise ConfigurationError(
+            f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
+            "group, or freeze it with requires_grad_(False)."
+        )
+    for model in models:
+        _check_equal_groups(model.mesh, len(groups))
+    # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
+    engine = options.engine([infos[key] for key in named if key in infos], models[0].mesh, models[0].device)
+    for model in models:
+        _fill(engine, model, whole.format(model.name))
+    for kind, size in engine.memory().items():
+        log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
+    return engine
+
+
+def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
+    """Write values into the engine's storage: parameters and masters get the same draws, or the same read.
+
+    If there are values already, only masters that are wider than their parameters are filled again from the origin.
+    """
+    origin, pending = model.origin, model.pending
+    model.origin, model.pending, model.filled = None, False, True
+    copies = any(not bucket.master_is_own_params for bucket in engine.buckets)
+    model.allocate()  # memory for parameters in no bucket, which are frozen
+    if origin is None or not (pending or copies):
+        return
+
+    def give(name: str, values: Tensor) -> None:
+        engine.fill_masters(prefix + name, values)
+
+    engine.sync_parameters()  # with 8-bit codes a gather is in flight from the start; it must not overwrite new values
+    if origin.seed is not None:
+        initialise(model.root, model.specs, origin.seed, on_values=give if copies else None, only=origin.only)
+        engine.recast()
+    if origin.source is not None:
+        _read(engine, model, origin.source, give, pending)
+
+
+def _read(
+    engine: DataParallelEngine,
+    model: ParallelModel,
+    source: Source,
+    give: Callable[[str, Tensor], None],
+    pending: bool,
+) -> None:
+    """Read each rank's shards, and gather parameters from them; ``pending``: also read tensors that are in no shard."""
+    for name, tensor in model.padded().items():
+        tensor.zero_()
+        give(name, torch.zeros_like(tensor, dtype=torch.float32))
+    found = shard_targets([shard.master for shard in engine.shards], engine.shards)
+    targets = [target for target in found if target.name.startswith(model.prefix)]
+    if pending:
+        held = {id(info.parameter) for info in engine.infos}
+        others = [(name, tensor) for name, tensor in model.tensors().items() if id(tensor) not in held]
+        targets += parameter_targets(others, model.specs)
+    if model.added.isdisjoint(source.tensors):
+        targets = [target for target in targets if target.name not in model.added]
+    source.fill(targets, strict=pending, prefix=model.prefix)
+    engine.publish()
+    engine.sync_parameters()
+
+
+def _check_equal_groups(mesh: ParallelMesh, count: int) -> None:
+    """Check that all pipeline stages have the same number of groups; checkpoints know a group by its number."""
+    group = mesh.group("pp")
+    if group is None:
+        return
+    counts: list[Any] = [None] * group.size()
+    dist.all_gather_object(counts, count, group=group)
+    if len(set(counts)) > 1:
+        raise ConfigurationError(
+            f"configure_optimizers made {counts} parameter groups on the pipeline's ranks; make the same ones "
+            "everywhere, without parameters where a stage has none."
+        )
