@@ -1,4 +1,4 @@
-"""Set-up of every test: seeds, skipped GPU tests, Hypothesis without time limits, poisoned memory, a summary."""
+"""Setup of all tests: seeds, skipped GPU tests, Hypothesis without time limits, poisoned memory, a summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.summary import Summary
 
-# No test depends on speed: on a busy machine examples may take any time. `pytest-timeout` ends what hangs.
+# No test depends on speed: on a busy machine an example may take any time. `pytest-timeout` ends tests that hang.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # the matrices of the tests are small, and pools of ranks share the cores
+    torch.set_num_threads(1)  # matrices in tests are small, and ranks of the pool share the cores
     if path := config.getoption("--summary"):
         config.pluginmanager.register(Summary(path))
 
@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
-    """Start every test from the same random state, whichever tests ran before it."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # commands that ran in this process leave them behind
+    """Start every test from the same random state, independent of earlier tests."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # commands of earlier tests in this process may have set them
         os.environ.pop(name, None)
     random.seed(0)
     np.random.seed(0)
@@ -49,7 +49,7 @@ def _seeds() -> None:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Fill fresh memory (``torch.empty`` and the like) with NaN, so that a read before the first write shows."""
+    """Fill new memory (``torch.empty`` and similar) with NaN, so that a read before the first write gives NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

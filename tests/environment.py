@@ -1,4 +1,4 @@
-"""A Trainer inside a rank of the worker pool."""
+"""A Trainer for ranks of the worker pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalight.strategies import MegatronStrategy
 
 
 class PoolEnvironment(ClusterEnvironment):
-    """Ranks as the worker pool set them; the process group is there already."""
+    """A cluster environment with the ranks of the worker pool, which has made the process group already."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -51,7 +51,7 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 def trainer(strategy: MegatronStrategy, root: str = "/nonexistent", **options: Any) -> pl.Trainer:
-    """A quiet CPU Trainer on as many devices as the pool has ranks."""
+    """Make a quiet CPU Trainer with as many devices as the job has ranks."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ["WORLD_SIZE"]),
@@ -65,5 +65,5 @@ def trainer(strategy: MegatronStrategy, root: str = "/nonexistent", **options: A
         "num_sanity_val_steps": 0,
     }
     torch.manual_seed(0)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Lightning would choose threads by the ranks of a pool's first test
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Lightning sets it for the first job's number of ranks
     return pl.Trainer(strategy=strategy, plugins=[PoolEnvironment()], **{**defaults, **options})

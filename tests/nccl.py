@@ -1,4 +1,4 @@
-"""Jobs over NCCL: one after another in processes of their own, one per GPU, each told of when it is done."""
+"""Jobs with NCCL: one process per GPU runs all jobs one after another, and reports each result at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import torch.multiprocessing as mp
 from tests.workers import free_port
 
 PATIENCE = 90.0
-"""Seconds for one job."""
+"""Maximum seconds for one job."""
 
 Job = Callable[..., Any]
-"""A module-level function; its arguments must be told apart by ``repr``."""
+"""A module-level function. Different arguments must have a different ``repr``."""
 
 
 class Runs:
-    """The jobs of one world size, begun at once.
+    """The jobs of one world size. The constructor starts them.
 
     Args:
         jobs: functions and their arguments.
@@ -46,10 +46,10 @@ class Runs:
             worker.start()
 
     def outcome(self, arguments: tuple[Any, ...]) -> Any:
-        """What the first rank returned. After the first error nothing more comes.
+        """Return the first rank's result of a job. After the first error there are no more results.
 
         Raises:
-            AssertionError: a rank failed in this job or in one before, or nothing came in time.
+            AssertionError: a rank failed in this job or an earlier one, or there was no result in time.
         """
         wanted, last = repr(arguments), time.monotonic()
         while wanted not in self.found and self.broken is None:
@@ -73,7 +73,7 @@ class Runs:
 
 @functools.cache
 def runs_of(jobs: Callable[[int], Sequence[tuple[Job, tuple[Any, ...]]]], world: int) -> Runs:
-    """All jobs of a file that take so many GPUs; skips the test where there are fewer."""
+    """Start all jobs of a file for ``world`` GPUs. Skip the test if there are fewer GPUs."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     return Runs(world, jobs(world))
@@ -91,7 +91,7 @@ def _rank(rank: int, world: int, port: int, jobs: Sequence[tuple[Job, tuple[Any,
         except Exception:
             results.put((rank, repr(arguments), None, traceback.format_exc()))
             raise
-        dist.barrier()  # of a job all ranks are through
+        dist.barrier()  # all ranks have finished the job before rank 0 reports it
         if rank == 0:
             results.put((rank, repr(arguments), found, None))
     dist.destroy_process_group()

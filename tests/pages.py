@@ -1,4 +1,4 @@
-"""Executable blocks of documentation pages: finding them, and running them."""
+"""Find and run the executable blocks of documentation pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SHARED = ("recipes", "examples")
 SECONDS = 200
 
 _server = mp.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "lightning.pytorch"])  # imported once, not by every block
+_server.set_forkserver_preload(["torch", "lightning.pytorch"])  # imported once instead of in every block
 
 
 @dataclass(frozen=True)
 class Block:
-    """An executable block: where it starts, its language, its text, and whether only whole runs execute it."""
+    """An executable block: its place, its language, its text, and whether only full test runs execute it."""
 
     line: int
     language: str
@@ -32,7 +32,7 @@ class Block:
 
 
 def blocks(markdown: str) -> list[Block]:
-    """The blocks whose info string says ``test``."""
+    """Return the blocks with ``test`` in their info string."""
     found = []
     for match in FENCE.finditer(markdown):
         language, *flags = match["info"].split()
@@ -45,7 +45,7 @@ def blocks(markdown: str) -> list[Block]:
 
 
 def execute(page: Path, found: list[Block], directory: Path) -> None:
-    """Run blocks in order; the first that fails fails the page, with its place and its output."""
+    """Run blocks in order. Fail at the first failing block, with its place and its output."""
     for name in SHARED:
         if (ROOT / name).exists():
             (directory / name).symlink_to(ROOT / name)
@@ -59,7 +59,7 @@ def execute(page: Path, found: list[Block], directory: Path) -> None:
 
 
 def run_bash(text: str, directory: Path, environment: dict[str, str], output: Path) -> int:
-    """Exit status of a script that stops at its first error."""
+    """Run a script that stops at its first error, and return its exit status."""
     with output.open("w") as file:
         command = ["bash", "-euo", "pipefail", "-c", text]
         answer = subprocess.run(
@@ -69,7 +69,7 @@ def run_bash(text: str, directory: Path, environment: dict[str, str], output: Pa
 
 
 def run_python(text: str, directory: Path, environment: dict[str, str], output: Path) -> int:
-    """Exit status of a program in a process of its own, forked from one that has imported torch."""
+    """Run a program in a process forked from one that has imported torch, and return its exit status."""
     process = _server.Process(target=_program, args=(text, directory, environment, output))
     process.start()
     process.join(SECONDS)

@@ -1,4 +1,4 @@
-"""The package's source as the house tests read it: files, their rooms, and what each imports."""
+"""The package's source for tests of its structure: files, their top-level folders ("rooms"), and their imports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Import:
 
     Attributes:
         module: full dotted name.
-        line: where.
-        lazy: whether it stands inside a function.
+        line: number of the line.
+        lazy: whether the import is inside a function.
     """
 
     module: str
@@ -29,7 +29,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file. ``module`` is its dotted name, ``room`` the first part of it below the package."""
+    """One Python file. ``module`` is its dotted name, and ``room`` the first part of this name below the package."""
 
     path: Path
     module: str
@@ -53,11 +53,11 @@ class Source:
 
     @property
     def package(self) -> str:
-        """What relative imports are relative to."""
+        """The package to which relative imports are relative."""
         return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
 
     def imports(self) -> Iterator[Import]:
-        """Every import, wherever it stands. ``from a import b`` counts as ``a.b``: ``b`` may be a module."""
+        """Yield every import in the file. ``from a import b`` counts as ``a.b``, because ``b`` may be a module."""
         yield from self._imports(self.tree, lazy=False)
 
     def _imports(self, node: ast.AST, lazy: bool) -> Iterator[Import]:
@@ -79,11 +79,11 @@ class Source:
 
 
 def room(module: str) -> str:
-    """``megalight.nn.linear`` -> ``nn``; the package itself -> an empty string."""
+    """Return the room of a module: ``megalight.nn.linear`` -> ``nn``; the package itself -> an empty string."""
     return module.split(".")[1] if "." in module else ""
 
 
 @functools.cache
 def sources() -> tuple[Source, ...]:
-    """Every Python file of the package."""
+    """Return all Python files of the package."""
     return tuple(Source.of(path) for path in sorted(PACKAGE.rglob("*.py")))

@@ -1,4 +1,4 @@
-"""The record of a whole test run: what ran, where, with which versions, and how it ended."""
+"""The record of a full test run: tests, machine, versions and results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SLOWEST = 10
 
 
 def commit() -> str:
-    """The commit under test, marked where the tree differs from it."""
+    """Return the commit under test, with a mark if the working tree differs from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     return answer.stdout.strip() or "unknown"
 
 
 def device() -> str:
-    """The machine in a few words."""
+    """Describe the machine in a few words."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     shown = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores, {shown}"
@@ -53,7 +53,7 @@ class Summary:
         self.path.write_text(self.render(int(exitstatus)), encoding="utf-8")
 
     def render(self, exitstatus: int) -> str:
-        """The page."""
+        """Return the page as markdown."""
         counts = Counter(self.outcomes.values())
         minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
         found = [f"{name} {version(name)}" for name in DISTRIBUTIONS if version(name)]

@@ -1,9 +1,9 @@
-"""Several ranks under gloo for tests: one pool of processes that lives as long as the test session.
+"""Several gloo ranks for tests: one pool of processes that lives as long as the test session.
 
-``run(fn, world_size, *args)`` calls the module-level function ``fn(*args)`` in ``world_size`` processes, each inside an
-initialised default process group, and returns what the ranks returned, in rank order. A rank that raises fails the test
-with its own traceback, one that dies with its exit code, one that hangs after ``timeout`` seconds. The pool is replaced
-where a process is lost or stuck.
+``run(fn, world_size, *args)`` calls the module-level function ``fn(*args)`` in ``world_size`` processes with an
+initialised default process group, and returns the results in rank order. The test fails if a rank raises (with the
+rank's traceback), dies (with its exit code), or hangs for ``timeout`` seconds. If a process is lost or hangs, the next
+job gets a new pool.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 GRACE = 5.0
-"""Seconds that peers get once a rank has failed: they may hang in a collective that it never joins."""
+"""Seconds for other ranks to end after one has failed. They may hang in a collective that it never joins."""
 POLL = 0.2
 LOST_PEER = re.compile(r"by peer|Broken pipe")
-"""What a rank says when another has failed: a consequence, not the cause."""
+"""Matches errors of ranks that lost another rank. These are consequences of a failure, not its cause."""
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def _answer(rank: int, job: bytes) -> bytes:
-    """Run one job. Messages are pickled here, not in a queue's own thread, so that what cannot travel is told."""
+    """Run one job. The result is pickled here and not in the queue's thread, so that pickling errors are reported."""
     import torch
     import torch.distributed as dist
 
     fn, world_size, port, timeout, args = ForkingPickler.loads(job)
     os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)  # a Trainer of one process takes more, and ranks that differ in it round differently
+    torch.set_num_threads(1)  # an earlier Trainer may have set more; different numbers on ranks round differently
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -66,7 +66,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
             failed = True
             results.put((rank, False, traceback.format_exc()))
         if failed:
-            gc.collect()  # closes the connections of what the traceback held: peers need not wait for their timeout
+            gc.collect()  # closes connections that the traceback kept open, so peers need not wait for their timeout
 
 
 class _Pool:
@@ -105,14 +105,14 @@ def _close() -> None:
 
 
 def _store() -> Any:
-    """Where the ranks of a job meet, on a port that the system chooses."""
+    """Make the store for the rendezvous of a job's ranks, on a port that the system chooses."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _collect(pool: _Pool, world_size: int, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
-    """Answers and failures by rank, each in the order they came."""
+    """Return answers and failures by rank, each in order of arrival."""
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout
@@ -134,15 +134,17 @@ def _collect(pool: _Pool, world_size: int, timeout: float) -> tuple[dict[int, An
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` gloo ranks; returns each rank's result (must be picklable; use CPU tensors
-    sparingly, numbers and numpy arrays travel best)."""
+    """Run ``fn(*args)`` on ``world_size`` gloo ranks, and return each rank's result.
+
+    Results must be picklable. Prefer numbers and numpy arrays to CPU tensors.
+    """
     pool = _pool(world_size)
     store = _store()
     job = bytes(ForkingPickler.dumps((fn, world_size, store.port, timeout, args)))
     for rank in range(world_size):
         pool.jobs[rank].put(job)
     answers, failures = _collect(pool, world_size, timeout)
-    del store  # ranks that need nobody any more leave; others may still be meeting
+    del store  # only now: ranks may have needed it to connect until all of them had answered
     missing = sorted(set(range(world_size)) - set(answers) - set(failures))
     if missing or not all(process.is_alive() for process in pool.processes):
         _pools.remove(pool)
