@@ -154,6 +154,7 @@ class MegalightModule(pl.LightningModule):
             loss = self._loss(batch)
         for name, value in loss.auxiliary.items():
             side_losses.attach(name, value, loss.sum)
+        # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
         for name, value in {"loss": objective, **side_losses.values, **metrics}.items():

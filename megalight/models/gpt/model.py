@@ -158,6 +158,7 @@ class GPT(nn.Module):
         self.rotary = build_rotary(config)
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.head: LMHead | None = build_head(config)
+        # one parameter with two names: canonical tensors and checkpoints use the first one, embed.word.weight
         if config.tie_embeddings:
             self.head.output_layer.weight = self.embed.word.weight
 
@@ -199,6 +200,7 @@ class GPT(nn.Module):
         hidden = run_layers(self.layers, hidden, self.context(sequences, hidden.dtype), states)
         if self.head is None:
             return Output(hidden=hidden)
+        # select rows before the head, whose product with the vocabulary is expensive
         if rows is not None:
             hidden, labels = hidden[rows], None if labels is None else labels[rows]
         answer = self.head(hidden, labels)

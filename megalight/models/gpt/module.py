@@ -49,12 +49,13 @@ class GPTModule(FamilyModule[GPTConfig]):
         return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
 
     def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
-        """Return the cross entropy in nats, summed over the tokens with loss mask 1."""
+        """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
         mask = batch.loss_mask.reshape(-1)
+        # losses past the mask belong to padding, which forward_step added
         return Loss(sum=(carry["losses"][: mask.numel()] * mask).sum())
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
-        """Count the tokens with loss mask 1."""
+        """Return the sum of the loss mask."""
         return batch.loss_mask.sum()
 
     def output_step(self, carry: Carry, batch: TokenBatch) -> Tensor:

@@ -113,6 +113,7 @@ def merge(model: nn.Module) -> int:
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return ``W + scale * B A`` of each section. The sum is rounded once, to the dtype of ``weight``."""
+    # product and sum in float32 or wider, so that only the result is rounded to a half dtype
     wide = torch.promote_types(weight.dtype, torch.float32)
     downs, ups = iter(adapter.A.split(adapter.width)), iter(adapter.B.split(adapter.sizes))  # type: ignore[no-untyped-call]
     parts = [
