@@ -121,10 +121,12 @@ class SigtermAgreement:
                 owner.__dict__.pop(name, None)
 
     def _handle(self, signum: int, frame: Any) -> None:
+        # pass the signal on once to the processes that this one started
         launcher = self.trainer.strategy.launcher
         if not self.told and launcher is not None:
             launcher.kill(signal.Signals(signum))
         self.told = True
+        # a single process needs no agreement with other ranks
         if self.trainer.world_size == 1:
             self.trainer._signal_connector.received_sigterm = True
 

@@ -21,6 +21,7 @@ def even(loader: Any, coupling: Coupling) -> Any:
         length = len(loader)
     except TypeError:
         return _Asking(loader, coupling)
+    # a maximum of negated lengths is the negated minimum
     longest, shortest = coupling.most(length), -coupling.most(-length)
     if longest == shortest:
         return loader

@@ -111,6 +111,7 @@ class WorkerLauncher(MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         folder = None
+        # weights return by a checkpoint: it makes the whole model from the shards of all ranks
         if trainer.state.fn == TrainerFn.FITTING:
             parent = self._strategy.broadcast(
                 tempfile.mkdtemp(prefix="megalight-") if self._strategy.is_global_zero else ""

@@ -211,6 +211,7 @@ class MegatronStrategy(FolderCheckpoints):
             self._stepper.step.frozen = setup.build_frozen(self, module)
             self._setup_of = module
         assert self._stepper is not None and self.parallel_model is not None
+        # in fit, the engine allocates the storage of the parameters and then fills in their values
         if fitting:
             self._fit_setup(trainer)
         else:
@@ -259,6 +260,7 @@ class MegatronStrategy(FolderCheckpoints):
         """Run forward and backward of all micro-batches and reduce gradients; return the detached global mean loss."""
         assert self._stepper is not None and self.engine is not None
         trainer = self._trainer
+        # Lightning skips its own zero_grad with the backward, so do it at the start of each accumulation window
         window = int(trainer.accumulate_grad_batches)
         if trainer.fit_loop.batch_idx % window == 0:
             _lightning.zero_grad(trainer, self.optimizers[0])
