@@ -129,6 +129,7 @@ class CUDAGraph(pl.Callback):
         if strategy.any_rank(bool(reasons)):  # all ranks must decide alike, because they communicate in every step
             self._refuse("; ".join(dict.fromkeys(reasons)) or "another rank cannot record its steps")
             return
+        # replays use the generators that were recorded, so each stream keeps one generator for the run
         found = [streams for chunk in strategy.chunks for streams in streams_of(chunk)]
         self._streams = list({id(streams): streams for streams in found}.values())
         for streams in self._streams:

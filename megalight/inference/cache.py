@@ -140,6 +140,7 @@ class Cache:
             write=_offset(replace(new, positions=positions), first_rows),
             read=_offset(keys, first_rows),
         )
+        # without earlier tokens the keys are the new tokens themselves, and attention can use its simpler form
         return replace(new, positions=positions, keys=keys if any(past) else None)
 
 

@@ -84,6 +84,7 @@ def _steps(
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:
     device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
+    # all ranks of a replica must sample the same tokens, so they use one seed
     if generator is None:
         generator = Generator(device)
         seed = generator.seed()
@@ -102,6 +103,7 @@ def _steps(
         step = dict(zip(active, chosen, strict=True))
         yield step
         left -= 1
+        # completed prompts leave the batch; the others continue with their newest token
         active = [prompt for prompt, token in step.items() if token != eos_id and left]
         fresh = [[step[prompt]] for prompt in active]
 
