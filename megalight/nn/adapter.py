@@ -97,6 +97,7 @@ class Adapter(nn.Module):
         narrow = self.scale * self.meet(linear(x if self.dropout is None else self.dropout(x), self.A))
         if len(self.adapted) == 1:
             return y + linear(narrow, self.B)
+        # a fused layer: each adapted section adds the product of its own pair, the others do not change
         pairs = zip(torch.split(narrow, self.width, -1), torch.split(self.B, self.sizes), strict=True)
         parts = zip(torch.split(y, self.section_sizes, -1), self.adapted, strict=True)
         return torch.cat([part + linear(*next(pairs)) if adapted else part for part, adapted in parts], -1)

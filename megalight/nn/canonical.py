@@ -69,6 +69,7 @@ def parts(model: nn.Module) -> Iterator[Part]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         for local, parameter in module._parameters.items():
+            # a tied parameter is the same object in two modules
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))

@@ -63,6 +63,7 @@ class TokenEmbedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T], positions [T], token_types [T]`` (None: all 0) ``-> [T, h]``."""
         hidden: Tensor = self.word(tokens)
+        # skip a multiplication by 1, which would cost a pass over memory
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if self.position is not None:

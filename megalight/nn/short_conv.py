@@ -58,6 +58,7 @@ class CausalConv(nn.Module):
 def _earlier(x: Tensor, sequences: PackedSequences, count: int) -> list[Tensor]:
     """Return ``x[t - j]`` for every token ``t`` and each ``j < count``, with 0 before the start of its sequence."""
     places = sequences.positions[:, None]
+    # shift the packed tokens as one sequence, then clear places that crossed the start of their own sequence
     shifted = [F.pad(x, (0, 0, j, 0))[: len(x)].masked_fill(places < j, 0) for j in range(1, count)]
     return [x, *shifted]
 
@@ -66,6 +67,7 @@ def _continued(x: Tensor, sequences: PackedSequences, count: int, state: Sequenc
     """Return the same for continued sequences. Earlier inputs come from the state, which is then updated."""
     kept = count - 1
     before = state.read((kept, x.shape[1]), x)
+    # rows: the ``kept`` earlier inputs of every sequence, then all new tokens
     rows = torch.cat([before.flatten(0, 1), x])
     starts = sequences.cu_seqlens[:-1].long()
     numbers = torch.arange(len(starts), device=x.device)

@@ -73,6 +73,7 @@ class Experts(nn.Module):
 
         An expert without tokens gets a gradient of zeros.
         """
+        # experts without tokens take part with empty inputs, so that all of them get gradients
         sizes = list(counts)
         wide = [F.linear(x, up) for x, up in zip(torch.split(tokens, sizes), self.up.unbind(), strict=True)]
         narrow = torch.split(self.act(torch.cat(wide)), sizes)
