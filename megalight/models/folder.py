@@ -104,6 +104,7 @@ class Folder:
         boxes = [target for target in targets if target.data.numel()]
         asked = {target.name: target.shape for target in boxes}
         filled = compare(ranks, where, self.tensors, asked, strict=strict, prefix=prefix, label=self._label)
+        # group boxes by file, so that a job in a thread opens only one file
         by_file: dict[str, list[Target]] = {}
         for target in boxes:
             if target.name in self.tensors:

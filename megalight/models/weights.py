@@ -87,6 +87,7 @@ class WeightMap:
         reverse: dict[str, list[tuple[str, Theirs]]] = {}
         for ours, place in self.places.items():
             reverse.setdefault(place.name, []).append((ours, place))
+        # look up names in the spelling of the tables, but remember the names in the file
         spelt = {self._spelt(name, reverse): name for name in names}
         spelt = {modern: name for modern, name in spelt.items() if not re.fullmatch(self.left_out, modern)}
         # a file may hold a tied tensor twice, or only the copy: keep one of them
@@ -138,6 +139,7 @@ class WeightMap:
 
 def _joined(name: str, parts: list[tuple[Theirs, Tensor]]) -> Tensor:
     """Join one of their tensors from its parts, in the order of rows."""
+    # parts of a fused tensor can come in any order; their rows must follow each other without gaps
     parts.sort(key=lambda part: part[0].rows or (0, 0))
     stop = 0
     for place, tensor in parts:
