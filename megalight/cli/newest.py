@@ -54,12 +54,17 @@ def folders_of(trainer: Any) -> list[str]:
 
 
 def _finished(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its path."""
+    """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its path.
+
+    Hidden ones do not count: a learning-rate finder that was killed leaves one behind.
+    """
     for folder, names, files in os.walk(root):
         here = Path(folder)
         for path in publish.finished(here):
-            yield manifests.read(publish.resolve(path)).saved_at, path
-        yield from ((path.stat().st_mtime_ns, path) for name in files if (path := here / name).suffix == ".ckpt")
+            if not path.name.startswith("."):
+                yield manifests.read(publish.resolve(path)).saved_at, path
+        for path in (here / name for name in files if name.endswith(".ckpt") and not name.startswith(".")):
+            yield path.stat().st_mtime_ns, path
         deep = len(here.relative_to(root).parts) >= DEPTH
         names[:] = [] if deep else [name for name in names if not name.startswith(".") and _may_hold(here / name)]
 

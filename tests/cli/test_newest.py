@@ -67,10 +67,12 @@ def test_folders_and_files_are_compared_by_age(tmp_path: Path) -> None:
     assert resolve("auto", "fit", [tmp_path / "a", tmp_path]) == str(file)
 
 
-def test_hidden_folders_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
+def test_hidden_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
     hidden = tmp_path / ".lr_find" / "x.ckpt"
     hidden.parent.mkdir()
     hidden.touch()
+    (tmp_path / ".lr_find_1.ckpt").touch()
+    save(tmp_path / ".lr_find_2.ckpt", {})
     (tmp_path / "step=3.ckpt").mkdir()
     with pytest.raises(CheckpointError, match="no finished checkpoint"):
         resolve("last", "validate", [tmp_path])
