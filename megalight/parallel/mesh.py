@@ -33,6 +33,8 @@ TOKEN_AXES = ("dp", "cp")
 """Axes along which ranks read different tokens."""
 EXPERT_DATA_AXES = ("edp",)
 """Axes along which ranks hold the same experts."""
+TENSOR_AXES = ("pp", "ep")
+"""Axes along which ranks hold different tensors: other layers, or other experts."""
 
 
 @dataclass(frozen=True)

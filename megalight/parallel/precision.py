@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,11 +21,15 @@ from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.row import RowLinear
 
 MAX_MARGIN = 14
 """Largest margin: 448 / 2^14 is the smallest such quotient that e4m3 holds with all its bits."""
+
+DENSE = ShardSpec((), ())
+"""The spec of a weight that nothing else is known of: its axes are those of dense layers."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class LowPrecisionOptions:
         modules: patterns of linear layers inside a layer that use low precision (``mlp.*``). Embeddings and the output
             layer never do.
         reduce_amax: scales that span features of several ``tp`` ranks agree, so that results do not depend on ``tp``.
-            This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees,
-            once a step, over ``tp``, ``cp`` and ``dp``.
+            This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees: in
+            the first step per cast, later once a step over all ranks that hold the weight or a part of it.
         primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
             with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
             weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
@@ -119,6 +123,7 @@ def apply_low_precision(
     mesh: ParallelMesh,
     num_layers: int | None = None,
     kind: type[LowPrecision] = LowPrecision,
+    specs: Mapping[str, ShardSpec] | None = None,
 ) -> Session:
     """Give the weights of linear layers a low precision.
 
@@ -126,6 +131,7 @@ def apply_low_precision(
         model: this rank's part, on its device; its ``layers`` are named by global index.
         num_layers: number of layers of the whole model; None: those of ``model``.
         kind: the class that casts and multiplies.
+        specs: what the parameters of ``model`` hold, by name. Those without a spec are split by the mesh's dense view.
 
     Returns:
         the session that the layers share; run steps inside its
@@ -146,8 +152,11 @@ def apply_low_precision(
         )
     _check_patterns(layers, options.modules)
     schemes = options.schemes()
-    session = Session(reduce_history=_maximum(mesh.group("dp", "cp", "tp")))
-    reduce = _maximum(mesh.group("tp")) if options.reduce_amax else None
+    session = Session()
+    # The first step of delayed scaling has no past, so each cast agrees like one by current values.
+    reduce = _maximum(mesh.group("tp")) if options.reduce_amax or schemes.delayed else None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    histories: dict[tuple[str, ...], Reduce | None] = {}
     checked: set[tuple[torch.device, torch.dtype]] = set()
     rotations = [module for module in model.modules() if isinstance(module, Rotary)]
     for index, layer in layers.items():
@@ -164,7 +173,10 @@ def apply_low_precision(
             if not options.emulate and (weight.device, weight.dtype) not in checked:
                 kind.check_products(weight, schemes)
                 checked.add((weight.device, weight.dtype))
-            state_of(weight).precision = kind(
+            holders = (specs or {}).get(names[id(weight)], DENSE).holders
+            if schemes.delayed and holders not in histories:
+                histories[holders] = _maximum(mesh.group(*holders))
+            state_of(weight).precision = precision = kind(
                 schemes,
                 session,
                 emulate=options.emulate,
@@ -175,7 +187,10 @@ def apply_low_precision(
                     reduce if isinstance(module, RowLinear) else None,
                     reduce if isinstance(module, ColumnLinear) else None,
                 ),
+                reduce_history=histories.get(holders),
             )
+            if precision.history is not None:
+                precision.history.place(weight.device)
     return session
 
 

@@ -29,7 +29,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.parallel.mesh import DENSE_AXES, TOKEN_AXES, ParallelMesh
+from megalight.parallel.mesh import DENSE_AXES, EXPERT_AXES, TENSOR_AXES, TOKEN_AXES, ParallelMesh
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,12 @@ class ShardSpec:
     def numel(self) -> int:
         """Number of elements of the local parameter, padding included."""
         return prod(self.shape)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Mesh axes along which ranks hold the same tensors, whole or in pieces: ``dp, cp, tp`` or ``edp, etp``."""
+        view = DENSE_AXES if set(self.data) <= set(DENSE_AXES) else EXPERT_AXES
+        return tuple(axis for axis in view if axis not in TENSOR_AXES)
 
     def cut(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
         """Yield the parts of elements ``[start, stop)`` of the flattened local parameter that belong to pieces.

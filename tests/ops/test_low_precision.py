@@ -228,8 +228,10 @@ def test_delayed_casts_go_by_past_steps_alone() -> None:
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_what_is_not_finite_spoils_no_later_step(history: int, where: str, bad: float) -> None:
     reduced: list[Tensor] = []
-    session = Session(reduce_history=lambda seen: reduced.append(seen.clone()))
-    weight, x, grad_y = make("delayed", session, history=history)
+    session = Session()
+    weight, x, grad_y = make(
+        "delayed", session, history=history, reduce_history=lambda seen: reduced.append(seen.clone())
+    )
     found = []
     for step in range(3):
         leaf, gradient = x.detach().clone(), 1e-7 * grad_y
@@ -246,24 +248,25 @@ def test_what_is_not_finite_spoils_no_later_step(history: int, where: str, bad: 
         assert torch.equal(first, last)
 
 
-def test_histories_are_reduced_once_for_all_layers() -> None:
+def test_histories_are_reduced_once_for_all_layers_of_a_group() -> None:
     calls: list[Tensor] = []
 
     def reduce(amax: Tensor) -> None:
         calls.append(amax.clone())
         amax.mul_(4)
 
-    session = Session(reduce_history=reduce)
-    weights = [make("delayed", session, seed=seed)[0] for seed in (0, 1)]
+    session = Session()
+    reduces = (reduce, None, reduce)
+    weights = [make("delayed", session, seed=seed, reduce_history=reduces[seed])[0] for seed in range(3)]
     x = torch.ones(3, IN, dtype=torch.float64)
     with session.step(0):
         for weight in weights:
             linear(x, weight)
     assert [call.shape for call in calls] == [(2, 3)]
-    for weight in weights:
+    for weight, factor in zip(weights, (4, 1, 4), strict=True):
         past = precision_of(weight).history.past
-        assert past[0, 0] == 4
-        assert past[0, 1] == 4 * weight.detach().abs().max().float()
+        assert past[0, 0] == factor
+        assert past[0, 1] == factor * weight.detach().abs().max().float()
 
 
 def test_margin_leaves_room() -> None:

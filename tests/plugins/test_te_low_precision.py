@@ -18,6 +18,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import precision_of, state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts, why_not
@@ -142,7 +143,7 @@ def prepared(options: LowPrecisionOptions) -> Any:
     model = Model()
     initialise(model, 1)
     model.bfloat16()
-    MegatronLowPrecision(options, implementation="transformer_engine").prepare(model, ParallelMesh(), None)
+    MegatronLowPrecision(options, implementation="transformer_engine").prepare(ParallelModel(model, ParallelMesh()))
     return model
 
 
@@ -161,7 +162,7 @@ def test_nobody_measures_for_quantizers_that_do(packages: Fakes) -> None:
     model = prepared(LowPrecisionOptions())
     assert isinstance(precision_of(model.layers["0"]["up"].weight), TransformerEngineProducts)
     assert model.layers["0"]["norm"].backend == "auto"
-    MegatronLowPrecision(LowPrecisionOptions(emulate=True)).prepare(model, ParallelMesh(), None)
+    MegatronLowPrecision(LowPrecisionOptions(emulate=True)).prepare(ParallelModel(model, ParallelMesh()))
     assert model.layers["0"]["norm"].backend == "auto+amax"
 
 

@@ -21,6 +21,7 @@ from megalight.ops.parameter import precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import MAX_MARGIN, LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
@@ -75,9 +76,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=["tp", "sp", "pp", "dp"])
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 def test_layouts_equal_one_device(name: str, ranks: int, layout: dict[str, Any]) -> None:
-    options = {"recipe": name, "reduce_amax": True, "first_layers": 1}
+    options = {"recipe": name, "first_layers": 1} | ({} if name == "delayed" else {"reduce_amax": True})
     expected = run(train, 1, options, {"micro_batch_size": 2})[0]
     for found in run(train, ranks, options, {"micro_batch_size": 2, **layout}):
         assert_same_run(found, expected)
@@ -165,7 +166,7 @@ def test_the_last_plugin_decides() -> None:
         MegatronLowPrecision(LowPrecisionOptions(emulate=True, first_layers=3)),
         MegatronPrecision("bf16-mixed"),
     ):
-        plugin.prepare(module, ParallelMesh(), None)
+        plugin.prepare(ParallelModel(module, ParallelMesh()))
         marked.append(sum(precision_of(parameter) is not None for parameter in module.parameters()))
     assert marked == [16, 4, 0]
 
@@ -237,4 +238,4 @@ def test_foreign_models_are_refused() -> None:
     plugin = MegatronLowPrecision()
     plugin.plain = True
     with pytest.raises(ConfigurationError, match="plain LightningModule"):
-        plugin.prepare(nn.Linear(16, 16), ParallelMesh(), None)
+        plugin.prepare(ParallelModel(nn.Linear(16, 16), ParallelMesh()))

@@ -36,12 +36,10 @@ class Session:
 
     Args:
         seed: seed of stochastic rounding.
-        reduce_history: for scales from past steps: called once a step, over all ranks that share a layer or its tokens.
     """
 
-    def __init__(self, seed: int = 0, reduce_history: Reduce | None = None) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.reduce_history = reduce_history
         self.layers: list[LowPrecision] = []
         self.inside = False
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -69,7 +67,13 @@ class Session:
             self.inside = False
             for layer in self.layers:
                 layer.forget()
-        AmaxHistory.roll([layer.history for layer in self.layers if layer.history is not None], self.reduce_history)
+        # Ranks of one group have the same layers in the same order, so one all-reduce serves all layers of a group.
+        groups: dict[Reduce | None, list[AmaxHistory]] = {}
+        for layer in self.layers:
+            if layer.history is not None:
+                groups.setdefault(layer.reduce_history, []).append(layer.history)
+        for reduce, histories in groups.items():
+            AmaxHistory.roll(histories, reduce)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -107,6 +111,8 @@ class LowPrecision:
         history: number of past steps that a delayed scale uses.
         reduce_amax: two functions that reduce over the ranks with the other input features, and with the other output
             features. They are used for scales that span these. None: each rank scales its own part.
+        reduce_history: reduces magnitudes of past steps, once a step, over the ranks that hold the weight or a part of
+            it. Layers with the same function share a call. None: one rank.
         primary: the weight may be stored as codes; the code that does so must set :attr:`scale`.
 
     Attributes:
@@ -130,6 +136,7 @@ class LowPrecision:
         margin: int = 0,
         history: int = STEPS,
         reduce_amax: tuple[Reduce | None, Reduce | None] = (None, None),
+        reduce_history: Reduce | None = None,
         primary: bool = False,
     ) -> None:
         self.recipe = recipe
@@ -137,6 +144,7 @@ class LowPrecision:
         self.backend = "reference" if emulate else "auto"
         self.margin = margin
         self.reduce_in, self.reduce_out = reduce_amax
+        self.reduce_history = reduce_history
         self.history = AmaxHistory(history) if recipe.delayed else None
         if primary and not recipe.one_scale:
             raise ConfigurationError(
@@ -210,7 +218,7 @@ class LowPrecision:
         if (found := self._cast_by_history(flat, INPUT, self.recipe.x, None)) is not None:
             rows, _ = found
         else:
-            rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce, always=True))
+            rows, _ = cast(flat, self.recipe.x, None, amax=self._amax(flat, self.recipe.x, INPUT, reduce))
         assert rows is not None
         return rows
 
@@ -329,12 +337,8 @@ class LowPrecision:
             history.record(role, known_amax(x))
         return found
 
-    def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None, always: bool = False) -> Tensor | None:
-        """Return the magnitudes that set the scales, or None if the cast finds them in ``x`` alone.
-
-        Args:
-            always: also reduce what a history records, because ranks must agree even while it is empty.
-        """
+    def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None) -> Tensor | None:
+        """Return the magnitudes that set the scales, or None if the cast finds them in ``x`` alone."""
         if not self.recipe.one_scale:
             if reduce is None or scheme.tile != (1, 0):
                 return None
@@ -342,7 +346,7 @@ class LowPrecision:
             reduce(amax)
             return amax
         amax = known_amax(x)
-        if reduce is not None and (always or self.history is None):
+        if reduce is not None:
             reduce(amax)
         if self.history is not None:
             amax = self.history.allow(role, amax, record=self.session.inside)

@@ -32,6 +32,12 @@ class AmaxHistory:
         self.current: Tensor | None = None
         self.rolled = False
 
+    def place(self, device: torch.device) -> None:
+        """Make the memory, if there is none yet. A layer that may stay without tokens needs it before it first runs."""
+        if self.past is None:
+            self.past = torch.zeros(self.length, 3, device=device)
+            self.current = torch.zeros(3, device=device)
+
     def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
         """Return the magnitude that a scale must cover: the largest of past steps, or ``amax`` if there are none.
 
@@ -40,9 +46,8 @@ class AmaxHistory:
             amax: 0-dim: the largest magnitude of the tensor that will be quantized.
             record: whether to add ``amax`` to this step.
         """
-        if self.past is None or self.current is None:
-            self.past = torch.zeros(self.length, 3, device=amax.device)
-            self.current = torch.zeros(3, device=amax.device)
+        self.place(amax.device)
+        assert self.past is not None
         if record:
             self.record(role, amax)
         known = self.past[:, role].amax()
@@ -67,8 +72,8 @@ class AmaxHistory:
         used instead.
 
         Args:
-            histories: all histories of the model.
-            reduce: reduces a tensor over ranks in place (maximum), once for all histories. None: one rank.
+            histories: of layers whose weights the same ranks hold, in the same order on each of them.
+            reduce: reduces a tensor over those ranks in place (maximum), once for all histories. None: one rank.
         """
         used = [(h, h.past, h.current) for h in histories if h.past is not None and h.current is not None]
         if not used:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.ops.linear.low_precision import LOW_PRECISION, Session
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
 from megalight.plugins.precision.megatron import MegatronPrecision
 
@@ -47,7 +46,7 @@ class MegatronLowPrecision(MegatronPrecision):
         self.kind = LOW_PRECISION[implementation]
         self.session: Session | None = None
 
-    def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
+    def prepare(self, model: ParallelModel) -> None:
         """Set up the linear layers for low precision.
 
         Raises:
@@ -56,10 +55,12 @@ class MegatronLowPrecision(MegatronPrecision):
         """
         if self.plain:
             raise ConfigurationError(
-                f"products in 8 bits need a MegalightModule, and {type(model).__name__} is a plain LightningModule; "
-                "write build_model, forward_step and loss_step, or choose another precision."
+                f"products in 8 bits need a MegalightModule, and {type(model.root).__name__} is a plain "
+                "LightningModule; write build_model, forward_step and loss_step, or choose another precision."
             )
-        self.session = apply_low_precision(model, self.options, mesh, num_layers, self.kind)
+        self.session = apply_low_precision(
+            model.root, self.options, model.mesh, model.num_layers, self.kind, model.specs
+        )
 
     def begin(self, number: int) -> None:
         """Begin training step ``number``, which seeds stochastic rounding."""

@@ -24,11 +24,11 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import remove_low_precision
 
 DTYPES = {
@@ -107,15 +107,9 @@ class MegatronPrecision(Precision):
         else:
             yield
 
-    def prepare(self, model: nn.Module, mesh: ParallelMesh, num_layers: int | None) -> None:
-        """Prepare this rank's part of the model. Setup calls it when the parameters exist.
-
-        Args:
-            model: this rank's part of the model.
-            mesh: the grid of ranks.
-            num_layers: number of layers of the whole model, if this is a stage of it. None: ``model`` has all layers.
-        """
-        remove_low_precision(model)
+    def prepare(self, model: ParallelModel) -> None:
+        """Prepare this rank's part of the model. Setup calls it when the parameters have their dtype and device."""
+        remove_low_precision(model.root)
 
     def begin(self, number: int) -> None:
         """Begin training step ``number``: work on the host that must not be recorded in a CUDA graph."""

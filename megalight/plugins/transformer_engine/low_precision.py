@@ -93,7 +93,7 @@ class TransformerEngineProducts(LowPrecision):
         for name, asked in (
             ("emulate", options.get("emulate", False)),
             ("primary_weights", options.get("primary", False)),
-            ("reduce_amax", any(options.get("reduce_amax", ()))),
+            ("reduce_amax", any(options.get("reduce_amax", ())) and not recipe.delayed),
             ("margin for this recipe", options.get("margin", 0) and not recipe.delayed),
             ("power_of_two", recipe.x.scale == "power"),
         ):
@@ -196,7 +196,7 @@ class TransformerEngineProducts(LowPrecision):
             self._scale(quantizer, scheme, past.known(role, LARGEST[scheme.format]) * 2.0**self.margin)
             quantizer.amax.zero_()  # casts accumulate the largest magnitude in it
         elif self.history is not None:
-            amax = self._amax(flat, scheme, role, None)
+            amax = self._amax(flat, scheme, role, (self.reduce_in, self.reduce_weight, self.reduce_out)[role])
             assert amax is not None
             self._scale(quantizer, scheme, amax)
         # its products need a multiple of tokens; the callers cut off the rows of padding

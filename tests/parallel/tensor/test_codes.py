@@ -26,9 +26,15 @@ from tests.workers import run
 IN, OUT = 32, 48
 
 
+def _largest(amax: Tensor) -> None:
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
+
+
 def _weight(name: str, session: Session) -> Parameter:
     weight = with_main_grad(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
-    state_of(weight).precision = LowPrecision(recipe(name), session, emulate=True, margin=int(recipe(name).one_scale))
+    state_of(weight).precision = LowPrecision(
+        recipe(name), session, emulate=True, margin=int(recipe(name).one_scale), reduce_history=_largest
+    )
     return weight
 
 
@@ -40,10 +46,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
     saved: list[Tensor] = []
     gather = codes.start_all_gather
 
-    def largest(amax: Tensor) -> None:
-        dist.all_reduce(amax, dist.ReduceOp.MAX)
-
-    sessions = Session(reduce_history=largest), Session(reduce_history=largest)
+    sessions = Session(), Session()
     ours, theirs = (_weight(name, session) for session in sessions)
     found: dict[str, Any] = {"equal": []}
 
