@@ -12,7 +12,6 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.ops.parameter import precision_of
 from megalight.parallel.layers import layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
@@ -76,13 +75,6 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
     if strategy.recompute.granularity == "full":
         yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
     for name, module in (named for lane in lanes for named in lane):
-        kinds = {type(precision) for weight in module.parameters() if (precision := precision_of(weight)) is not None}
-        for kind in kinds:
-            if not kind.refreshes:
-                yield (
-                    f"{kind.__name__} does not keep the casts of {name}'s weights in one place; use scope='iteration', "
-                    f"not {scope!r}"
-                )
         if "forward" in module.__dict__:
             yield f"{name} is recomputed as a whole; recompute modules inside it, or leave it out"
     yield from of_hooks_in([named for lane in lanes for named in lane])

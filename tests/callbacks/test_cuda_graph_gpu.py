@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader
 from megalight.callbacks import CUDAGraph, Timers
 from megalight.models.gpt import DropoutConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.ops.quantize.recipes import recipe as quantize_recipe
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
+from megalight.plugins.transformer_engine.low_precision import why_not
 from megalight.strategies import MegatronStrategy, Pipeline
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.strategies.test_gpu import Batches, Watch
@@ -33,6 +35,8 @@ from tests.workers import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
+ROOMY = replace(WIDE, hidden_size=256, head_dim=64, ffn_hidden_size=256)
+"""Features in multiples of the blocks of 128 that block-wise scales span."""
 NEVER = 1000
 STEPS = 12
 DROPPING = replace(CONFIGS["gqa"], dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
@@ -132,6 +136,27 @@ def test_low_precision(recipe: str, scope: str) -> None:
         return train(scope, warmup, WIDE, plugins=[plugin])[0]
 
     np.testing.assert_allclose(losses(2), losses(NEVER), rtol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize(
+    ("backend", "scope"),
+    [("transformer_engine", "layer"), ("own", "layer"), ("own", "attention"), ("own", "iteration")],
+)
+def test_low_precision_of_transformer_engine(backend: str, scope: str, recipe: str) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    if (reason := why_not("cuda", quantize_recipe(recipe))) is not None:
+        pytest.skip(reason)
+
+    def losses(warmup: int) -> tuple[list[float], CUDAGraph]:
+        plugin = MegatronLowPrecision(LowPrecisionOptions(recipe=recipe), implementation="transformer_engine")
+        return train(scope, warmup, ROOMY, backend=backend, pin_memory=False, plugins=[plugin])[:2]
+
+    expected, _ = losses(NEVER)
+    found, callback = losses(2)
+    assert not callback.reasons
+    assert callback.replays == (STEPS - 2) * (1 if scope == "iteration" else 2 * ROOMY.num_layers)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("scope", ["iteration", "layer"])

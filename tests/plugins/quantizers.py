@@ -27,25 +27,34 @@ def recipe_class(name: str) -> type:
     return Recipe
 
 
+PARTS = 2
+"""Tensors of codes of one direction: the codes and their scale."""
+
+
 class Storage:
     """Codes by rows and by columns, where they were asked for."""
 
     def __init__(self, rows: Quantized | None, columns: Quantized | None, shape: tuple[int, ...]) -> None:
         self.rows, self.columns, self.shape = rows, columns, shape
+        self.scheme: Any = None
 
     def update_usage(self, rowwise_usage: bool, columnwise_usage: bool) -> None:
         assert self.columns is not None or not columnwise_usage
         self.rows = self.rows if rowwise_usage else None
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Storage]:
-        assert self.rows is None, "half of the memory would be kept for nothing"
-        assert self.columns is not None
-        tensors: list[Tensor | None] = [None, *self.columns.tensors]
-        self.scheme, self.columns = self.columns.scheme, None
+        tensors: list[Tensor | None] = []
+        for codes in (self.rows, self.columns):
+            tensors += [None] * PARTS if codes is None else codes.tensors
+            self.scheme = self.scheme if codes is None else codes.scheme
+        self.rows = self.columns = None
         return tensors, self
 
-    def restore_from_saved(self, tensors: list[Tensor]) -> list[Tensor]:
-        self.columns = Quantized.of_tensors(self.scheme, *tensors[1:])
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        self.rows, self.columns = (
+            None if part[0] is None else Quantized.of_tensors(self.scheme, *part)
+            for part in (tensors[:PARTS], tensors[PARTS:])
+        )
         return []
 
 
@@ -67,7 +76,7 @@ class Quantizer:
         assert x.is_contiguous()
         assert x.shape[0] % self.multiple == 0
         scheme = Scheme(self.form)
-        self.amax = torch.maximum(self.amax, x.abs().amax().float())
+        self.amax.copy_(torch.maximum(self.amax, x.abs().amax().float()))
         amax = None if self.scale is None else {"e4m3": 448.0, "e5m2": 57344.0}[self.form] / self.scale
         rows, columns = (
             quantize(t, scheme, amax) if wanted else None for t, wanted in zip((x, x.T), self.usage, strict=True)

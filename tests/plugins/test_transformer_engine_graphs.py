@@ -11,8 +11,11 @@ import pytest
 from megalight.callbacks import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.graphs import WARM_UPS, graphs_why_not
 from tests.parallel.graphs.tape import Tape
+from tests.plugins import quantizers
 from tests.plugins.fakes import Fakes, pretend_cuda
 from tests.plugins.graphed import make_graphed_callables
 from tests.strategies.training import BASE, assert_same_run, fit
@@ -23,14 +26,25 @@ NEVER = 1000
 DROPPING = replace(BASE, num_layers=4, dropout=DropoutConfig(hidden=0.2))
 
 
-def train(folder: str, config: Any, scope: Any, warmup: int, layout: dict[str, Any]) -> Any:
+def train(
+    folder: str,
+    config: Any,
+    scope: Any,
+    warmup: int,
+    layout: dict[str, Any],
+    backend: str = "transformer_engine",
+    recipe: str | None = None,
+) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         pretend_cuda(patch)
         fakes = Fakes(Path(folder), patch)
-        fakes.add("transformer_engine", "2.12.0")
+        quantizers.install(fakes)
         fakes.add("transformer_engine.pytorch", make_graphed_callables=make_graphed_callables)
-        callback = CUDAGraph(scope, warmup_steps=warmup, backend="transformer_engine")
+        callback = CUDAGraph(scope, warmup_steps=warmup, backend=backend)
         callback.recorder = Tape()
+        if recipe is not None:
+            plugin = MegatronLowPrecision(LowPrecisionOptions(recipe), "32-true", "transformer_engine")
+            layout = {**layout, "trainer_options": {"precision": None}, "precision_plugin": plugin}
         found = fit(config, STEPS, extra_callbacks=[callback], **layout)
         given = [kwargs for name, _, kwargs in fakes.calls if name == "make_graphed_callables"]
     return {**found, "replays": callback.replays, "reasons": callback.reasons, "given": given}
@@ -64,6 +78,20 @@ def test_trains_as_eager_steps_do(tmp_path: Path, name: str) -> None:
         assert there["given"] == []
         assert_same_run(here, there, 1e-12)
         assert sorted(given["_order"]) == sorted(order)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("backend", "scope"), [("transformer_engine", "layer"), ("own", "layer"), ("own", "iteration")]
+)
+def test_its_low_precision_trains_as_in_eager_steps(tmp_path: Path, backend: str, scope: str, recipe: str) -> None:
+    config, layout = replace(BASE, hidden_size=64, ffn_hidden_size=64), {"micro_batch_size": 2}
+    expected, found = (
+        run(train, 1, str(tmp_path), config, scope, warmup, layout, backend, recipe)[0] for warmup in (NEVER, 2)
+    )
+    assert found["reasons"] == []
+    assert found["replays"] == (STEPS - 2) * (1 if scope == "iteration" else 2 * config.num_layers)
+    assert_same_run(found, expected, 1e-12)
 
 
 def test_generators_of_ones_own_are_refused(tmp_path: Path) -> None:

@@ -118,14 +118,12 @@ class LowPrecision:
     Attributes:
         scale: scale ``[1, 1]`` of a weight that is stored as codes.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
-        refreshes: whether :meth:`refresh` keeps a weight's casts at one address, so that recorded layers can read them.
 
     Raises:
         ConfigurationError: the recipe needs different codes for a weight and for its transpose.
     """
 
     wants_magnitudes = True
-    refreshes = True
 
     def __init__(
         self,

@@ -87,7 +87,6 @@ class TransformerEngineProducts(LowPrecision):
     """
 
     wants_magnitudes = False  # its quantizers find magnitudes themselves
-    refreshes = False  # a cast makes new tensors
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
         for name, asked in (
@@ -104,6 +103,7 @@ class TransformerEngineProducts(LowPrecision):
         super().__init__(recipe, session, **options)
         self._quantizers: list[Any] = []
         self._codes: Any = None
+        self._fixed: Any = None
 
     @staticmethod
     def check_products(weight: Tensor, recipe: Recipe) -> None:
@@ -155,6 +155,15 @@ class TransformerEngineProducts(LowPrecision):
         super().forget()
         self._codes = None
 
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the weight, once a step, into fixed memory, where recorded graphs read it."""
+        codes = self._weight_codes(weight)
+        self._fixed = codes if self._fixed is None else self._fixed
+
+    def release(self) -> None:
+        """Free that memory."""
+        self._fixed = None
+
     def _forward(self, codes: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = self._gemm(self._weight_codes(weight), codes, "TN", x.dtype)[: x.numel() // x.shape[-1]]
         y = y if bias is None else y + bias.to(y.dtype)
@@ -171,6 +180,8 @@ class TransformerEngineProducts(LowPrecision):
         if self._codes is not None:
             return self._codes
         codes = self._cast(weight.detach(), WEIGHT)
+        if self._fixed is not None:
+            codes = _overwrite(self._fixed, codes)
         if self.session.inside:
             self._codes = codes
         return codes
@@ -221,6 +232,18 @@ class TransformerEngineProducts(LowPrecision):
             for quantizer in self._quantizers:
                 quantizer.internal = True  # plain storage instead of a tensor subclass with autograd
         return self._quantizers[role]
+
+
+@torch.no_grad()
+def _overwrite(codes: Any, new: Any) -> Any:
+    """Copy new codes of the same form into ``codes``, whose tensors keep their addresses; return ``codes``."""
+    # A quantizer could write there itself, but only into the tensor subclass, not into plain storage.
+    (into, _), (values, _) = codes.prepare_for_saving(), new.prepare_for_saving()
+    for target, value in zip(into, values, strict=True):
+        if target is not None:
+            target.copy_(value)
+    codes.restore_from_saved(into)
+    return codes
 
 
 def _recipe(name: str, hybrid: bool) -> Any:
