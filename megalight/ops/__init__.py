@@ -17,6 +17,9 @@ OPS = (
     "quantize",
     "scaled_mm",
     "scaled_accumulate",
+    "router",
+    "permute",
+    "grouped_linear",
 )
 """Names of the packages in this folder, one per op."""
 

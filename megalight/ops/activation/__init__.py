@@ -27,7 +27,8 @@ class Spec(NamedTuple):
 
 GATED: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("gated")
 ACTIVATION: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]] = BackendRegistry("activation")
-REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION)
+WEIGHTED: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("weighted_activation")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (GATED, ACTIVATION, WEIGHTED)
 EXAMPLE = Spec("cpu", torch.bfloat16, "silu")
 
 
@@ -42,35 +43,67 @@ GATED.register(Backend("reference", reference.gated, 0, serve_all))
 ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation", measures=True), 20, _triton_why_not))
 ACTIVATION.register(Backend("torch", native.activation, 10, serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
+WEIGHTED.register(Backend("reference", reference.weighted, 0, serve_all))
 
 
 @remembered
-def _choose(
-    registry: BackendRegistry[Spec, Callable[[Tensor, str], Tensor]], spec: Spec, backend: str
-) -> Callable[[Tensor, str], Tensor]:
+def _choose(registry: BackendRegistry[Spec, Callable[..., Tensor]], spec: Spec, backend: str) -> Callable[..., Tensor]:
     if spec.kind not in KINDS:
         raise ValueError(f"unknown activation {spec.kind!r}; known: {', '.join(KINDS)}.{nearest(spec.kind, KINDS)}")
     return select(registry, spec, backend)
 
 
-def gated(x: Tensor, kind: str = "silu", backend: str = "auto") -> Tensor:
+def gated(
+    x: Tensor,
+    kind: str = "silu",
+    backend: str = "auto",
+    *,
+    weights: Tensor | None = None,
+    offset: float = 0.0,
+    clamp: float | None = None,
+) -> Tensor:
     """``act(x[..., :f]) * x[..., f:]`` for ``x [..., 2f]``: SwiGLU and variants (Shazeer 2020). Returns ``[..., f]``.
 
     A :func:`~megalight.ops.common.measuring` backend also finds the largest magnitudes of the result and of the
-    gradient of ``x``, for later casts to 8 bits.
+    gradient of ``x``, for later casts to 8 bits; not with the options below.
+
+    Args:
+        x: ``[..., 2 f]``, gate and up.
+        kind: a name in :data:`KINDS`.
+        backend: backend of the op.
+        weights: ``[...]``, one factor per row, such as a routing probability; it gets a gradient.
+        offset: added to up (1 in GPT-OSS).
+        clamp: first limit gate to at most this, and up to plus or minus this. Beyond, the gradient is zero.
 
     Raises:
-        ValueError: ``kind`` is unknown.
+        ValueError: ``kind`` is unknown, ``clamp`` is not positive, or ``weights`` has another shape.
     """
-    out: Tensor = _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
-    return out
+    if weights is None and not offset and clamp is None:
+        out: Tensor = _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
+        return out
+    if clamp is not None and clamp <= 0:
+        raise ValueError(f"clamp={clamp} must be positive, or None for no limit.")
+    return _weighted(x, kind, True, weights, offset, clamp, backend)
 
 
-def activation(x: Tensor, kind: str, backend: str = "auto") -> Tensor:
-    """``act(x)``, element by element; a measuring backend finds magnitudes as in :func:`gated`.
+def activation(x: Tensor, kind: str, backend: str = "auto", *, weights: Tensor | None = None) -> Tensor:
+    """``act(x)``, element by element, times the ``weights [...]`` of rows if given; backends as in :func:`gated`.
 
     Raises:
-        ValueError: ``kind`` is unknown.
+        ValueError: ``kind`` is unknown, or ``weights`` has another shape.
     """
-    out: Tensor = _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
-    return out
+    if weights is None:
+        out: Tensor = _choose(ACTIVATION, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
+        return out
+    return _weighted(x, kind, False, weights, 0.0, None, backend)
+
+
+def _weighted(
+    x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: float, clamp: float | None, backend: str
+) -> Tensor:
+    if weights is not None and weights.shape != x.shape[:-1]:
+        raise ValueError(
+            f"weights {list(weights.shape)} of x {list(x.shape)}; one weight per row is needed: {list(x.shape[:-1])}."
+        )
+    run = _choose(WEIGHTED, Spec(x.device.type, x.dtype, kind), backend)
+    return run(x, kind, gates, weights, offset, clamp)

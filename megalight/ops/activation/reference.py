@@ -40,3 +40,18 @@ def gated(x: Tensor, kind: str) -> Tensor:
     """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
     gate, up = x.to(wide(x.dtype)).chunk(2, -1)
     return (KINDS[kind](gate) * up).to(x.dtype)
+
+
+def weighted(x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: float, clamp: float | None) -> Tensor:
+    """``act(gate) * (up + offset) * weights`` with clamped halves, or ``act(x) * weights``."""
+    wide_x = x.to(wide(x.dtype))
+    if gates:
+        gate, up = wide_x.chunk(2, -1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        y = KINDS[kind](gate) * (up + offset)
+    else:
+        y = KINDS[kind](wide_x)
+    if weights is not None:
+        y = y * weights.to(y.dtype).unsqueeze(-1)
+    return y.to(x.dtype)

@@ -21,6 +21,9 @@ from megalight.ops.quantize import Quantized
 Begin: TypeAlias = Callable[[], Callable[[], Tensor | Quantized]]
 """Starts to get an input (by a collective, for example); the returned function waits for it."""
 
+Add: TypeAlias = Callable[[Tensor, Tensor, Tensor | Quantized], None]
+"""Adds the gradient of ``(weight, grad_y, x)`` to the weight's main gradient, and reports it."""
+
 
 class WeightGradients:
     """A queue of weight gradients that are still to be computed, first in, first out.
@@ -30,17 +33,18 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Tensor, Tensor, Begin]] = deque()
+        self._waiting: deque[tuple[Tensor, Tensor, Begin, Add]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, weight: Tensor, grad_y: Tensor, begin: Begin) -> None:
+    def put(self, weight: Tensor, grad_y: Tensor, begin: Begin, add: Add | None = None) -> None:
         """Queue ``grad_y^T x`` for the weight's main gradient; ``begin()()`` will return ``x [..., in]``.
 
-        ``begin`` should hold detached tensors, because others keep the graph alive.
+        ``begin`` should hold detached tensors, because others keep the graph alive. ``add`` computes the product;
+        None: that of a dense layer.
         """
-        self._waiting.append((weight, grad_y, begin))
+        self._waiting.append((weight, grad_y, begin, add or wgrad.add))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -51,9 +55,9 @@ class WeightGradients:
         finish = self._waiting[0][2]() if self._waiting else None
         while finish is not None:
             x = finish()
-            weight, grad_y, _ = self._waiting.popleft()
+            weight, grad_y, _, add = self._waiting.popleft()
             finish = self._waiting[0][2]() if self._waiting else None
-            wgrad.add(weight, grad_y, x)
+            add(weight, grad_y, x)
             del x, grad_y  # free the memory before the next input arrives
 
 

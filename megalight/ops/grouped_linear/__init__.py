@@ -1,0 +1,119 @@
+"""``y = x W_e^T`` for rows grouped by expert ``e``, with weight gradients accumulated in the main gradient.
+
+The sizes of groups stay on the device, as offsets: nothing here waits for it, unless a backend needs them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import apply, once_differentiable
+from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, Spec, choose
+from megalight.ops.linear.deferred import queue_for
+from megalight.ops.linear.inputs import save_input, saved_input
+from megalight.ops.parameter import main_grad_of, state_of
+from megalight.registry import BackendRegistry
+
+__all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear"]
+
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (PRODUCT, WGRAD)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None = None, backend: str = "auto"
+) -> Tensor:
+    """``[R, in] x [E, out, in] -> [R, out]``: group ``e``, rows ``offsets[e - 1]`` to ``offsets[e]``, times ``W_e^T``.
+
+    Rows after the last group get any values; nothing may read them. An expert without rows gets a gradient of zeros.
+
+    If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
+    is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
+    kept.
+
+    Args:
+        x: ``[R, in]``, rows grouped by expert.
+        weight: ``[E, out, in]``; cast to the dtype of ``x`` if need be.
+        offsets: ``[E]`` int32 on the device, the end of each group.
+        sizes: the sizes of the groups on the host, if they are known there. The sum may be less than ``R``.
+        backend: backend of the products. ``auto`` is also that of the weight gradient.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not torch.is_grad_enabled():
+        return _product(x, weight, offsets, sizes, True, backend)
+    out: Tensor = apply(_GroupedLinear, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
+    return out
+
+
+def grouped_bias(y: Tensor, bias: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Add each group's bias: ``y [R, out] + bias[e]``, or ``+ weights[r] bias[e]`` with ``weights [R]``.
+
+    Rows after the last group get the bias of the last expert.
+    """
+    row = torch.arange(len(y), dtype=offsets.dtype, device=y.device)
+    expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
+    # a product with one-hot rows, so that the gradient of the bias is a product too: always summed in the same order
+    chosen = torch.nn.functional.one_hot(expert, len(bias)).to(y.dtype)
+    if weights is not None:
+        chosen = chosen * weights.to(y.dtype).unsqueeze(-1)
+    return torch.addmm(y, chosen, bias.to(y.dtype))
+
+
+def _product(
+    x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
+) -> Tensor:
+    run = choose(PRODUCT, Spec.of(x, weight, sizes), backend)
+    out: Tensor = run(x, weight.to(x.dtype), offsets, sizes, transposed)
+    return out
+
+
+def add_weight_gradient(
+    weight: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None = None
+) -> None:
+    """Add each group's ``grad_y^T x`` to the main gradient of ``weight [E, out, in]``, and report it.
+
+    The first gradient of a step overwrites: see :mod:`megalight.ops.parameter`.
+    """
+    state = state_of(weight)
+    main_grad, write = state.main_grad, state.touch()
+    assert main_grad is not None
+    choose(WGRAD, Spec.of(x, main_grad, sizes))(main_grad, grad_y, x, offsets, sizes, write)
+    state.mark_grad_ready()
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, sizes: tuple[int, ...] | None, backend: str
+    ) -> Tensor:
+        # The parameter is kept by reference: a saved-tensor hook would return a tensor without its state.
+        ctx.weight, ctx.offsets, ctx.sizes, ctx.backend = weight, offsets, sizes, backend
+        save_input(ctx, x, ctx.needs_input_grad[1])
+        return _product(x, weight, offsets, sizes, True, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        weight, offsets, sizes = ctx.weight, ctx.offsets, ctx.sizes
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        grad_y = grad_y.contiguous()
+        grad_x = _product(grad_y, weight, offsets, sizes, False, ctx.backend) if need_x else None
+        if not need_weight:
+            return grad_x, None, None, None, None
+        x = saved_input(ctx)
+        assert isinstance(x, Tensor)
+        if main_grad_of(weight) is None:
+            grad_weight = torch.empty_like(weight)
+            choose(WGRAD, Spec.of(x, weight, sizes))(grad_weight, grad_y, x, offsets, sizes, True)
+            return grad_x, grad_weight, None, None, None
+        if (queue := queue_for(weight)) is not None:
+            held = x.detach()  # a saved tensor would keep its autograd graph alive
+            queue.put(weight, grad_y, lambda: lambda: held, partial(add_weight_gradient, offsets=offsets, sizes=sizes))
+        else:
+            add_weight_gradient(weight, grad_y, x, offsets, sizes)
+        return grad_x, None, None, None, None

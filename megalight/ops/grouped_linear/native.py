@@ -1,0 +1,32 @@
+"""Grouped products as a loop over torch's own products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalight.ops.grouped_linear.reference import groups
+from megalight.ops.linear import wgrad
+
+
+def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
+    """Multiply each group with its weight."""
+    y = x.new_empty(len(x), weight.shape[1 if transposed else 2])
+    factors = weight.mT if transposed else weight
+    for expert, rows in groups(offsets, sizes):
+        torch.mm(x[rows], factors[expert], out=y[rows])
+    return y
+
+
+def accumulate(
+    main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
+) -> None:
+    """Add each group's ``grad_y^T x`` by the backend of dense layers, or write it."""
+    add = wgrad.choose(wgrad.Spec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+    for expert, rows in groups(offsets, sizes):
+        if rows.start != rows.stop:
+            add(main_grad[expert], grad_y[rows], x[rows], write)
+        elif write:
+            main_grad[expert].zero_()  # a library's product of zero rows may write nothing

@@ -1,0 +1,58 @@
+"""Grouping of tokens by expert in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import wide
+from megalight.ops.permute.layout import Permutation
+
+
+def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int | None, rows: int) -> Permutation:
+    """Implement :func:`megalight.ops.permute.permutation`."""
+    flat = experts.flatten().long()
+    here = (flat >= 0) & (flat < num_experts)
+    chosen = torch.nn.functional.one_hot(torch.where(here, flat, num_experts), num_experts + 1)[:, :-1]
+    sizes = chosen.sum(0)
+    if capacity is not None:
+        sizes = sizes.clamp(max=capacity)
+        padded = torch.full_like(sizes, capacity)
+    else:
+        padded = (sizes + alignment - 1) // alignment * alignment
+    offsets = padded.cumsum(0)
+    expert = torch.where(here, flat, 0)
+    place = (chosen.cumsum(0) - chosen).gather(1, expert.unsqueeze(1)).squeeze(1)
+    position = (offsets - padded)[expert] + place
+    kept = here & (place < sizes[expert]) & (position < rows)
+    positions = torch.where(kept, position, -1).view_as(experts)
+    return Permutation(positions.int(), sizes.int(), offsets.clamp(max=rows).int(), rows)
+
+
+def _targets(where: Permutation) -> Tensor:
+    """Return the row of each pair, ``[T k]``; pairs without a row point to an extra one at the end."""
+    flat = where.positions.flatten().long()
+    return torch.where(flat < 0, where.rows, flat)
+
+
+def permute(x: Tensor, where: Permutation, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Implement :func:`megalight.ops.permute.permute`."""
+    target = _targets(where)
+    copies = x.repeat_interleave(where.positions.shape[1], 0)
+    rows = x.new_zeros(where.rows + 1, x.shape[1]).index_copy(0, target, copies)[:-1]
+    if probs is None:
+        return rows, None
+    return rows, probs.new_zeros(where.rows + 1).index_copy(0, target, probs.flatten())[:-1]
+
+
+def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None) -> Tensor:
+    """Implement :func:`megalight.ops.permute.unpermute`."""
+    if not where.rows:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # something to index, and the graph goes on
+    positions = where.positions.long()
+    picked = rows.to(wide(rows.dtype))[positions.clamp(min=0)]
+    # rows that belong to no token may hold anything, even NaN: they are left out, not multiplied by zero
+    picked = torch.where((positions >= 0).unsqueeze(-1), picked, 0)
+    if probs is not None:
+        picked = picked * probs.to(picked.dtype).unsqueeze(-1)
+    return picked.sum(1).to(rows.dtype)

@@ -1,0 +1,94 @@
+"""How experts are scored and chosen, and what a router returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalight.errors import nearest
+
+SCORES = ("softmax", "sigmoid")
+"""Names of the score functions."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How experts are scored and chosen.
+
+    Attributes:
+        k: number of experts of a token.
+        score: a name in :data:`SCORES`. Sigmoid scores of the chosen experts are divided by their sum if ``k > 1``.
+        pre_softmax: softmax over all experts before the choice. Otherwise softmax over the ``k`` chosen logits.
+        num_groups: divide the experts into as many groups of neighbours, and choose groups first
+            (https://arxiv.org/abs/2412.19437). A group's score is the sum of its ``k // group_topk`` best scores.
+        group_topk: number of groups whose experts a token may choose.
+        scale: factor of the probabilities.
+    """
+
+    k: int
+    score: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scale: float = 1.0
+
+    def check(self, num_experts: int) -> None:
+        """Raise ValueError if the rule is impossible with ``num_experts``."""
+        if self.score not in SCORES:
+            raise ValueError(
+                f"unknown score function {self.score!r}; known: {', '.join(SCORES)}.{nearest(self.score, SCORES)}"
+            )
+        if not 1 <= self.k <= num_experts:
+            raise ValueError(f"k={self.k} of {num_experts} experts cannot be chosen; set k from 1 to {num_experts}.")
+        if (self.num_groups is None) != (self.group_topk is None):
+            raise ValueError(
+                f"num_groups={self.num_groups} and group_topk={self.group_topk}; set both of them, or neither."
+            )
+        if self.num_groups is None or self.group_topk is None:
+            return
+        if self.num_groups < 1 or num_experts % self.num_groups:
+            raise ValueError(f"{num_experts} experts do not divide into num_groups={self.num_groups}.")
+        if not 1 <= self.group_topk <= self.num_groups:
+            raise ValueError(f"group_topk={self.group_topk} must be from 1 to num_groups={self.num_groups}.")
+        size = num_experts // self.num_groups
+        if self.k > self.group_topk * size or self.best_of_group > size:
+            raise ValueError(
+                f"k={self.k} experts cannot come from group_topk={self.group_topk} groups of {size}; "
+                "raise group_topk or lower num_groups."
+            )
+        if self.k < self.group_topk:
+            raise ValueError(f"group_topk={self.group_topk} is more than k={self.k}; lower it to {self.k}.")
+
+    @property
+    def best_of_group(self) -> int:
+        """Number of experts whose scores a group's score sums."""
+        assert self.group_topk is not None
+        return self.k // self.group_topk
+
+
+class Routes(NamedTuple):
+    """The experts of each token.
+
+    Attributes:
+        probs: ``[T, k]`` float32 (float64 for float64 logits), with gradient.
+        experts: ``[T, k]`` int64, the best first.
+    """
+
+    probs: Tensor
+    experts: Tensor
+
+
+class Statistics(NamedTuple):
+    """Sums over the tokens of each pool, all of one floating dtype.
+
+    Attributes:
+        scores: ``[S, E]``, sums of the normalised scores, with gradient.
+        counts: ``[S, E]``, numbers of choices.
+        squares: ``[S]``, sums of ``logsumexp(logits)^2``, with gradient: the z-loss (https://arxiv.org/abs/2202.08906).
+    """
+
+    scores: Tensor
+    counts: Tensor
+    squares: Tensor

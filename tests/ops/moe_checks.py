@@ -1,0 +1,106 @@
+"""Checks of the ops of mixture of experts: each backend against the float64 reference, in extreme routes too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megalight.ops.router import Rule
+from tests.ops.checks import TOLERANCE, error, poisoned
+
+RULES = [
+    Rule(1, pre_softmax=True),
+    Rule(1, "sigmoid"),
+    Rule(3),
+    Rule(4, pre_softmax=True, scale=2.5),
+    Rule(4, "sigmoid", scale=0.5),
+    Rule(4, "sigmoid", num_groups=4, group_topk=2, scale=2.5),
+    Rule(6, num_groups=4, group_topk=3),
+    Rule(4, pre_softmax=True, num_groups=8, group_topk=4),
+]
+"""For 16 experts."""
+
+ROUTES = ("random", "one expert", "empty experts", "one token", "no tokens", "elsewhere")
+"""Names of sets of routes, the extreme ones included."""
+
+
+def routes(name: str, device: str = "cpu") -> tuple[Tensor, int]:
+    """Return ``experts [T, k]`` and the number of experts."""
+    generator = torch.Generator().manual_seed(3)
+    if name == "one token":
+        found, count = torch.tensor([[4, 0]]), 6
+    elif name == "no tokens":
+        found, count = torch.zeros(0, 2, dtype=torch.long), 4
+    elif name == "one expert":
+        found, count = torch.full((37, 1), 2), 5
+    elif name == "empty experts":
+        found, count = torch.rand(50, 3, generator=generator).argsort(-1) * 2 + 1, 7
+    else:
+        found, count = torch.rand(61, 8, generator=generator).argsort(-1)[:, :3], 8
+        if name == "elsewhere":  # some are dropped, others belong to the experts of another rank
+            found = torch.where(torch.rand(found.shape, generator=generator) < 0.3, -1, found) + 2
+    return found.to(device), count
+
+
+GROUPS = [(5, 0, 17, 3), (0, 0, 64), (33,), (0, 0), (16, 48, 16)]
+"""Sizes of groups, the extreme ones included."""
+
+
+def offsets_of(sizes: Sequence[int], device: str = "cpu") -> Tensor:
+    """The ends of groups."""
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0).int().to(device)
+
+
+def check_grouped_product(
+    run: Callable[..., Tensor],
+    device: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    out: int,
+    width: int,
+    tail: int = 0,
+) -> None:
+    """Both directions, with sizes on the host or not; ``tail`` rows after the last group hold NaN."""
+    offsets = offsets_of(sizes, device)
+    weight = torch.randn(len(sizes), out, width, device=device).to(dtype)
+    for transposed in (True, False):
+        x = torch.randn(sum(sizes) + tail, width if transposed else out, device=device).to(dtype)
+        parts = x[: sum(sizes)].double().split(list(sizes))
+        factors = weight.double().mT if transposed else weight.double()
+        expected = torch.cat([part @ factor for part, factor in zip(parts, factors.unbind(), strict=True)])
+        x[sum(sizes) :] = torch.nan
+        for known in (None, sizes) if device == "cpu" else (sizes,):
+            with poisoned():
+                found = run(x, weight, offsets, known, transposed)
+            assert found.dtype == dtype
+            assert found.shape == (len(x), factors.shape[2])
+            assert error(found[: sum(sizes)], expected, 1.0) <= TOLERANCE[dtype]
+
+
+def check_grouped_weight_gradient(
+    run: Callable[..., None],
+    device: str,
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    sizes: Sequence[int],
+    out: int,
+    width: int,
+    tail: int = 0,
+) -> None:
+    """Added to what there is; and written over it, be it not a number, for experts without rows too."""
+    rows = sum(sizes)
+    grad_y = torch.randn(rows + tail, out, device=device).to(dtype)
+    x = torch.randn(rows + tail, width, device=device).to(dtype)
+    main_grad = torch.randn(len(sizes), out, width, device=device).to(main_dtype)
+    parts = zip(grad_y[:rows].double().split(list(sizes)), x[:rows].double().split(list(sizes)), strict=True)
+    product = torch.stack([g.T @ r for g, r in parts])
+    expected = main_grad.double() + product
+    grad_y[rows:], x[rows:] = torch.nan, torch.nan
+    written = torch.full_like(main_grad, torch.nan)
+    for target, write in ((main_grad, False), (written, True)):
+        run(target, grad_y, x, offsets_of(sizes, device), sizes, write)
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
+    for found, right in ((main_grad, expected), (written, product)):
+        assert error(found, right, 1.0) <= tolerance, error(found, right)
