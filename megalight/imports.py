@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -89,3 +90,14 @@ def has_symmetric_memory() -> bool:
 def has_grad_dtype() -> bool:
     """Return whether a parameter can declare the dtype of its gradient (``Tensor.grad_dtype``)."""
     return hasattr(importlib.import_module("torch").Tensor, "grad_dtype")
+
+
+@functools.cache
+def _graph_task_id() -> Callable[[], int]:
+    found: Callable[[], int] = importlib.import_module("torch")._C._current_graph_task_id
+    return found
+
+
+def in_backward() -> bool:
+    """Return whether the caller runs inside a backward pass. torch has no public function for this."""
+    return _graph_task_id()() != -1

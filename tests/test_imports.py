@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalight.errors import MissingPackageError
-from megalight.imports import EXTRAS, has, has_grad_dtype, require, torch_distributed, version
+from megalight.imports import EXTRAS, has, has_grad_dtype, in_backward, require, torch_distributed, version
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,6 +77,18 @@ def test_torch_shims() -> None:
 
     assert torch_distributed("no_such_collective", "all_reduce") is torch.distributed.all_reduce
     assert has_grad_dtype() == hasattr(torch.ones(1), "grad_dtype")
+
+
+def test_torch_tells_whether_a_backward_runs() -> None:
+    """Fails where torch's private function has gone: side losses of recomputed layers need it."""
+    import torch
+
+    seen = [in_backward()]
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(in_backward()))
+    y.backward()
+    assert [*seen, in_backward()] == [False, True, False]
 
 
 def test_floor_zero_imports_no_torch_but_in_types() -> None:

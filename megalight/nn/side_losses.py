@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.imports import in_backward
 from megalight.ops.common import apply, once_differentiable
 from megalight.types import Opaque
 
@@ -47,7 +48,7 @@ class SideLosses(Opaque):
         return self._collect(name, value, hidden) if torch.is_grad_enabled() else hidden
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
-        if value.requires_grad and not runs_again():
+        if value.requires_grad and not in_backward():
             _tell_lost(name)
         return hidden
 
@@ -72,8 +73,9 @@ class AttachedSideLosses(SideLosses):
             total.zero_()
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
-        # recompute runs the layer twice: count the value once, but attach the gradient in the pass that has a backward
-        if not runs_again():
+        # Recompute runs the layer a second time, in the backward pass. Count the value once, but attach the gradient in
+        # both passes: only one of them has a backward of its own.
+        if not in_backward():
             if name not in self.totals:
                 self.totals[name] = torch.zeros_like(self._scale)
             self.totals[name].add_(value.detach())
@@ -92,7 +94,7 @@ class KeptSideLosses(SideLosses):
         self.values: dict[str, Tensor] = {}
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
-        if not runs_again():
+        if not in_backward():
             self.values[name] = self.values[name] + value if name in self.values else value
         return hidden
 
@@ -143,11 +145,6 @@ def collecting(losses: SideLossesT) -> Iterator[SideLossesT]:
 def current() -> SideLosses:
     """Return the collector that is active now."""
     return _collectors[-1] if _collectors else _LOST
-
-
-def runs_again() -> bool:
-    """Return whether this forward pass runs during a backward pass, as the second one of recompute does."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @cache
