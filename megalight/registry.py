@@ -6,8 +6,10 @@ import functools
 import importlib.metadata
 import logging
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from megalight.errors import BackendError, MegalightError, nearest
@@ -20,6 +22,8 @@ FnT = TypeVar("FnT", bound=Callable[..., object])
 ChooseT = TypeVar("ChooseT", bound=Callable[..., object])
 
 PLUGIN_GROUP = "megalight.plugins"
+SOURCES = Path(__file__).parents[1] / "pyproject.toml"
+"""Exists if Megalight runs from its sources."""
 
 
 class Registry(Generic[T]):
@@ -199,8 +203,8 @@ _loading: list[str] = []
 def _plugin_entries() -> dict[str, importlib.metadata.EntryPoint]:
     """The entry points of plugins by name. If two have the same name, the first is kept and a warning is logged."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
-    for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP):
-        if entry.name in found:
+    for entry in (*_declared(SOURCES), *importlib.metadata.entry_points(group=PLUGIN_GROUP)):
+        if entry.name in found and entry.value != found[entry.name].value:
             log.warning(
                 "plugin %s is already %s; %s has the same name and is ignored",
                 entry.name,
@@ -209,6 +213,21 @@ def _plugin_entries() -> dict[str, importlib.metadata.EntryPoint]:
             )
         found.setdefault(entry.name, entry)
     return found
+
+
+def _declared(pyproject: Path) -> list[importlib.metadata.EntryPoint]:
+    """Return the plugins that the sources of Megalight declare.
+
+    Package metadata has them too, but sources on ``PYTHONPATH`` have no metadata, and that of an editable install is as
+    old as the install.
+    """
+    if not pyproject.is_file():
+        return []
+    project = tomllib.loads(pyproject.read_text()).get("project", {})
+    if project.get("name") != "megalight":
+        return []
+    names = project.get("entry-points", {}).get(PLUGIN_GROUP, {})
+    return [importlib.metadata.EntryPoint(name, value, PLUGIN_GROUP) for name, value in names.items()]
 
 
 def load_plugins() -> dict[str, str | None]:

@@ -1,6 +1,7 @@
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         registry._plugin_entries.cache_clear()
 
     monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setattr(registry, "SOURCES", Path("nowhere"))
     yield use
     registry._plugin_entries.cache_clear()
 
@@ -198,6 +200,27 @@ def test_a_plugin_is_loaded_once(install: Callable[..., None]) -> None:
     load_plugins()
     load_plugins()
     assert calls == [1]
+
+
+def test_plugins_of_the_sources_need_no_metadata(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    assert not registry._plugin_entries()
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    registry._plugin_entries.cache_clear()
+    found = registry._plugin_entries()
+    assert {"transformer_engine", "apex", "flash_attn"} <= found.keys()
+    assert callable(found["apex"].load())
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: tuple(found.values()))
+    registry._plugin_entries.cache_clear()
+    assert registry._plugin_entries() == found
+    assert not caplog.records, "the same entry twice is no clash"
+
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"')
+    assert registry._declared(tmp_path / "pyproject.toml") == []
 
 
 def test_of_two_plugins_with_one_name_the_second_is_left_out_and_named(

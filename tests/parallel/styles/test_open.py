@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,7 @@ class Entry:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
     monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setattr(registry, "SOURCES", Path("nowhere"))
     monkeypatch.setattr(STYLES, "_entries", dict(STYLES._entries))
     registry._plugin_entries.cache_clear()
     yield
