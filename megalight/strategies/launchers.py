@@ -26,7 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from megalight import checkpoint
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.strategies import preflight
+from megalight.strategies import orphans, preflight
 from megalight.strategies._lightning import (
     IS_INTERACTIVE,
     MultiProcessingLauncher,
@@ -68,6 +68,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         if self._alone:
             return function(*args, **kwargs)
+        if self.cluster_environment.creates_processes_externally:
+            orphans.watch()
+        else:
+            orphans.announce()
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException as error:

@@ -26,7 +26,8 @@ MICRO_BATCH = 3
 
 class Failing(ToyModule):
     """Fails on one pipeline rank: in ``forward``, ``backward`` or ``loss``; or there is ``kill``: it is killed in its
-    forward; or ``stuck``: it raises there, and then whatever may wait for other ranks does so for ever.
+    forward; or ``stuck``: it raises there, and then whatever may wait for other ranks does so for ever; or ``orphans``:
+    it is killed there, and the other ranks hear nothing of it.
 
     Args:
         file: where the time of the failure is written.
@@ -36,11 +37,15 @@ class Failing(ToyModule):
         super().__init__(num_layers=4)
         self.where, self.at, self.file = where, rank, file
         self.seen = 0
+        self.asleep = file.with_suffix(".asleep")
 
     def forward_step(self, model: nn.Module, batch: dict[str, Tensor], carry: Carry | None = None) -> Carry:
         output = super().forward_step(model, batch, carry)
-        due = self.trainer.global_step == 1 and self.trainer.strategy.mesh.rank("pp") == self.at
-        self.seen += due
+        due = self.trainer.strategy.mesh.rank("pp") == self.at
+        self.seen += self.trainer.global_step == 1
+        if self.where == "orphans" and not due and self.seen == MICRO_BATCH:
+            self.asleep.touch()
+            time.sleep(600)  # before it waits for the message that never comes
         if due and self.seen == MICRO_BATCH + 1:
             if self.where == "backward":
                 output["hidden"].register_hook(lambda gradient: self.fail())
@@ -54,8 +59,10 @@ class Failing(ToyModule):
         return super().loss_step(carry, batch)
 
     def fail(self) -> None:
+        while self.where == "orphans" and not self.asleep.exists():
+            time.sleep(0.1)
         self.file.write_text(str(time.time()))
-        if self.where == "kill":
+        if self.where in ("kill", "orphans"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.where == "stuck":
             dist.destroy_process_group = CPUAccelerator.teardown = lambda *_: time.sleep(600)
