@@ -14,6 +14,7 @@ from megalight.callbacks.run_record import RunRecord
 from megalight.callbacks.stragglers import Stragglers
 from megalight.callbacks.throughput import Throughput
 from megalight.callbacks.timers import Timers
+from megalight.callbacks.transformers_export import TransformersExport
 
 __all__ = [
     "EMA",
@@ -30,4 +31,5 @@ __all__ = [
     "Stragglers",
     "Throughput",
     "Timers",
+    "TransformersExport",
 ]

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from megalight.checkpoint.streaming import Wanted, itself, stream
 from megalight.errors import CheckpointError, nearest
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec, boxes
-from megalight.parallel.source import FlatShard, Target, shard_boxes
+from megalight.parallel.source import FlatShard, Source, Target, shard_boxes
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,49 @@ def views_of_shards(
             for piece, offset, data in shard_boxes(tensor, shard)
         ]
     return _collect(held)
+
+
+class SourceView(View):
+    """A canonical tensor of a source. Its boxes have no memory: each is read when it is written.
+
+    So a source of any size becomes a checkpoint with little memory.
+    """
+
+    source: Source
+    process_group: ProcessGroup | None
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """DCP: a box, read now."""
+        box = super().__get_tensor_shard__(index)
+        wanted = Wanted(tuple(box.shape), box.dtype, {self.canonical: itself})
+        (tensor,) = stream(self.source, [wanted], self.process_group)
+        return tensor
+
+
+def views_of_source(
+    source: Source,
+    names: Iterable[str],
+    dtype: torch.dtype | None = None,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, View]:
+    """Views of whole tensors of a source, written by this process alone.
+
+    Args:
+        source: read while views are written.
+        names: canonical names.
+        dtype: dtype of floating-point tensors in the checkpoint; None: as they are stored.
+        process_group: this process alone; see :func:`megalight.checkpoint.ranks.alone`.
+    """
+    views: dict[str, View] = {}
+    for name in names:
+        stored = source.tensors[name]
+        kind = getattr(torch, stored.dtype)
+        kind = dtype if dtype is not None and kind.is_floating_point else kind
+        room = torch.empty(stored.shape, dtype=kind, device="meta")
+        view = SourceView(name, stored.shape, [Box((0,) * len(stored.shape), room)])
+        view.source, view.process_group = source, process_group
+        views[name] = view
+    return views
 
 
 def targets_of(views: Mapping[str, View]) -> list[Target]:

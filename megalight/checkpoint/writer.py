@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future as Pending
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -75,15 +75,13 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        tensors = []
+        entries = []
         for item in items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            tensors.append(tensor)
-        entries = [
-            Entry(_key(item), dtype_name(tensor.dtype), tuple(tensor.shape))
-            for item, tensor in zip(items, tensors, strict=True)
-        ]
+            assert item.tensor_data is not None
+            dtype = dtype_name(item.tensor_data.properties.dtype)
+            entries.append(Entry(_key(item), dtype, tuple(item.tensor_data.chunk.sizes)))
+        # one after another: views of a source read each tensor only now
+        tensors = (_tensor(planner.resolve_data(item)) for item in items)
         record, entries, sums = write_tensors(self.directory / name, entries, tensors)
         self.records[name] = record
         results = []
@@ -115,6 +113,11 @@ class Writer(StorageWriter):
         return False
 
 
+def _tensor(data: Any) -> Tensor:
+    assert isinstance(data, Tensor)
+    return data
+
+
 def _key(item: WriteItem) -> str:
     """A whole tensor goes by its own name, a part by name and offset."""
     assert item.tensor_data is not None
@@ -140,7 +143,7 @@ def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], tensors: Sequence[Tensor]
+    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]
 ) -> tuple[FileRecord, list[Entry], list[tuple[str, ...]]]:
     """Write one safetensors file and bring it to the disk.
 
@@ -152,8 +155,7 @@ def write_tensors(
     path.parent.mkdir(parents=True, exist_ok=True)
     header, placed = pack_header(entries, {"format": "pt"})
     sums: list[tuple[str, ...]] = []
-    on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-    staging = cycle([host_buffer(), host_buffer()] if on_device else [])  # one is written while the other is filled
+    staging = _two_buffers()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with ThreadPoolExecutor(1) as thread:
@@ -171,6 +173,11 @@ def write_tensors(
         os.close(descriptor)
     size = placed[-1].start + placed[-1].nbytes if placed else len(header)
     return FileRecord(size, checksum(header)), placed, sums
+
+
+def _two_buffers() -> Iterator[Tensor]:
+    """Two blocks of host memory in turn: one is written while the other is filled. Made when first asked for."""
+    yield from cycle([host_buffer(), host_buffer()])
 
 
 def _host_blocks(data: Tensor, staging: Iterator[Tensor]) -> Iterator[memoryview]:

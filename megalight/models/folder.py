@@ -1,18 +1,16 @@
-"""``transformers`` folders (``config.json`` and safetensors files): read them as a source of weights; write them."""
+"""``transformers`` folders (``config.json`` and safetensors files) as a source of weights."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import in_threads, read_box
@@ -30,6 +28,24 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+COMPANIONS = (
+    CONFIG,
+    GENERATION,
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""Files that go with the weights of a model, in a folder and in our checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +191,18 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _json(folder / CONFIG)
 
 
-def write_folder(path: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder that :class:`Folder` and ``from_pretrained`` can read."""
+def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the files of a folder that go with its weights: configuration, tokenizer, settings for generation.
+
+    A chat template inside ``tokenizer_config.json`` is also returned as a file of its own, as newer folders have it.
+    """
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    if TOKENIZER_CONFIG in files and CHAT_TEMPLATE not in files:
+        template = _json(folder / TOKENIZER_CONFIG).get("chat_template")
+        if isinstance(template, str):
+            files[CHAT_TEMPLATE] = template.encode()
+    return files
 
 
 def _files(folder: Path) -> list[str]:

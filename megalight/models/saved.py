@@ -16,7 +16,7 @@ from megalight.checkpoint.ranks import alone
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
 from megalight.models.family import Family, Weights, family, family_of_transformers
-from megalight.models.folder import read_config
+from megalight.models.folder import COMPANIONS, companions, is_folder, read_config
 from megalight.models.transforms import rebuild
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -165,6 +165,17 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
     return FullPrecision(opened)
+
+
+def companions_of(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the files that go with weights, from a checkpoint or a ``transformers`` folder; empty if it is neither."""
+    if is_folder(path):
+        return companions(path)
+    if not checkpoint.is_complete(path):
+        return {}
+    opened = checkpoint.open(path)
+    held = {name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")}
+    return {name: opened.file(name) for name in COMPANIONS if name in held}
 
 
 def _weights(known: Family) -> Weights:

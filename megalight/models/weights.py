@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from megalight.errors import CheckpointError
@@ -44,6 +43,37 @@ class Theirs:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """One of their tensors.
+
+    Attributes:
+        shape: its shape.
+        parts: the canonical tensors in it, and the place of each.
+    """
+
+    shape: tuple[int, ...]
+    parts: Mapping[str, Theirs]
+
+    @classmethod
+    def of(cls, name: str, parts: list[tuple[str, Theirs]], shapes: Mapping[str, tuple[int, ...]]) -> Whole:
+        """Put their tensor ``name`` together from canonical tensors with ``shapes``.
+
+        Raises:
+            CheckpointError: a part is missing.
+        """
+        # parts of a fused tensor can come in any order; their rows must follow each other without gaps
+        parts = sorted(parts, key=lambda part: part[1].rows or (0, 0))
+        stop = 0
+        for ours, place in parts:
+            if place.rows is not None and (place.rows[0] != stop or place.rows[1] - stop != shapes[ours][0]):
+                raise CheckpointError(f"{name} is made of parts, of which rows {stop} to {place.rows[0]} are missing.")
+            stop += shapes[ours][0] if place.rows is not None else 0
+        first, place = parts[0]
+        shape = shapes[first] if place.rows is None else (stop, *shapes[first][1:])
+        return cls(shape[::-1] if place.transposed and len(shape) == 2 else shape, dict(parts))
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """The table of a model's tensors in another library.
 
@@ -53,6 +83,7 @@ class WeightMap:
         copies: their tensor -> another one with equal values. The first is read only if the second is missing.
         left_out: pattern of their tensors that are not read (buffers).
         respelt: pattern -> replacement, for names from older releases.
+        doubles: their tensor -> another one that is written with equal values.
     """
 
     places: Mapping[str, Theirs]
@@ -60,6 +91,7 @@ class WeightMap:
     copies: Mapping[str, str] = field(default_factory=dict)
     left_out: str = r"(?!)"
     respelt: Mapping[str, str] = field(default_factory=dict)
+    doubles: Mapping[str, str] = field(default_factory=dict)
 
     def theirs(self, name: str) -> Theirs:
         """Return the place of our canonical tensor.
@@ -116,17 +148,33 @@ class WeightMap:
         """
         return {name: place.part(tensors[place.name]).contiguous() for name, place in self.ours(tensors).items()}
 
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Whole]:
+        """Return their tensors that hold the canonical tensors with these shapes, by name.
+
+        Raises:
+            CheckpointError: a tensor has no counterpart, or a part of a fused tensor is missing.
+        """
+        parts: dict[str, list[tuple[str, Theirs]]] = {}
+        for name in shapes:
+            place = self.theirs(name)
+            for theirs in (place.name, self.doubles.get(place.name)):
+                if theirs is not None:
+                    parts.setdefault(theirs, []).append((name, place))
+        return {name: Whole.of(name, found, shapes) for name, found in parts.items()}
+
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert canonical tensors to theirs.
 
         Raises:
             CheckpointError: a tensor has no counterpart, or a part of a fused tensor is missing.
         """
-        parts: dict[str, list[tuple[Theirs, Tensor]]] = {}
-        for name, tensor in tensors.items():
-            place = self.theirs(name)
-            parts.setdefault(place.name, []).append((place, tensor))
-        return {name: _joined(name, found) for name, found in parts.items()}
+        written = {}
+        for name, whole in self.layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
+            first = tensors[next(iter(whole.parts))]
+            written[name] = first.new_empty(whole.shape)
+            for ours, place in whole.parts.items():
+                place.part(written[name]).copy_(tensors[ours])
+        return written
 
     def _spelt(self, name: str, known: Mapping[str, object]) -> str:
         """Return their name in the spelling of the current release."""
@@ -135,19 +183,6 @@ class WeightMap:
         rooted = self.root + name
         template = _template(rooted)[0]
         return rooted if template in known or template.rpartition(".")[0] in known else name
-
-
-def _joined(name: str, parts: list[tuple[Theirs, Tensor]]) -> Tensor:
-    """Join one of their tensors from its parts, in the order of rows."""
-    # parts of a fused tensor can come in any order; their rows must follow each other without gaps
-    parts.sort(key=lambda part: part[0].rows or (0, 0))
-    stop = 0
-    for place, tensor in parts:
-        if place.rows is not None and (place.rows[0] != stop or place.rows[1] - stop != len(tensor)):
-            raise CheckpointError(f"{name} is made of parts, of which rows {stop} to {place.rows[0]} are missing.")
-        stop += len(tensor) if place.rows is not None else 0
-    whole = parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in parts])
-    return whole.T.contiguous() if parts[0][0].transposed and whole.ndim == 2 else whole
 
 
 def _template(name: str) -> tuple[str, list[str]]:

@@ -11,10 +11,11 @@ from megalight.models.bert.state_dict import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
-    to_transformers,
     weight_map,
 )
-from megalight.models.folder import Folder, read_config, write_folder
+from megalight.models.export import export
+from megalight.models.folder import Folder, read_config
+from megalight.models.stored import held_model
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import model_targets
@@ -123,8 +124,7 @@ def test_the_way_back(tied, tmp_path):
     reference = theirs(tie_word_embeddings=tied)
     reference.save_pretrained(tmp_path / "theirs")
     model = ours(tmp_path / "theirs")
-    exported = to_transformers(canonical_tensors(model), model.config)
-    write_folder(tmp_path / "ours", config_to_transformers(model.config), exported)
+    export(held_model("bert", model.config, model), tmp_path / "ours")
     back = transformers.BertForPreTraining.from_pretrained(tmp_path / "ours", dtype=torch.float64)
     expected = reference.state_dict()
     if not tied:  # unused there: the decoder has its own

@@ -11,7 +11,7 @@ from megalight.models.bert.model import Bert as Bert
 from megalight.models.bert.model import Output as Output
 from megalight.models.bert.plan import bert_plan as bert_plan
 from megalight.models.bert.presets import PRESETS
-from megalight.models.bert.state_dict import config_from_transformers, weight_map
+from megalight.models.bert.state_dict import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.family import FAMILIES, Family, Weights, register
 
 register(
@@ -22,7 +22,7 @@ register(
         plan=bert_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.bert.module").BertModule,
-        weights=Weights(("bert",), config_from_transformers, weight_map),
+        weights=Weights(("bert",), config_from_transformers, weight_map, config_to_transformers),
     )
 )
 

@@ -57,16 +57,18 @@ def weight_map(config: BertConfig) -> WeightMap:
     Without ``sentence_order``, pooler and sentence-order head are not read. A tied decoder weight is not read either.
     """
     places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
-    copies = {BIAS: f"{DECODER}.bias"}
+    copies, doubles = {BIAS: f"{DECODER}.bias"}, {f"{DECODER}.bias": BIAS}
     if config.tie_embeddings:
         places["head.masked.lm.output_layer.bias"] = Theirs(BIAS)
         copies = {f"{DECODER}.bias": BIAS, f"{DECODER}.weight": "bert.embeddings.word_embeddings.weight"}
+        doubles = {}
     return WeightMap(
         places,
         root="bert.",
         copies=copies,
         left_out=BUFFERS if config.sentence_order else f"{BUFFERS}|{ORDER}",
         respelt={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # names in the first published files
+        doubles=doubles,
     )
 
 
@@ -85,10 +87,7 @@ def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[s
     Raises:
         CheckpointError: there is a tensor that such models do not have.
     """
-    theirs = weight_map(config).write(tensors)
-    if not config.tie_embeddings:
-        theirs[BIAS] = theirs[f"{DECODER}.bias"].clone()
-    return theirs
+    return weight_map(config).write(tensors)
 
 
 def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | None = None) -> BertConfig:
@@ -135,8 +134,8 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
     )
 
 
-def config_to_transformers(config: BertConfig) -> dict[str, Any]:
-    """Return the content of ``config.json`` for this model.
+def config_to_transformers(config: BertConfig, model_type: str | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json`` for this model. ``model_type`` is not used: there is one kind.
 
     Raises:
         ConfigurationError: theirs cannot express the activation or the dropouts.

@@ -36,11 +36,13 @@ class Weights:
         kinds: the supported values of ``model_type`` in ``config.json``.
         config: content of ``config.json`` -> configuration.
         map: configuration -> the table of tensors for both directions.
+        write_config: configuration and preferred ``model_type`` -> content of ``config.json``.
     """
 
     kinds: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], Any]
     map: Callable[[Any], WeightMap]
+    write_config: Callable[[Any, str | None], dict[str, Any]]
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.

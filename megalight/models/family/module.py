@@ -8,11 +8,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.data.tokenizer import FILE as TOKENIZER
+from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import MegalightModule
-from megalight.models.saved import BASE, initial_config, initial_source
+from megalight.models.saved import BASE, companions_of, initial_config, initial_source
 from megalight.models.transforms import describe, rebuild
 from megalight.optim import AdamConfig
 from megalight.parallel.source import Source
@@ -74,6 +76,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self.weights = weights
         self.config: ConfigT = self._config(config)
         self.optimizer = optimizer or AdamConfig()
+        self._companions: dict[str, bytes] | None = None
 
     def _config(self, config: ConfigT | str | None) -> ConfigT:
         presets = family(self.family).presets
@@ -147,6 +150,22 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             "transforms": describe(self.transforms),
             BASE: self.saves_base,
         }
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Return files to save in every checkpoint: tokenizer and settings from the folder ``weights``, if it has any.
+
+        There are none if the data comes with another tokenizer: they would be of the wrong one.
+        """
+        if self._companions is None:
+            found = {} if self.weights is None else companions_of(self.weights)
+            provide = getattr(getattr(self.trainer, "datamodule", None), "checkpoint_files", dict)
+            identities = {
+                Tokenizer.from_json(files[TOKENIZER].decode()).identity
+                for files in (found, provide())
+                if TOKENIZER in files
+            }
+            self._companions = found if len(identities) < 2 else {}
+        return self._companions
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the checkpoint belongs to this model."""

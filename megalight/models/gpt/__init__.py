@@ -15,7 +15,7 @@ from megalight.models.gpt.model import GPT as GPT
 from megalight.models.gpt.model import Output as Output
 from megalight.models.gpt.plan import gpt_plan as gpt_plan
 from megalight.models.gpt.presets import PRESETS
-from megalight.models.gpt.state_dict import READERS, config_from_transformers, weight_map
+from megalight.models.gpt.state_dict import READERS, config_from_transformers, config_to_transformers, weight_map
 
 register(
     Family(
@@ -25,7 +25,7 @@ register(
         plan=gpt_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.gpt.module").GPTModule,
-        weights=Weights(tuple(READERS), config_from_transformers, weight_map),
+        weights=Weights(tuple(READERS), config_from_transformers, weight_map, config_to_transformers),
         generates=True,
     )
 )

@@ -1,4 +1,4 @@
-"""Conversion of weights and configurations from ``transformers`` (Llama, Qwen2, Qwen3, GPT-2) to ours and back.
+"""Conversion of weights and configurations from ``transformers`` (Llama, Mistral, Qwen, GPT-2) to ours and back.
 
 Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.models.config import compare
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.weights import Theirs, WeightMap
 from megalight.ops.rotary import RotaryScaling
@@ -102,11 +103,50 @@ def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
     kind = values.get("model_type")
     if kind not in READERS:
         raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(READERS)} can be read.")
-    return READERS[kind](values)
+    try:
+        return READERS[kind](values)
+    except KeyError as missing:
+        raise ConfigurationError(f"the configuration of the {kind} model lacks {missing}; copy it again.") from None
+
+
+def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json`` for this model.
+
+    Each kind of model is written and read back. The first kind that gives ``config`` again is taken.
+
+    Args:
+        config: the model.
+        model_type: the kind to try first: that of the model that training began with.
+
+    Raises:
+        ConfigurationError: no kind can express the configuration. The message names what the nearest one cannot.
+    """
+    failed: list[tuple[str, list[str]]] = []
+    for kind in sorted(WRITERS, key=lambda kind: kind != model_type):
+        values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
+        try:
+            back = _settings(config_from_transformers(values))
+        except ConfigurationError as error:
+            failed.append((kind, [str(error)]))
+            continue
+        differences = compare(_settings(config), back, f"transformers' {kind}")
+        if not differences:
+            return values
+        failed.append((kind, differences))
+    kind, differences = min(failed, key=lambda each: len(each[1]))
+    raise ConfigurationError(f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
+
+
+def _settings(config: GPTConfig) -> dict[str, Any]:
+    """Return plain values with the windows of all layers, because different patterns can mean the same windows."""
+    values = config.to_dict()
+    values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
+    del values["attention"]["window_pattern"]
+    return values
 
 
 def _llama(values: Mapping[str, Any]) -> GPTConfig:
-    """Convert Llama, Qwen2 and Qwen3. They differ only in biases and norms."""
+    """Convert Llama, Mistral, Qwen2 and Qwen3. They differ only in biases, norms and windows."""
     bias = bool(values.get("attention_bias", False))
     kind = values["model_type"]
     window, pattern = _window(values)
@@ -164,10 +204,106 @@ def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
 
 READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "llama": _llama,
+    "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
     "gpt2": _gpt2,
 }
+
+
+def _to_llama(config: GPTConfig) -> dict[str, Any]:
+    """Write what Llama, Mistral, Qwen2 and Qwen3 have in common."""
+    attention, rotary = config.attention, config.position.scaling
+    values: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_act": _their_name(config.activation, GATED),
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm.eps,
+        "rope_theta": config.position.base,
+        "attention_dropout": config.dropout.attention,
+        "initializer_range": config.init.std,
+    }
+    if rotary is not None:
+        values["rope_scaling"] = {"rope_type": rotary.kind, "factor": rotary.factor}
+        if rotary.kind == "llama3":
+            values["rope_scaling"] |= {
+                "low_freq_factor": rotary.low_frequency_factor,
+                "high_freq_factor": rotary.high_frequency_factor,
+                "original_max_position_embeddings": rotary.original_length,
+            }
+    if attention.window is not None:
+        values["sliding_window"] = attention.window + 1
+    return values
+
+
+def _to_biased_llama(config: GPTConfig) -> dict[str, Any]:
+    return {**_to_llama(config), "attention_bias": config.attention.proj_bias, "mlp_bias": config.mlp_bias}
+
+
+def _to_mistral(config: GPTConfig) -> dict[str, Any]:
+    return {"sliding_window": None, **_to_llama(config)}
+
+
+def _to_qwen(config: GPTConfig) -> dict[str, Any]:
+    windowed = [config.attention.window_of(layer) is not None for layer in range(config.num_layers)]
+    return {
+        **_to_llama(config),
+        "use_sliding_window": any(windowed),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
+    }
+
+
+def _to_qwen3(config: GPTConfig) -> dict[str, Any]:
+    return {**_to_qwen(config), "attention_bias": config.attention.proj_bias}
+
+
+def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_heads,
+        "n_inner": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_sequence_length,
+        "activation_function": _their_name(config.activation, PLAIN),
+        "tie_word_embeddings": config.tie_embeddings,
+        "layer_norm_epsilon": config.norm.eps,
+        "scale_attn_weights": config.attention.scale is None,
+        "resid_pdrop": config.dropout.hidden,
+        "attn_pdrop": config.dropout.attention,
+        "embd_pdrop": config.dropout.embedding,
+        "initializer_range": config.init.std,
+    }
+
+
+WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
+    "llama": _to_biased_llama,
+    "mistral": _to_mistral,
+    "qwen2": _to_qwen,
+    "qwen3": _to_qwen3,
+    "gpt2": _to_gpt2,
+}
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def _their_name(activation: str, known: Mapping[str, str]) -> str:
+    """Return their name of an activation, or ours where they have none, which the reader then refuses."""
+    return next((theirs for theirs, ours in known.items() if ours == activation), activation)
 
 
 def _activation(name: str, known: Mapping[str, str]) -> str:
@@ -178,6 +314,9 @@ def _activation(name: str, known: Mapping[str, str]) -> str:
 
 def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
     """Convert the window. Theirs counts the token itself, ours does not."""
+    if values["model_type"] == "mistral":
+        window = values.get("sliding_window", 4096)  # their default
+        return (None if window is None else window - 1), (True,)
     kinds = tuple(kind == "sliding_attention" for kind in values.get("layer_types") or ())
     if not any(kinds):
         return None, (True,)

@@ -50,7 +50,9 @@ class FolderCheckpoints(MeshStrategy):
         if storage_options is not None:
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
         self.sync_parameters()
-        save(self, keep_plain(checkpoint, self._left_out), self.broadcast(str(filepath)))
+        path = self.broadcast(str(filepath))
+        save(self, keep_plain(checkpoint, self._left_out), path)
+        self._tell("on_checkpoint_written", path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder. Tensors are read later, directly into the parameters."""
@@ -84,3 +86,15 @@ class FolderCheckpoints(MeshStrategy):
         """Delete a folder atomically."""
         if self.is_global_zero:
             remove(str(filepath))
+        self._tell("on_checkpoint_removed", str(filepath))
+
+    def _tell(self, event: str, path: str) -> None:
+        """Call a method of the callbacks that have it, on all ranks."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            getattr(callback, event, _ignored)(trainer, self.lightning_module, path)
+
+
+def _ignored(*_: Any) -> None:
+    """Stand in for a method that a callback does not have."""

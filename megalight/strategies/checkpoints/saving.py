@@ -43,7 +43,8 @@ def _files(strategy: MeshStrategy) -> dict[str, bytes]:
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     files: dict[str, bytes] = {}
-    for owner in (strategy.lightning_module, getattr(trainer, "datamodule", None)):
+    # the module's come last: a tokenizer of transformers knows more than the data's copy of it
+    for owner in (getattr(trainer, "datamodule", None), strategy.lightning_module):
         provide = getattr(owner, "checkpoint_files", None)
         files |= provide() if provide is not None else {}
     return files

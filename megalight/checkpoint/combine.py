@@ -1,0 +1,154 @@
+"""Sources made of other sources: a mean, one laid over another, one that is watched; and one made of tensors.
+
+Those made of other sources hold as much memory as is filled at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.compare import compare
+from megalight.checkpoint.ranks import Ranks
+from megalight.parallel.source import Filled, Source, Stored, Target
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The mean of several sources with equal tensors. Floating-point values are added in float32, or wider.
+
+    Tensors of other dtypes (counters, masks) are those of the first source.
+    """
+
+    sources: Sequence[Source]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors."""
+        return self.sources[0].tensors
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        filled = self.sources[0].fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        floating = [box for box in boxes if self._is_float(box.name)]
+        total: list[Target] = []
+        for source in self.sources:
+            # also the first is read again: its values may have been rounded to the boxes' dtype
+            parts = [replace(box, data=_wide(box.data)) for box in floating]
+            source.fill(parts, strict=False, process_group=process_group)
+            for sum_, part in zip(total, parts, strict=False):
+                sum_.data.add_(part.data)
+            total = total or parts
+        for box, sum_ in zip(floating, total, strict=True):
+            box.data.copy_(sum_.data.div_(len(self.sources)))
+        return filled
+
+    def _is_float(self, name: str) -> bool:
+        return name in self.tensors and getattr(torch, self.tensors[name].dtype).is_floating_point
+
+
+def _wide(data: Tensor) -> Tensor:
+    return torch.zeros(data.shape, dtype=torch.promote_types(data.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Overlaid:
+    """A source whose tensors are read from ``over`` where it has them, and from ``under`` where not."""
+
+    under: Source
+    over: Source
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors."""
+        return self.under.tensors
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        filled = self.under.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        held = self.over.tensors
+        self.over.fill([box for box in boxes if box.name in held], strict=False, process_group=process_group)
+        return filled
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A source that reports how many elements each fill has read."""
+
+    source: Source
+    report: Callable[[int], None]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors."""
+        return self.source.tensors
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        filled = self.source.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        self.report(sum(box.data.numel() for box in boxes))
+        return filled
+
+
+@dataclass(frozen=True)
+class Held:
+    """Whole tensors in memory, by canonical name."""
+
+    values: Mapping[str, Tensor]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors."""
+        return {name: _Held(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.values.items()}
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        asked = {box.name: box.shape for box in boxes}
+        filled = compare(Ranks(process_group), "memory", self.tensors, asked, strict=strict, prefix=prefix)
+        for box in boxes:
+            if box.name in self.values:
+                place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True))
+                box.data.copy_(self.values[box.name][place])
+        return filled
+
+
+@dataclass(frozen=True)
+class _Held:
+    shape: tuple[int, ...]
+    dtype: str

@@ -1,0 +1,97 @@
+"""Whole tensors of a source, one after another: memory is bounded by the largest tensor, not by the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.boxes import THREADS
+from megalight.errors import CheckpointError
+from megalight.parallel.source import Source, Target
+
+BUDGET = 256 << 20
+"""Bytes of tensors that are read together. One tensor alone may be larger."""
+
+SPLIT = 16 << 20
+"""Bytes of a tensor above which several threads read it."""
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """Return the tensor: the only part of a tensor that is stored as it is."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor to read.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype; stored values are converted.
+        parts: canonical name -> the view of the tensor that this canonical tensor fills.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[str, Callable[[Tensor], Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def targets(self, memory: Tensor) -> Iterator[Target]:
+        """Yield the boxes to fill in ``memory``. Large parts are cut by rows, so that several threads read them."""
+        for name, view in self.parts.items():
+            data = view(memory)
+            shape, inner = tuple(data.shape), (0,) * (data.ndim - 1)
+            if data.nbytes <= SPLIT:
+                yield Target(name, shape, (0,) * data.ndim, data)
+                continue
+            step = -(-len(data) // THREADS)
+            for first in range(0, len(data), step):
+                yield Target(name, shape, (first, *inner), data[first : first + step])
+
+
+def stream(source: Source, wanted: Iterable[Wanted], process_group: ProcessGroup | None = None) -> Iterator[Tensor]:
+    """Yield the tensors in order, on the CPU. At most ``BUDGET`` bytes, or one tensor, are held at a time.
+
+    Args:
+        source: where values are read.
+        wanted: the tensors.
+        process_group: this process alone; see :func:`megalight.checkpoint.ranks.alone`.
+
+    Raises:
+        CheckpointError: a part is not in the source, or has another shape, or a file is damaged.
+    """
+    for group in _groups(wanted):
+        memory = [torch.empty(each.shape, dtype=each.dtype) for each in group]
+        targets = [box for each, room in zip(group, memory, strict=True) for box in each.targets(room)]
+        filled = source.fill(targets, strict=False, process_group=process_group)
+        if filled.missing:
+            raise CheckpointError(f"{', '.join(filled.missing[:5])} not in the source; it holds another model.")
+        targets.clear()
+        memory.reverse()
+        while memory:
+            yield memory.pop()
+
+
+def _groups(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+    group: list[Wanted] = []
+    names: set[str] = set()
+    size = 0
+    for each in wanted:
+        # a tensor that is wanted twice is read twice: one fill reads each box once
+        if group and (size + each.nbytes > BUDGET or names & each.parts.keys()):
+            yield group
+            group, names, size = [], set(), 0
+        group.append(each)
+        names |= each.parts.keys()
+        size += each.nbytes
+    if group:
+        yield group

@@ -1,0 +1,185 @@
+"""Write ``transformers`` folders: weights as safetensors files from all ranks, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.files import Entry, sync_directory, write_file
+from megalight.checkpoint.memory import dtype_name
+from megalight.checkpoint.publish import Partial
+from megalight.checkpoint.ranks import Ranks, alone
+from megalight.checkpoint.streaming import Wanted, stream
+from megalight.checkpoint.writer import write_tensors
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.family import Family
+from megalight.models.folder import CONFIG, GENERATION, INDEX, WEIGHTS
+from megalight.models.saved import PREFIX
+from megalight.models.stored import StoredModel
+from megalight.nn.canonical import parts
+from megalight.parallel.source import Renamed
+
+MAX_FILE = 5 << 30
+"""Bytes of weights per file. A larger tensor has a file of its own."""
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Token ids in ``config.json`` and ``generation_config.json``."""
+
+
+def export(
+    model: StoredModel,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Write a folder that ``from_pretrained`` of ``transformers`` reads. All ranks of the group call it together.
+
+    Each rank reads and writes whole tensors, one after another. The folder appears when it is complete.
+
+    Args:
+        model: the model.
+        path: the folder, on storage that all ranks share.
+        dtype: dtype of the weights. None: as they are stored. Masters are read for float32, where there are any.
+        overwrite: replace a folder that is there.
+        process_group: the ranks that call; None means the default group, or this process alone.
+
+    Raises:
+        CheckpointError: on every rank: tensors are missing or damaged, or a rank cannot write. Nothing is left behind.
+        ConfigurationError: ``transformers`` has no such model.
+    """
+    ranks, target = Ranks(process_group), Path(os.path.abspath(path))
+    stage = f"exporting to {target}"
+    whole = _whole(model, dtype)
+    files = _files(whole)
+    values = _values(model, whole)
+    started: list[Partial] = []
+
+    def begin() -> Path:
+        if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target} is there already; remove it, or name another folder.")
+        started.append(Partial(target))
+        return started[0].folder
+
+    def write() -> None:
+        with alone() as group:
+            for name, keys in list(files.items())[ranks.rank :: ranks.size]:
+                wanted = [whole[key] for key in keys]
+                entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
+                write_tensors(folder / name, entries, stream(model.weights, wanted, group))
+
+    def finish() -> None:
+        for name, content in model.files.items():
+            if name != CONFIG:
+                write_file(folder / name, content)
+        _configure(folder, values, model.family.generates)
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(each.nbytes for each in whole.values())},
+                "weight_map": {key: name for name, keys in files.items() for key in sorted(keys)},
+            }
+            write_file(folder / INDEX, _json(index))
+        sync_directory(folder)
+        started[0].publish()
+
+    try:
+        folder = ranks.first(stage, begin)
+        ranks.together(stage, write)
+        ranks.first(stage, finish)
+    except BaseException:
+        for partial in started:
+            partial.discard()
+        raise
+
+
+def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, Wanted]:
+    """Return their tensors, by name.
+
+    Raises:
+        CheckpointError: the source lacks a tensor of the model, or has others.
+    """
+    weights = _weights(model.family)
+    with torch.device("meta"):
+        shapes = {part.name: part.shape for part in parts(model.family.model(model.config))}
+    stored = Renamed(model.weights, "", PREFIX).tensors
+    wrong = [f"{name} is missing" for name in sorted(shapes.keys() - stored.keys())]
+    wrong += [f"{name} is not of this model" for name in sorted(stored.keys() - shapes.keys())]
+    wrong += [
+        f"{name} is {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and tuple(stored[name].shape) != shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(f"the tensors do not fit the model's configuration: {'; '.join(wrong[:5])}{more}.")
+    whole = {}
+    for name, each in weights.map(model.config).layout(shapes).items():
+        kind = dtype or getattr(torch, stored[next(iter(each.parts))].dtype)
+        whole[name] = Wanted(each.shape, kind, {PREFIX + ours: place.part for ours, place in each.parts.items()})
+    return whole
+
+
+def _weights(family: Family) -> Any:
+    if family.weights is None:
+        raise ConfigurationError(f"transformers has no models like those of the family {family.name}.")
+    return family.weights
+
+
+def _files(whole: Mapping[str, Wanted]) -> dict[str, list[str]]:
+    """Return the names of the files, and the tensors in each: wide dtypes first, so that all are aligned."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, each in whole.items():
+        if groups[-1] and size + each.nbytes > MAX_FILE:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += each.nbytes
+    for group in groups:
+        group.sort(key=lambda name: -whole[name].dtype.itemsize)
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def _values(model: StoredModel, whole: Mapping[str, Wanted]) -> dict[str, Any]:
+    """Return ``config.json``, in the kind of the model that training began with, if that is known."""
+    began = json.loads(model.files.get(CONFIG, b"{}"))
+    values: dict[str, Any] = _weights(model.family).write_config(model.config, began.get("model_type"))
+    widest = max((each.dtype for each in whole.values()), key=lambda dtype: dtype.itemsize)
+    tokens = {key: _tokens(began.get(key), model.config.vocab_size) for key in SPECIAL}
+    return {**values, "dtype": dtype_name(widest), **tokens}
+
+
+def _tokens(ids: Any, vocab_size: int) -> Any:
+    """Return a token id, or a list of them, or None if one is not in the vocabulary."""
+    known = [ids] if isinstance(ids, int) else ids or []
+    return ids if known and all(0 <= each < vocab_size for each in known) else None
+
+
+def _configure(folder: Path, values: dict[str, Any], generates: bool) -> None:
+    """Write ``config.json`` and, if a model generates text, ``generation_config.json``. Special tokens are filled in.
+
+    They come from the settings for generation that training began with, or else from the tokenizer.
+    """
+    generation = json.loads((folder / GENERATION).read_bytes()) if (folder / GENERATION).exists() else {}
+    known = {key: generation[key] for key in SPECIAL if generation.get(key) is not None}
+    if not known and (folder / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(folder)
+        known = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.pad_id}
+    values |= {key: value for key, value in known.items() if values[key] is None}
+    write_file(folder / CONFIG, _json(values))
+    if generates and not generation:
+        write_file(folder / GENERATION, _json({key: values[key] for key in SPECIAL if values[key] is not None}))
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

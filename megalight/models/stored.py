@@ -1,0 +1,128 @@
+"""Models with their weights, where they are: in a checkpoint, in a ``transformers`` folder, or in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalight import checkpoint
+from megalight.checkpoint.combine import Averaged, Held, Overlaid
+from megalight.checkpoint.precision import FullPrecision
+from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.view import views_of_source
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.config import compare
+from megalight.models.family import Family, family, family_of_transformers
+from megalight.models.folder import is_folder, read_config
+from megalight.models.saved import (
+    BASE,
+    PREFIX,
+    companions_of,
+    description,
+    holds_base,
+    initial_config,
+    initial_source,
+)
+from megalight.nn.canonical import canonical_tensors
+from megalight.parallel.source import Renamed, Source
+
+AVERAGE = "ema."
+"""Prefix of moving averages in checkpoints."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model, and where its weights are.
+
+    Attributes:
+        family: its family.
+        config: its configuration.
+        weights: the source of its canonical tensors, whose names begin with ``model.``.
+        files: companions from the ``transformers`` folder that training began with, and the tokenizer of the data.
+    """
+
+    family: Family
+    config: Any
+    weights: Source
+    files: Mapping[str, bytes]
+
+
+def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredModel:
+    """Open the model in a checkpoint or in a ``transformers`` folder. No weights are read.
+
+    Args:
+        path: the folder.
+        ema: take the moving averages of the weights, which the callback ``EMA`` keeps in a checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the model has adapters, or there are no averages.
+        ConfigurationError: the model is of no known family, or has options that are not supported here.
+    """
+    if is_folder(path):
+        if ema:
+            raise CheckpointError(f"{path} is a folder of transformers, which has no moving averages of weights.")
+        known = family_of_transformers(read_config(path))
+        config = initial_config(path, known)
+        return StoredModel(known, config, initial_source(path, known, config), companions_of(path))
+    opened = checkpoint.open(path)
+    described = description(opened)
+    if described.get("transforms") or not holds_base(opened.common):
+        raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
+    known = family(described["family"])
+    weights: Source = FullPrecision(opened)
+    if ema:
+        averages = Renamed(opened, PREFIX, AVERAGE + PREFIX)
+        if not averages.tensors:
+            raise CheckpointError(f"checkpoint {opened.path} has no moving averages; train with the callback EMA.")
+        weights = Overlaid(weights, averages)
+    return StoredModel(known, known.config.from_dict(described["config"]), weights, companions_of(path))
+
+
+def held_model(name: str, config: Any, model: nn.Module) -> StoredModel:
+    """Return a whole model in the memory of this process, of the family ``name``."""
+    weights = {PREFIX + key: tensor for key, tensor in canonical_tensors(model).items()}
+    return StoredModel(family(name), config, Held(weights), {})
+
+
+def averaged(models: Sequence[StoredModel]) -> StoredModel:
+    """Return the mean of several models of one configuration, weight by weight.
+
+    Raises:
+        ConfigurationError: they are of different families or configurations.
+    """
+    first = models[0]
+    for number, other in enumerate(models[1:], 2):
+        differences = compare(first.config.to_dict(), other.config.to_dict(), f"model {number}")
+        if first.family.name != other.family.name or differences:
+            raise ConfigurationError(
+                f"models of different configurations cannot be averaged: {'; '.join(differences) or other.family.name}."
+            )
+    return replace(first, weights=Averaged([model.weights for model in models]))
+
+
+def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Write the model as a checkpoint of weights. One process calls it; one tensor is in memory at a time.
+
+    Args:
+        model: the model.
+        path: the folder to write.
+        dtype: dtype of the weights. None: as they are stored.
+
+    Raises:
+        CheckpointError: a file is damaged, or ``path`` cannot be written. Nothing is left behind.
+    """
+    described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
+    names = [name for name in model.weights.tensors if name.startswith(PREFIX)]
+    with alone() as group:
+        checkpoint.save(
+            path,
+            views_of_source(model.weights, names, dtype, group),
+            common={"model": described},
+            files=dict(model.files),
+            process_group=group,
+        )

@@ -1,0 +1,311 @@
+"""Models between our checkpoints and folders of ``transformers``: equal tensors, equal logits, little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalight import checkpoint
+from megalight.cli.main import main
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models import export as exporting
+from megalight.models.export import export
+from megalight.models.family import family
+from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.presets import PRESETS
+from megalight.models.gpt.state_dict import config_from_transformers, config_to_transformers
+from megalight.models.stored import averaged, open_model, save_model
+from tests.models.test_gpt_state_dict import LLAMA3, MODELS, SIZES
+from tests.workers import run
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {**SIZES, "rope_parameters": LLAMA3}
+BERT = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 32,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM", o) for name, (kind, o) in MODELS.items()},
+    "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": None}),
+    "mistral_windowed": ("MistralForCausalLM", {**SIZES, "sliding_window": 5}),
+    "llama3": ("LlamaForCausalLM", LLAMA),
+    "bert": ("BertForPreTraining", BERT),
+    "bert_masked": ("BertForMaskedLM", BERT),
+    "bert_untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
+}
+
+
+def model_of(name: str, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    kind, options = KINDS[name]
+    made = getattr(transformers, kind)
+    model = made(made.config_class(**options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        if name == "bert_untied":  # a second bias that nothing reads; published files hold the same values in both
+            model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("folders")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            model_of(name).save_pretrained(root / name)
+        return root / name
+
+    return folder
+
+
+def tensors(model: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = model.state_dict()
+    return found
+
+
+def auto(name: str) -> Any:
+    return transformers.AutoModelForMaskedLM if name.startswith("bert_") else (
+        transformers.AutoModelForPreTraining if name == "bert" else transformers.AutoModelForCausalLM
+    )  # fmt: skip
+
+
+def loaded(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> Any:
+    """The model as ``transformers`` loads it, without a complaint."""
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level("WARNING", "transformers"):
+            caplog.clear()
+            model, info = auto(name).from_pretrained(folder, output_loading_info=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not any(info.values()), info
+    assert not caplog.records, caplog.text
+    return model
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_in_and_out_again(
+    name: str, folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(open_model(folders(name)), tmp_path / "ours.ckpt")
+    export(open_model(tmp_path / "ours.ckpt"), tmp_path / "back")
+    before, after = model_of(name), loaded(tmp_path / "back", name, caplog)
+    assert type(after) is type(before)
+    assert tensors(before).keys() == tensors(after).keys()
+    assert all(torch.equal(tensor, tensors(after)[key]) for key, tensor in tensors(before).items())
+    ids = torch.randint(0, 53, (2, 13))
+    a, b = before(ids), after(ids)
+    torch.testing.assert_close(a[0], b[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_command_goes_both_ways(
+    folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(folders("llama")), str(tmp_path / "ours.ckpt"), "--quiet"]
+    assert main(words) == 0
+    assert "as a checkpoint" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "ours.ckpt"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert half.dtype == torch.bfloat16
+    expected = tensors(model_of("llama"))
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in tensors(half).items())
+    assert main(["convert", str(tmp_path / "ours.ckpt"), str(tmp_path / "half")]) == 2
+    assert "is there already; remove it" in capsys.readouterr().err
+
+
+def _export_from(path: Path, folder: Path) -> list[str]:
+    exporting.MAX_FILE = 20_000
+    export(open_model(path), folder, overwrite=True)
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_all_ranks_write_files_of_their_own(
+    folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale").touch()
+    for names in run(_export_from, 2, folders("qwen3"), tmp_path / "out"):
+        assert "model.safetensors.index.json" in names
+        assert "stale" not in names
+        assert len([name for name in names if name.endswith(".safetensors")]) > 3
+    found, expected = tensors(loaded(tmp_path / "out", "qwen3", caplog)), tensors(model_of("qwen3"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_has_a_configuration_of_theirs(name: str) -> None:
+    config = PRESETS[name]
+    values = config_to_transformers(config)
+    assert values["model_type"] == name.partition("_")[0].replace("llama3", "llama")
+    assert replace(config_from_transformers(json.loads(json.dumps(values))), init=config.init) == config
+
+
+SMALL = GPTConfig(num_layers=2, hidden_size=24, num_heads=3, vocab_size=53, max_sequence_length=32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(SMALL, logit_softcap=3.0), "logit_softcap is 3.0 here and None in transformers' "),
+        (replace(SMALL, activation="squared_relu"), "activation 'squared_relu' has no counterpart"),
+        (replace(SMALL, position=PositionConfig(fraction=0.5)), "position.fraction is 0.5 here and 1.0"),
+        (replace(SMALL, norm=NormConfig(kind="layer")), "norm.kind is layer here and rms"),
+    ],
+)
+def test_what_they_cannot_express_is_refused(config: GPTConfig, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"no model of transformers has this configuration.*{message}"):
+        config_to_transformers(config)
+
+
+def test_equal_windows_in_another_pattern_are_the_same_model() -> None:
+    windowed = AttentionConfig(qkv_bias=True, window=4, window_pattern=(False, True))
+    values = config_to_transformers(replace(SMALL, num_layers=4, attention=windowed))
+    assert values["model_type"] == "qwen2"
+    assert values["layer_types"] == ["full_attention", "sliding_attention"] * 2
+
+
+def test_a_tensor_that_is_missing_or_too_many_is_named(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    model = open_model(folders("llama"))
+    (tmp_path / "out").mkdir()
+    wider, deeper = replace(model.config, ffn_hidden_size=48), replace(model.config, num_layers=3)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate\.weight is \[40, 24\] instead of \[48, 24\]"):
+        export(replace(model, config=wider), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.attention\.k\.weight is missing"):
+        export(replace(model, config=deeper), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_damage_is_found_and_leaves_nothing(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    save_model(open_model(folders("llama")), tmp_path / "ours.ckpt")
+    file = next((tmp_path / "ours.ckpt" / "data").iterdir())
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"data/0-0\.safetensors in checkpoint .* is torn"):
+        export(open_model(tmp_path / "ours.ckpt"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours.ckpt"]
+
+
+def test_tokenizer_and_settings_go_along(
+    folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The special tokens are those of the settings for generation, or else of the tokenizer."""
+    model = open_model(folders("llama3"))
+    wide = model_of("llama3")
+    wide.resize_token_embeddings(300)
+    wide.save_pretrained(tmp_path / "theirs")
+    tokenizer = Tokenizer.train(["to be or not to be " * 20], 264)
+    tokenizer.save(tmp_path / "theirs")
+    settings = {"eos_token_id": [0, 7], "pad_token_id": 1, "do_sample": True, "temperature": 0.6}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((tmp_path / "theirs" / "tokenizer_config.json").read_text())
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ 1 }}"}))
+
+    save_model(open_model(tmp_path / "theirs"), tmp_path / "ours.ckpt")
+    export(open_model(tmp_path / "ours.ckpt"), tmp_path / "back")
+    again = loaded(tmp_path / "back", "llama3", caplog)
+    assert again.generation_config.eos_token_id == [0, 7]
+    assert again.generation_config.temperature == 0.6
+    auto_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert auto_tokenizer.chat_template == "{{ 1 }}"
+    assert auto_tokenizer("to be").input_ids == tokenizer.encode("to be")
+
+    files = {**model.files, **tokenizer.files()}
+    del files["generation_config.json"]
+    plain = replace(open_model(tmp_path / "theirs"), files={k: v for k, v in files.items() if k != "config.json"})
+    export(plain, tmp_path / "plain")
+    again = loaded(tmp_path / "plain", "llama3", caplog)
+    assert again.generation_config.eos_token_id == again.config.eos_token_id == tokenizer.eod_id
+
+
+def test_the_mean_of_checkpoints(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    paths = []
+    for seed in (1, 2, 3):
+        model_of("llama", seed).bfloat16().save_pretrained(tmp_path / str(seed))
+        paths.append(tmp_path / str(seed))
+    words = ["convert", str(paths[0]), str(tmp_path / "mean"), "--to", "transformers", "--quiet", "--average"]
+    assert main([*words, *map(str, paths[1:])]) == 0
+    found = tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mean"))
+    each = [tensors(model_of("llama", seed).bfloat16()) for seed in (1, 2, 3)]
+    for name, tensor in found.items():
+        mean = (each[0][name].float() + each[1][name].float() + each[2][name].float()) / 3
+        assert torch.equal(tensor, mean.bfloat16()), name
+    with pytest.raises(ConfigurationError, match=r"cannot be averaged: attention\.qk_norm is False here and True"):
+        averaged([open_model(paths[0]), open_model(folders("qwen3"))])
+
+
+def test_a_source_without_averages_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="folder of transformers, which has no moving averages"):
+        open_model(folders("llama"), ema=True)
+    save_model(open_model(folders("llama")), tmp_path / "ours.ckpt")
+    with pytest.raises(CheckpointError, match="no moving averages; train with the callback EMA"):
+        open_model(tmp_path / "ours.ckpt", ema=True)
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+from megalight.checkpoint import streaming
+from megalight.cli.main import main
+from megalight.models.export import export
+from megalight.models.stored import open_model, save_model
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+source, small, folder = sys.argv[1:]
+streaming.BUDGET = 4 << 20
+save_model(open_model(small), f"{folder}/small.ckpt")  # imports, thread stacks, buffers
+export(open_model(f"{folder}/small.ckpt"), f"{folder}/small")
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+save_model(open_model(source), f"{folder}/ours.ckpt")
+inwards = peak() - before
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+export(open_model(f"{folder}/ours.ckpt"), f"{folder}/back")
+print(inwards, peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux")
+def test_memory_is_bounded_by_the_largest_tensor(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """144 MiB of weights whose largest tensor has 6 MiB: a conversion takes at most 4 of these, either way."""
+    config = transformers.LlamaConfig(
+        vocab_size=2048, hidden_size=768, intermediate_size=2048, num_hidden_layers=5, num_attention_heads=12
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "theirs")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    assert size > 22 * largest
+    words = [sys.executable, "-c", MEMORY, tmp_path / "theirs", folders("llama"), tmp_path]
+    out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    inwards, outwards = map(int, out.splitlines()[-1].split())
+    assert inwards < 4 * largest
+    assert outwards < 4 * largest
+    assert checkpoint.is_complete(tmp_path / "ours.ckpt")
+    assert family("gpt").weights is not None
