@@ -32,6 +32,7 @@ from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
@@ -60,6 +61,8 @@ def parallelize(
     context_parallel: int = 1,
     context: ContextOptions | None = None,
     expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
+    expert: ExpertOptions | None = None,
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
     pipeline_layout: str | None = None,
@@ -92,7 +95,14 @@ def parallelize(
         ConfigurationError: no plan says how to split the model; options that cannot work together.
     """
     world = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    mesh = ParallelMesh(*world, tp=tensor_parallel, cp=context_parallel, pp=pipeline_parallel, ep=expert_parallel)
+    mesh = ParallelMesh(
+        *world,
+        tp=tensor_parallel,
+        cp=context_parallel,
+        pp=pipeline_parallel,
+        ep=expert_parallel,
+        etp=expert_tensor_parallel,
+    )
     check_sequence_parallel(sequence_parallel, tensor_parallel)
     pipeline = pipeline or Pipeline()
     options = ParallelOptions(
@@ -100,6 +110,7 @@ def parallelize(
         sequence_parallel=sequence_parallel,
         tensor=tensor or TensorOptions(),
         context=context or ContextOptions(),
+        expert=expert or ExpertOptions(),
         pipeline=pipeline,
         virtual_pipeline=pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout),
         pipeline_layout=pipeline_layout,

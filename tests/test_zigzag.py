@@ -128,3 +128,16 @@ def test_the_cut_never_makes_the_host_wait() -> None:
             assert len(batch.sequences.context.order) == 32
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("lengths", [[8, 8], [5, 5], [7, 3, 12], [8, 4]])
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_the_mask_of_padding(lengths: list[int], multiple: int) -> None:
+    for rank in range(2):
+        share, index = PackedSequences.of_lengths(lengths).zigzag(rank, 2, multiple)
+        mask = share.token_mask
+        real = torch.ones(len(index), dtype=torch.bool) if mask is None else mask
+        assert torch.equal(real, index >= 0)
+    whole = PackedSequences.of_lengths(lengths).pad_to(7)
+    mask = whole.token_mask
+    assert (whole.num_tokens if mask is None else int(mask.sum())) == sum(lengths)

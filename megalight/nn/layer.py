@@ -15,7 +15,8 @@ class TransformerLayer(nn.Module):
     """Pre-norm residual layer: ``x += mixer(norm(x))``, then ``x += mlp(norm(x))``.
 
     The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.stack`. Its submodules are
-    named after it: ``attention``, ``attention_norm`` and ``attention_dropout``.
+    named after it: ``attention``, ``attention_norm`` and ``attention_dropout``. The MLP is called as
+    ``mlp(hidden, context)``.
 
     Args:
         mixer_norm: norm before the mixer.
@@ -56,5 +57,5 @@ class TransformerLayer(nn.Module):
         mixed = modules[dropout](modules[mixer](normed, context, state, memory))
         # the sum with the residual and the next norm run as one op
         normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
-        added: Tensor = self.mlp_dropout(self.mlp(normed))
+        added: Tensor = self.mlp_dropout(self.mlp(normed, context))
         return hidden + added

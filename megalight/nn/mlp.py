@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn.canonical import Section
+from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.ops.activation import activation, gated
 
@@ -51,10 +52,10 @@ class Activation(nn.Module):
         self.kind = ACTIVATIONS[name][0]
         self.backend = backend
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``."""
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``. ``weights [...]`` multiply rows."""
         function = gated if self.gated else activation
-        return function(x, self.kind, backend=self.backend)
+        return function(x, self.kind, backend=self.backend, weights=weights)
 
     def extra_repr(self) -> str:
         """Return the function, for printing."""
@@ -94,8 +95,8 @@ class MLP(nn.Module):
         self.act = Activation(activation, backend)
         self.down = Linear(ffn_hidden_size, hidden_size, bias=bias, std=down_std)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[T, h] -> [T, h]``."""
+    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. Every feed-forward layer is called with the context; this one does not read it."""
         wide = self.gate_up(hidden) if self.act.gated else self.up(hidden)
         narrow: Tensor = self.down(self.act(wide))
         return narrow

@@ -11,6 +11,7 @@ from torch import nn
 from megalight.errors import LayoutError, nearest
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import ShardSpec
@@ -29,9 +30,10 @@ def parallelize(
     sequence_parallel: bool = False,
     context: ContextOptions | None = None,
     tensor: TensorOptions | None = None,
+    expert: ExpertOptions | None = None,
     prefix: str = "",
 ) -> dict[str, ShardSpec]:
-    """Split a one-device model in place: its layers over ``tp``, attention over ``cp``, experts over ``ep``.
+    """Split a one-device model in place: layers over ``tp``, attention over ``cp``, experts over ``ep`` and ``etp``.
 
     Modules that the plan names are replaced by parallel ones with the same name. Their parameters also keep their
     names, and hold this rank's part. Real values are sliced; meta parameters stay meta.
@@ -44,6 +46,7 @@ def parallelize(
             must then be multiples of ``tp``.
         context: the kind of attention that its layers use under context parallelism; None is ``auto``.
         tensor: how its split layers hide their communication; None is ``auto``.
+        expert: how copies of tokens get to their experts; None: by all-to-all.
         prefix: put before every canonical name.
 
     Returns:
@@ -53,8 +56,8 @@ def parallelize(
     Raises:
         LayoutError: the model is parallel already; a size is not divisible; a pattern matches nothing; a style does not
             fit its module; under sequence parallelism, a module with parameters has no rule; under context parallelism,
-            the plan names no attention, or a kind cannot serve a layer; with ``ep``, it names no experts; options of
-            ``tensor`` have no effect.
+            the plan names no attention, or a kind cannot serve a layer; with ``ep`` or ``etp``, it names no experts;
+            options of ``tensor`` have no effect.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -71,6 +74,7 @@ def parallelize(
         plan.sequence_dim,
         context or ContextOptions(),
         tensor or TensorOptions(),
+        expert or ExpertOptions(),
     )
     _check_context(plan, shared, modules)
     _check_tensor(plan, shared, modules)
@@ -107,13 +111,15 @@ def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module])
 
 
 def _check_experts(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:
-    """Check that there are experts to divide over ``ep``."""
+    """Check that there are experts to divide over ``ep`` and ``etp``."""
     divided = any(style.axis == "ep" for name, module in modules.items() for style in plan.styles_of(name, module))
-    if shared.mesh.ep > 1 and not divided:
-        raise LayoutError(
-            f"ep={shared.mesh.ep} divides experts over ranks, but the plan has Expert() for no module, so there are "
-            "none. Add the rule, or set ep=1."
-        )
+    degrees = {"ep": shared.mesh.ep, "etp": shared.mesh.etp}
+    for axis, degree in degrees.items():
+        if degree > 1 and not divided:
+            raise LayoutError(
+                f"{axis}={degree} divides experts over ranks, but the plan has Expert() for no module, so there are "
+                f"none. Add the rule, or set {axis}=1."
+            )
 
 
 def _check_tensor(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:

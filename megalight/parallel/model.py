@@ -379,6 +379,7 @@ def _split(
         mesh,
         sequence_parallel=options.sequence_parallel,
         context=options.context,
+        expert=options.expert,
         tensor=options.tensor,
         prefix=prefix,
     )

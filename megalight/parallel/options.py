@@ -8,6 +8,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Pipeline
@@ -40,6 +41,7 @@ class ParallelOptions:
         sequence_parallel: each rank holds a share of the tokens of hidden states between split layers.
         tensor: how split layers hide their communication.
         context: how attention gets the tokens of other ``cp`` ranks.
+        expert: how copies of tokens get to their experts on other ranks.
         pipeline: the schedule, and how layers are divided over ``pp``.
         virtual_pipeline: number of chunks of layers per pipeline rank.
         pipeline_layout: the layers of each stage, as a string; None: as ``pipeline`` says.
@@ -51,6 +53,7 @@ class ParallelOptions:
     sequence_parallel: bool = False
     tensor: TensorOptions = field(default_factory=TensorOptions)
     context: ContextOptions = field(default_factory=ContextOptions)
+    expert: ExpertOptions = field(default_factory=ExpertOptions)
     pipeline: Pipeline = field(default_factory=Pipeline)
     virtual_pipeline: int = 1
     pipeline_layout: str | None = None
@@ -79,6 +82,7 @@ class ParallelOptions:
         parts = [mesh.describe(), *["sequence parallel"] * self.sequence_parallel]
         parts += [repr(self.tensor)] * (mesh.tp > 1 and self.tensor != TensorOptions())
         parts += [repr(self.context)] * (mesh.cp > 1)
+        parts += [repr(self.expert)] * (mesh.ep * mesh.etp > 1)
         if mesh.pp > 1:
             chunks = f"{self.virtual_pipeline} chunks per rank"
             parts += [self.pipeline_layout or chunks, repr(self.pipeline)]

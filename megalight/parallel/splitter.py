@@ -127,7 +127,7 @@ class Splitter:
         current = module
         for style in styles:
             replacement = style.apply(self, name, current)
-            if replacement is None or self.shared.mesh.size(style.axis) == 1:
+            if replacement is None or not style.splits(self.shared.mesh):
                 continue
             wraps = any(child is current for child in replacement.children())
             if len(styles) > 1 and not wraps:

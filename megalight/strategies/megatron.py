@@ -19,6 +19,7 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.ending import FAILED
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.actions import Actions
@@ -58,7 +59,8 @@ class MegatronStrategy(FolderCheckpoints):
         context_parallel: number of ranks over which each sequence is divided.
         context: how attention communicates with context parallelism.
         expert_parallel: number of ranks over which experts are divided.
-        expert_tensor_parallel: number of ranks over which each expert's weights are split. Only 1 is supported.
+        expert_tensor_parallel: number of ranks over which each expert's weights are split.
+        expert: how tokens get to their experts.
         recompute: activations that the backward pass computes again instead of storing them.
         micro_batch_size: samples per micro-batch. A DataLoader batch is this rank's share of one global batch, and the
             step divides it into micro-batches. None: the whole share is one micro-batch.
@@ -96,6 +98,7 @@ class MegatronStrategy(FolderCheckpoints):
         context: ContextOptions | None = None,
         expert_parallel: int = 1,
         expert_tensor_parallel: int = 1,
+        expert: ExpertOptions | None = None,
         recompute: Recompute | None = None,
         micro_batch_size: int | None = None,
         data_parallel: DataParallel | None = None,
@@ -130,6 +133,8 @@ class MegatronStrategy(FolderCheckpoints):
         self.context_parallel = context_parallel
         self.context = context or ContextOptions()
         self.expert_parallel = expert_parallel
+        self.expert_tensor_parallel = expert_tensor_parallel
+        self.expert = expert or ExpertOptions()
         self.recompute = recompute or Recompute()
         self.pipeline_parallel = pipeline_parallel
         self.pipeline_layout = pipeline_layout

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalight.checkpoint.run import Run
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -27,9 +28,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
     """A strategy with ranks on a mesh. Setup, checkpoints and launchers depend only on this class.
 
     Attributes:
-        tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, pipeline_parallel,
-        virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, plan, process_group_backend: the user's
-            arguments. A layout string decides ``virtual_pipeline``.
+        tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, expert_tensor_parallel,
+        expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, plan,
+            process_group_backend: the user's arguments. A layout string decides ``virtual_pipeline``.
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model. None before setup.
         engine: the data-parallel engine. None outside ``fit``.
@@ -47,6 +48,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
     context_parallel: int
     context: ContextOptions
     expert_parallel: int
+    expert_tensor_parallel: int
+    expert: ExpertOptions
     pipeline_parallel: int
     virtual_pipeline: int
     pipeline_layout: str | None
@@ -85,6 +88,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
             cp=self.context_parallel,
             pp=self.pipeline_parallel,
             ep=self.expert_parallel,
+            etp=self.expert_tensor_parallel,
         )
 
     @property
@@ -102,6 +106,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
             sequence_parallel=self.sequence_parallel,
             tensor=self.tensor,
             context=self.context,
+            expert=self.expert,
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual_pipeline,
             pipeline_layout=self.pipeline_layout,

@@ -29,16 +29,12 @@ def check_degrees(
     expert_tensor_parallel: int,
 ) -> None:
     """Refuse parallel degrees that cannot work with any number of ranks."""
-    if expert_tensor_parallel != 1:
-        raise LayoutError(
-            f"expert_tensor_parallel={expert_tensor_parallel!r} would split each expert's weights, which this version "
-            "does not do; leave it at 1, and divide whole experts over ranks with expert_parallel."
-        )
     check_at_least_one("tensor_parallel", tensor_parallel)
     check_at_least_one("context_parallel", context_parallel)
     check_at_least_one("pipeline_parallel", pipeline_parallel)
     check_at_least_one("virtual_pipeline", virtual_pipeline)
     check_at_least_one("expert_parallel", expert_parallel)
+    check_at_least_one("expert_tensor_parallel", expert_tensor_parallel)
     check_sequence_parallel(sequence_parallel, tensor_parallel)
 
 

@@ -184,6 +184,20 @@ class PackedSequences:
         """``[n]`` int64, on the device: the length of each sequence."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
+    @cached_property
+    def token_mask(self) -> Tensor | None:
+        """``[T]`` bool, on the device: False for padding. None: no token is padding."""
+        share = self.context
+        index = torch.arange(self.num_tokens, device=self.device)
+        if share is None:
+            return index < self.num_tokens - self.num_padding if self.num_padding else None
+        if share.real_lengths == share.whole.lengths and not share.num_dummies:
+            return None
+        real = (*share.real_lengths[: len(self.lengths) - share.num_dummies], *[0] * share.num_dummies)
+        chunk = self.expand(self.sizes // 2)
+        place = place_of(index - self.expand(self.cu_seqlens[:-1].long()), chunk, share.rank, share.size)
+        return place < self.expand(to_device(real, torch.int64, self.device))
+
     def expand(self, values: Tensor) -> Tensor:
         """Repeat values ``[n]``, one per sequence, to ``[T]``, one per token."""
         return torch.repeat_interleave(values, self.sizes, output_size=self.num_tokens)

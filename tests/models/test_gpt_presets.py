@@ -7,6 +7,7 @@ from megalight.errors import MegalightError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.flops import flops_per_token, num_parameters
 from megalight.models.gpt.presets import PRESETS, preset
+from megalight.nn.moe import MoEConfig, RouterConfig
 
 PUBLISHED_PARAMETERS = {
     "gpt2_small": 124_439_808,
@@ -74,6 +75,22 @@ def test_arithmetic_equals_the_module(bias, activation, norm, qk_norm):
         attention=AttentionConfig(qkv_bias=bias, proj_bias=not bias, qk_norm=qk_norm),
     )
     assert num_parameters(config) == built_parameters(config)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_experts_count_all_and_active(activation):
+    sizes = {"num_layers": 5, "hidden_size": 24, "num_heads": 4, "vocab_size": 101, "max_sequence_length": 17}
+    moe = MoEConfig(num_experts=6, ffn_hidden_size=10, pattern=(False, True), router=RouterConfig(top_k=3))
+    config = GPTConfig(**sizes, activation=activation, moe=moe)
+    assert num_parameters(config) == built_parameters(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    one = sum(p.numel() for p in model.layers["1"].mlp.experts.parameters()) // 6
+    assert num_parameters(config) - num_parameters(config, active=True) == 2 * 3 * one
+    dense = GPTConfig(**sizes, activation=activation)
+    mlp = sum(p.numel() for p in model.layers["0"].mlp.parameters())
+    extra = 2 * (3 * one + 6 * 24 - mlp)
+    assert flops_per_token(config, 17) - flops_per_token(dense, 17) == 6 * extra
 
 
 def test_convolutions_count_their_own():

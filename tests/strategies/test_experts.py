@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +13,19 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt import GPT
 from megalight.nn.init import initialise
+from megalight.nn.moe import BalanceConfig, MoEConfig
 from megalight.parallel.coupling import Empty
-from megalight.parallel.plan import Plan
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.strategies.step import Stepper
 from megalight.types import TokenBatch
 from tests.environment import trainer
-from tests.parallel.expert.model import build, plan
 from tests.strategies.test_layout_changes import Again, contents
 from tests.strategies.training import (
     ADAM,
@@ -44,65 +44,69 @@ from tests.strategies.training import (
 from tests.strategies.training import Gradients as FirstGradients
 from tests.workers import run
 
+MOE = MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True))
+"""Experts in the last of two layers."""
+PLAIN = replace(BASE, moe=MOE)
+BALANCED = replace(BASE, moe=replace(MOE, balance=BalanceConfig(aux_loss=0.1, z_loss=0.01)))
 
-def build_model(config: GPTConfig) -> GPT:
-    """Experts in the last of two layers."""
-    return build(config, layers=(1,))
 
-
-class WithExperts(WithData):
+class Uneven(WithData):
     """A GPT with experts; each second replica cuts its share into fewer micro-batches than the others."""
-
-    def build_model(self) -> nn.Module:
-        return build_model(self.config)
-
-    def plan(self, model: nn.Module) -> Plan:
-        assert isinstance(model, GPT)
-        return plan(model)
 
     def split_batch(self, batch: TokenBatch, size: int) -> Sequence[TokenBatch]:
         uneven = self.trainer.strategy.mesh.rank("dp") % 2
         return batch.split(len(batch) if uneven else size)
 
 
+EP2 = {"expert_parallel": 2}
+TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "ep2": (2, {"expert_parallel": 2}),
-    "ep2edp2": (4, {"expert_parallel": 2}),
+    "ep2": (2, EP2),
+    "ep2edp2": (4, EP2),
     "ep4": (4, {"expert_parallel": 4}),
-    "tp2ep2": (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
-    "tp2dp2ep4": (4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4}),
-    "pp2ep2": (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
-    "pp2ep2zb": (4, {"pipeline_parallel": 2, "expert_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}),
-    "ep2again": (2, {"expert_parallel": 2, "recompute": Recompute(granularity="full")}),
-    "cp2ep4": (4, {"context_parallel": 2, "expert_parallel": 4}),
+    "tp2ep2": (2, {**TP2, **EP2}),
+    "tp2dp2ep4": (4, {**TP2, "expert_parallel": 4}),
+    "tp2dp2etp2ep2": (4, {**TP2, **EP2, "expert_tensor_parallel": 2}),
+    "pp2ep2": (4, {"pipeline_parallel": 2, **EP2}),
+    "pp2ep2zb": (4, {"pipeline_parallel": 2, **EP2, "pipeline": Pipeline(schedule="zero_bubble")}),
+    "ep2again": (2, {**EP2, "recompute": Recompute(granularity="full")}),
+    "cp2ep4": (4, {"context_parallel": 2, "expert_parallel": 4, "expert": ExpertOptions("all_gather")}),
 }
 
 
 @functools.cache
-def expected(steps: int = 3) -> dict[str, Any]:
-    return by_hand(BASE, steps, build=build_model)
+def expected(steps: int = 3, balanced: bool = False) -> dict[str, Any]:
+    return by_hand(BALANCED if balanced else PLAIN, steps, micro_batch_size=1)
 
 
-def _fit(layout: str, level: str) -> dict[str, Any]:
+def _fit(layout: str, level: str, balanced: bool) -> dict[str, Any]:
     gradients = FirstGradients()
-    options = {"micro_batch_size": 1, "module_type": WithExperts, **LAYOUTS[layout][1]}
-    found = fit(BASE, options={"level": level}, extra_callbacks=[gradients], **options)
+    config, kind = (BALANCED, WithData) if balanced else (PLAIN, Uneven)
+    options = {"micro_batch_size": 1, "module_type": kind, **LAYOUTS[layout][1]}
+    found = fit(config, options={"level": level}, extra_callbacks=[gradients], **options)
     return {**found, "gradients": gradients.first}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_run_as_on_one_device(layout: str) -> None:
     for level in ("optim", "no_shard") if layout in ("ep2edp2",) else ("optim",):
-        found = run(_fit, LAYOUTS[layout][0], layout, level)
+        found = run(_fit, LAYOUTS[layout][0], layout, level, True)
         for rank in found:
             assert rank["losses"] == found[0]["losses"], "ranks report different losses"
-        assert_same_run(found[0], expected())
-        assert_same_gradients(found[0]["gradients"], expected()["gradients"])
-    assert max(expected()["norms"]) > CLIP, "nothing was clipped"
+        assert_same_run(found[0], expected(balanced=True))
+        assert_same_gradients(found[0]["gradients"], expected(balanced=True)["gradients"])
+    assert max(expected(balanced=True)["norms"]) > CLIP, "nothing was clipped"
 
 
-class OwnStep(WithExperts):
+@pytest.mark.parametrize("layout", ["ep2", "ep4", "pp2ep2"])
+def test_ranks_with_fewer_micro_batches(layout: str) -> None:
+    found = run(_fit, LAYOUTS[layout][0], layout, "optim", False)
+    assert_same_run(found[0], expected())
+    assert_same_gradients(found[0]["gradients"], expected()["gradients"])
+
+
+class OwnStep(Uneven):
     """The user's own step: the mean loss of a micro-batch's samples."""
 
     def training_step(self, batch: TokenBatch, *args: Any) -> torch.Tensor:
@@ -111,7 +115,7 @@ class OwnStep(WithExperts):
 
 
 def _own(layout: str) -> dict[str, Any]:
-    return fit(BASE, module_type=OwnStep, micro_batch_size=1, **LAYOUTS[layout][1])
+    return fit(PLAIN, module_type=OwnStep, micro_batch_size=1, **LAYOUTS[layout][1])
 
 
 def test_steps_that_users_wrote_skip_empty_micro_batches() -> None:
@@ -127,7 +131,7 @@ def _part(
 ) -> tuple[list[float], dict[str, Any]]:
     strategy = MegatronStrategy(micro_batch_size=1, **LAYOUTS[layout][1])
     losses = Losses()
-    module = WithExperts(BASE, optimizer=ADAM, seed=SEED)
+    module = Uneven(PLAIN, optimizer=ADAM, seed=SEED)
     module.steps = STEPS
     runner = trainer(
         strategy,
@@ -159,7 +163,7 @@ def test_checkpoints_go_from_one_layout_to_another(before: str, after: str, tmp_
 
 
 def _refused(options: dict[str, Any], module_type: type[WithData]) -> None:
-    module = module_type(BASE, optimizer=ADAM, seed=SEED)
+    module = module_type(PLAIN if module_type is Uneven else BASE, optimizer=ADAM, seed=SEED)
     trainer(MegatronStrategy(**options), use_distributed_sampler=False).fit(module)
 
 
@@ -167,7 +171,7 @@ def _refused(options: dict[str, Any], module_type: type[WithData]) -> None:
     ("options", "module_type", "message"),
     [
         ({"expert_parallel": 2}, WithData, r"ep=2 divides experts .* Expert\(\) for no module"),
-        ({"expert_parallel": 3}, WithExperts, "world size 1 is not a multiple of etp x ep x pp = 3"),
+        ({"expert_parallel": 3}, Uneven, "world size 1 is not a multiple of etp x ep x pp = 3"),
     ],
 )
 def test_layouts_that_cannot_work(options: dict[str, Any], module_type: type[WithData], message: str) -> None:
@@ -176,7 +180,7 @@ def test_layouts_that_cannot_work(options: dict[str, Any], module_type: type[Wit
         run(_refused, ranks, options, module_type)
 
 
-class Lengths(WithExperts):
+class Lengths(Uneven):
     """Each replica evaluates, and trains on, a number of batches of its own; ``sized``: loaders tell it beforehand."""
 
     counts = (1, 3)
@@ -202,7 +206,7 @@ class Unsized(torch.utils.data.IterableDataset[TokenBatch]):
 
 def _evaluate(sized: bool) -> tuple[float, list[float], list[float]]:
     """Test loss, the sum of the losses of each batch of this rank, and losses of training for an epoch."""
-    module = Lengths(BASE, optimizer=ADAM, seed=SEED)
+    module = Lengths(PLAIN, optimizer=ADAM, seed=SEED)
     module.sized = sized
     strategy = MegatronStrategy(expert_parallel=2, micro_batch_size=1)
     runner = trainer(strategy, use_distributed_sampler=False)
@@ -224,9 +228,9 @@ def _evaluate(sized: bool) -> tuple[float, list[float], list[float]]:
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_loaders_of_different_lengths(sized: bool) -> None:
-    model = build_model(BASE).double()
+    model = GPT(PLAIN).double()
     initialise(model, SEED, "model.")
-    module = Lengths(BASE, optimizer=ADAM, seed=SEED)
+    module = Lengths(PLAIN, optimizer=ADAM, seed=SEED)
     sums, counts = [], []
     for replica, length in enumerate(Lengths.counts):
         batches = [global_batch(step).split(2)[replica] for step in range(length)]

@@ -37,7 +37,7 @@ from tests.workers import run
         ({"pipeline_parallel": 2, "pipeline_layout": "Et|xL"}, "Et|xL"),
         ({"context_parallel": 0}, "context_parallel=0; it must be at least 1."),
         ({"expert_parallel": 0}, "expert_parallel=0; it must be at least 1"),
-        ({"expert_tensor_parallel": 2}, "expert_tensor_parallel=2 would split each expert's weights"),
+        ({"expert_tensor_parallel": 0}, "expert_tensor_parallel=0; it must be at least 1"),
         ({"tensor_parallel": 0}, "tensor_parallel=0; it must be at least 1."),
         ({"sequence_parallel": True}, "Set tensor_parallel, or leave sequence_parallel off"),
         ({"micro_batch_size": 0}, "micro_batch_size=0; it must be at least 1."),

@@ -17,6 +17,7 @@ from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialise
+from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.strategies import DataParallel, MegatronStrategy
@@ -208,8 +209,9 @@ def by_hand(
     packed: bool = False,
     build: Callable[[GPTConfig], GPT] = GPT,
     transforms: Sequence[ModelTransform] = (),
+    micro_batch_size: int | None = None,
 ) -> dict[str, Any]:
-    """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
+    """The same run with torch alone: one device, torch's own AdamW and clipping; side losses by micro-batch."""
     model = build(config).to(device, dtype)
     apply_transforms(model, transforms)
     initialise(model, SEED, "model.")
@@ -226,11 +228,15 @@ def by_hand(
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         batch = global_batch(step, packed=packed).to(device)
-        output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
-        mask = batch.loss_mask.reshape(-1).to(dtype)
-        loss = (output.losses * mask).sum() / mask.sum()
+        loss, aside = torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
+        parts = batch.split(micro_batch_size or len(batch))
+        for part in parts:
+            with collecting(KeptSideLosses()) as side_losses:
+                output = model(part.tokens.reshape(-1), part.sequences, labels=part.labels.reshape(-1))
+            loss = loss + (output.losses * part.loss_mask.reshape(-1).to(dtype)).sum() / batch.loss_mask.sum()
+            aside = aside + sum(side_losses.values.values()) / len(parts)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + aside).backward()
         gradients = gradients or canonical(model, {name: p.grad for name, p in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()

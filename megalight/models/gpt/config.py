@@ -9,6 +9,7 @@ from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
 from megalight.models.config import ModelConfig, require, require_choice
 from megalight.nn.mlp import is_gated
+from megalight.nn.moe import MoEConfig
 from megalight.ops.rotary import RotaryScaling
 
 MIXERS = ("attention", "conv")
@@ -124,6 +125,7 @@ class GPTConfig(ModelConfig):
             convolution). ``[conv, conv, attention]`` means two layers with ``conv``, then one with ``attention``.
         conv_kernel: number of tokens that a convolution sees.
         logit_softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
+        moe: layers with experts in place of the MLP. None: all layers are dense.
 
     Raises:
         ConfigurationError: sizes do not divide, or a value is out of range.
@@ -141,6 +143,7 @@ class GPTConfig(ModelConfig):
     norm: NormConfig = field(default_factory=NormConfig)
     position: PositionConfig = field(default_factory=PositionConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    moe: MoEConfig | None = None
     backends: BackendConfig = field(default_factory=BackendConfig)
 
     def __post_init__(self) -> None:
@@ -178,6 +181,15 @@ class GPTConfig(ModelConfig):
     def mixer_of(self, layer: int) -> str:
         """Return the name of the mixer of the layer with this index."""
         return self.mixer_pattern[layer % len(self.mixer_pattern)]
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the layer with this index has experts."""
+        return self.moe is not None and self.moe.pattern[layer % len(self.moe.pattern)]
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Inner width of each expert; 0 without experts."""
+        return 0 if self.moe is None else self.moe.ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def rotary_dim(self) -> int:

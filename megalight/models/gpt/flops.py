@@ -10,14 +10,23 @@ def _norm_parameters(config: GPTConfig, size: int) -> int:
     return size * (2 if config.norm.kind == "layer" else 1)
 
 
-def _matmul_parameters(config: GPTConfig) -> int:
-    """Return the number of weights in the projections and convolutions of all layers."""
+def _matmul_parameters(config: GPTConfig, active: bool) -> int:
+    """Return the number of weights in the projections and convolutions of all layers.
+
+    Args:
+        active: count only the experts that one token passes through.
+    """
     h = config.hidden_size
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = h * (qkv_size + config.num_heads * config.head_dim)
     mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel)}
-    mlp = h * config.ffn_hidden_size * (3 if is_gated(config.activation) else 2)
-    return sum(mixers[config.mixer_of(layer)] + mlp for layer in range(config.num_layers))
+    projections = 3 if is_gated(config.activation) else 2
+    dense, experts = projections * h * config.ffn_hidden_size, 0
+    if (moe := config.moe) is not None:
+        count = moe.router.top_k if active else moe.num_experts
+        experts = projections * h * config.expert_ffn_hidden_size * count + h * moe.num_experts
+    layers = range(config.num_layers)
+    return sum(mixers[config.mixer_of(i)] + (experts if config.has_experts(i) else dense) for i in layers)
 
 
 def _vector_parameters(config: GPTConfig) -> int:
@@ -33,30 +42,35 @@ def _vector_parameters(config: GPTConfig) -> int:
     mlp = 0
     if config.mlp_bias:
         mlp += config.ffn_hidden_size * (2 if is_gated(config.activation) else 1) + config.hidden_size
-    return config.num_layers * (norms + mlp) + len(_attention_layers(config)) * attention
+    dense = sum(not config.has_experts(layer) for layer in range(config.num_layers))
+    return config.num_layers * norms + dense * mlp + len(_attention_layers(config)) * attention
 
 
 def _attention_layers(config: GPTConfig) -> list[int]:
     return [layer for layer in range(config.num_layers) if config.mixer_of(layer) == "attention"]
 
 
-def num_parameters(config: GPTConfig) -> int:
-    """Return the number of all parameters. A tied weight counts once."""
+def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
+    """Return the number of all parameters. A tied weight counts once.
+
+    Args:
+        active: count only the experts that one token passes through.
+    """
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     if config.position.kind == "learned":
         tables += config.max_sequence_length * config.hidden_size
-    layers = _matmul_parameters(config) + _vector_parameters(config)
+    layers = _matmul_parameters(config, active) + _vector_parameters(config)
     return tables + layers + _norm_parameters(config, config.hidden_size)
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     """Return floating-point operations of forward and backward per token, in sequences of ``sequence_length`` tokens.
 
-    Each weight of projections, convolutions and the head counts six operations. Attention counts twelve for each query
-    feature and visible key: with a causal mask, half of the sequence on average; with a window, less. Not counted: the
-    embedding (a look-up) and recomputation.
+    Each weight of projections, convolutions and the head counts six operations; of the experts, only those that a
+    token passes through. Attention counts twelve for each query feature and visible key: with a causal mask, half of
+    the sequence on average; with a window, less. Not counted: the embedding (a look-up) and recomputation.
     """
-    matmul = _matmul_parameters(config) + config.vocab_size * config.hidden_size
+    matmul = _matmul_parameters(config, True) + config.vocab_size * config.hidden_size
     windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
     keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
     return 6.0 * matmul + 12.0 * config.num_heads * config.head_dim * keys

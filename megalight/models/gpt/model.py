@@ -28,6 +28,7 @@ from megalight.nn import (
     TransformerLayer,
     run_layers,
 )
+from megalight.nn.moe import Experts, MoE, Router
 from megalight.types import PackedSequences
 
 ROTARY = "rotary"
@@ -89,10 +90,9 @@ MIXERS: dict[str, Callable[[GPTConfig, int], nn.Module]] = {"attention": build_a
 """Name in ``mixer_pattern``, also of the layer's submodule -> function that builds the mixer of a layer index."""
 
 
-def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
-    """Build the layer with this global index."""
-    name = config.mixer_of(index)
-    mlp = MLP(
+def build_mlp(config: GPTConfig) -> MLP:
+    """Build a dense feed-forward layer."""
+    return MLP(
         config.hidden_size,
         config.ffn_hidden_size,
         config.activation,
@@ -101,6 +101,29 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
         down_std=config.residual_std,
         backend=config.backends.activation,
     )
+
+
+def build_experts(config: GPTConfig) -> MoE:
+    """Build a router and its experts."""
+    moe = config.moe
+    assert moe is not None
+    router = Router(config.hidden_size, moe.num_experts, moe.router, moe.balance, std=config.init.std)
+    experts = Experts(
+        moe.num_experts,
+        config.hidden_size,
+        config.expert_ffn_hidden_size,
+        config.activation,
+        std=config.init.std,
+        down_std=config.residual_std,
+        backend=config.backends.activation,
+    )
+    return MoE(router, experts)
+
+
+def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
+    """Build the layer with this global index."""
+    name = config.mixer_of(index)
+    mlp = build_experts(config) if config.has_experts(index) else build_mlp(config)
     norms = build_norm(config, config.hidden_size), build_norm(config, config.hidden_size)
     mixer = MIXERS[name](config, index)
     return TransformerLayer(norms[0], mixer, norms[1], mlp, name=name, dropout=config.dropout.hidden)

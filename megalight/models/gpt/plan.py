@@ -5,13 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm, ShortConv
+from megalight.nn.moe import Experts, Router
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import (
     Channels,
     Column,
     ContextRegion,
     Dropout,
+    Expert,
     HeadRegion,
+    Routing,
     Row,
     SequenceRegion,
     Vocab,
@@ -33,6 +36,8 @@ RULES = Plan(
         "*.mlp.gate_up": Column(),
         "*.mlp.up": Column(),
         "*.mlp.down": Row(),
+        Router: Routing(),
+        Experts: Expert(),
         RMSNorm: SequenceRegion(),
         LayerNorm: SequenceRegion(),
         LMHead: VocabHead(),

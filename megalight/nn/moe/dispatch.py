@@ -1,39 +1,64 @@
-"""Dispatchers bring tokens to their experts and back. The local one can be replaced."""
+"""Dispatchers bring copies of tokens to their experts, and the outputs back. The local one can be replaced."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-Compute: TypeAlias = Callable[[Tensor, Sequence[int]], Tensor]
-"""Tokens ``[N, h]`` grouped by expert, and the number of tokens of each expert -> ``[N, h]``."""
+from megalight.ops.permute import Permutation, permutation, permute, unpermute
+from megalight.ops.router import Routes
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """Copies of tokens, grouped by expert: ``R`` rows.
+
+    Attributes:
+        tokens: ``[R, h]``, the copies of the first expert, then those of the next, and so on. Rows after the
+            last of them are read by no one.
+        probs: ``[R]``, the weight of each copy, with gradient.
+        offsets: ``[E]`` int32, on the device: where the copies of each expert end.
+        sizes: the number of copies of each expert, if the host knows it.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    offsets: Tensor
+    sizes: Sequence[int] | None = None
 
 
 class Dispatcher(nn.Module, ABC):
-    """Sends tokens to their experts, and returns the outputs in the order of the tokens."""
+    """Brings copies of tokens to their experts, and returns the sum of each token's outputs."""
 
     @abstractmethod
-    def forward(self, hidden: Tensor, chosen: Tensor, num_experts: int, compute: Compute) -> Tensor:
-        """``[T, h] -> [T, h]``.
+    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, Any]:
+        """Return the copies for the experts that are here, and a memo for :meth:`combine`.
 
         Args:
-            hidden: ``[T, h]``, the tokens.
-            chosen: ``[T]``, the index of each token's expert.
-            num_experts: number of experts of ``compute``.
-            compute: applies the experts to grouped tokens.
+            hidden: ``[T, h]``.
+            routes: the experts of each token; -1 stands for none.
+            num_experts: number of experts that are here.
         """
+
+    @abstractmethod
+    def combine(self, outputs: Tensor, memo: Any) -> Tensor:
+        """``[R, h] -> [T, h]``: add up the outputs of each token's copies. Their weights are already applied."""
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this device. Tokens are sorted by expert, and tokens of one expert keep their order."""
+    """All experts are on this device. Copies of one expert keep the order of the tokens."""
 
-    def forward(self, hidden: Tensor, chosen: Tensor, num_experts: int, compute: Compute) -> Tensor:
-        """``[T, h] -> [T, h]``. It synchronises: the host needs the counts of tokens."""
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=num_experts).tolist()
-        # the argsort of a permutation is its inverse
-        return compute(hidden[order], counts)[order.argsort()]
+    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, Permutation]:
+        """Return the copies for all experts. The host does not wait for the device."""
+        where = permutation(routes.experts, num_experts)
+        tokens, probs = permute(hidden, where, routes.probs)
+        assert probs is not None
+        return Grouped(tokens, probs, where.offsets), where
+
+    def combine(self, outputs: Tensor, memo: Permutation) -> Tensor:
+        """Add up the outputs of each token's copies."""
+        return unpermute(outputs, memo)

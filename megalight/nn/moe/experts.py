@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.nn.canonical import joined
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.mlp import Activation
-from megalight.nn.moe.dispatch import Dispatcher, LocalDispatcher
+from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
+from megalight.ops.grouped_linear import grouped_linear
 
 
 class Experts(nn.Module):
@@ -30,8 +32,11 @@ class Experts(nn.Module):
     Attributes:
         up: ``[E, f, h]``. If gated, ``[E, 2 f, h]``: each expert's gate, then its up.
         down: ``[E, h, f]``.
+        inner_dims: the dim of each parameter's canonical tensors that counts the inner width.
         dispatcher: brings tokens to their experts and back.
     """
+
+    inner_dims: ClassVar[dict[str, int]] = {"up": 0, "down": 1}
 
     def __init__(
         self,
@@ -55,29 +60,24 @@ class Experts(nn.Module):
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors of each expert; see :mod:`megalight.nn.canonical`."""
         count, hidden, width = self.down.shape
-        for expert in range(count):
+        for expert in map(str, range(count)):
             if local == "down":
-                yield f"{path}.{expert}.down.weight", (hidden, width)
+                yield joined(path, expert, "down.weight"), (hidden, width)
                 continue
             if self.act.gated:
-                yield f"{path}.{expert}.gate.weight", (width, hidden)
-            yield f"{path}.{expert}.up.weight", (width, hidden)
+                yield joined(path, expert, "gate.weight"), (width, hidden)
+            yield joined(path, expert, "up.weight"), (width, hidden)
 
-    def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """``[T, h] -> [T, h]``: each token passes through the expert with the index in ``chosen [T]``."""
-        out: Tensor = self.dispatcher(hidden, chosen, len(self.up), self.compute)
-        return out
+    def forward(self, copies: Grouped) -> Tensor:
+        """Return each copy's output ``[R, h]``, weighted: the weight multiplies the activation.
 
-    def compute(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """``[N, h] -> [N, h]`` for tokens grouped by expert. ``counts`` has the number of tokens of each expert.
-
-        An expert without tokens gets a gradient of zeros.
+        An expert without copies gets a gradient of zeros.
         """
-        # experts without tokens take part with empty inputs, so that all of them get gradients
-        sizes = list(counts)
-        wide = [F.linear(x, up) for x, up in zip(torch.split(tokens, sizes), self.up.unbind(), strict=True)]
-        narrow = torch.split(self.act(torch.cat(wide)), sizes)
-        return torch.cat([F.linear(x, down) for x, down in zip(narrow, self.down.unbind(), strict=True)])
+        wide = grouped_linear(copies.tokens, self.up, copies.offsets, copies.sizes)
+        return grouped_linear(self.act(wide, weights=copies.probs), self.down, copies.offsets, copies.sizes)
+
+    def __len__(self) -> int:
+        return len(self.up)
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""

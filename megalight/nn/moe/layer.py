@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megalight.nn.context import LayerContext
 from megalight.nn.moe.experts import Experts
+from megalight.nn.moe.router import Router
 
 
 class MoE(nn.Module):
-    """Sends each token through one expert.
+    """Sends each token through some experts, and adds up their outputs, weighted by the router."""
 
-    Args:
-        router: ``[T, h] -> [T]``, the index of each token's expert.
-        experts: the experts.
-    """
-
-    def __init__(self, router: nn.Module, experts: Experts) -> None:
+    def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """``[T, h] -> [T, h]``."""
-        out: Tensor = self.experts(hidden, self.router(hidden))
-        return out
+        routes = self.router(hidden, context)
+        dispatcher = self.experts.dispatcher
+        copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts))
+        return dispatcher.combine(self.experts(copies), memo)

@@ -1,1 +1,6 @@
-"""Experts divided over the ``ep`` axis."""
+"""Experts divided over the ``ep`` and ``etp`` axes."""
+
+from megalight.parallel.expert.all_to_all import AllToAllDispatcher as AllToAllDispatcher
+from megalight.parallel.expert.gather import AllGatherDispatcher as AllGatherDispatcher
+from megalight.parallel.expert.options import DISPATCHERS as DISPATCHERS
+from megalight.parallel.expert.options import ExpertOptions as ExpertOptions

@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.nn.moe import Dispatcher, LocalDispatcher
-from megalight.nn.moe.dispatch import Compute
+from megalight.nn.moe import Dispatcher, Grouped
+from megalight.ops.permute import Permutation, permutation, permute, unpermute
+from megalight.ops.router import Routes
 from megalight.parallel.collectives import all_gather, reduce_scatter, start_all_gather
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.expert.options import DISPATCHERS
+
+if TYPE_CHECKING:
+    from megalight.parallel.tensor.shared import Shared
 
 
+@DISPATCHERS.register("all_gather")
 class AllGatherDispatcher(Dispatcher):
-    """Gathers tokens and routes over ``ep``, runs this rank's experts, and reduce-scatters the results.
+    """Gathers tokens and routes over ``ep`` and ``etp``, and reduce-scatters the outputs of this rank's experts.
 
     Ranks may have different numbers of tokens, also none, but all must call it at the same time. Memory and bytes grow
     with the size of the group.
 
     Args:
         shared: the state that all parallel layers share.
-        first: index of this rank's first expert.
     """
 
-    def __init__(self, shared: Shared, first: int) -> None:
+    def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.shared = shared
-        self.first = first
-        self.local = LocalDispatcher()
 
-    def forward(self, hidden: Tensor, chosen: Tensor, num_experts: int, compute: Compute) -> Tensor:
-        """``[T, h] -> [T, h]``. The host waits for the largest number of tokens, and for the counts."""
-        group = self.shared.mesh.group("ep")
-        longest = _longest(hidden, group)
-        # All ranks must gather equal sizes, so shorter inputs are padded.
-        missing = longest - len(hidden)
-        everyone = all_gather(F.pad(hidden, (0, 0, 0, missing)), group)
-        # Padding is routed to expert -1, which no rank has.
-        routes = start_all_gather(F.pad(chosen, (0, missing), value=-1), group).wait() - self.first
-        mine = ((routes >= 0) & (routes < num_experts)).nonzero().flatten()
-        made = self.local(everyone[mine], routes[mine], num_experts, compute)
-        whole = torch.zeros_like(everyone).index_copy(0, mine, made)
-        return reduce_scatter(whole, group)[: len(hidden)]
+    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, tuple[Permutation, int]]:
+        """Return the copies for this rank's experts. The host waits for the largest number of tokens, and for sizes."""
+        group = self.shared.mesh.group("ep", "etp")
+        missing = (0, 0, 0, _longest(hidden, group) - len(hidden))
+        # All ranks must gather equal sizes, so shorter inputs are padded. Padding has no expert.
+        everyone, probs = (all_gather(F.pad(x, missing), group) for x in (hidden, routes.probs))
+        experts = start_all_gather(F.pad(routes.experts, missing, value=-1), group).wait()
+        # experts of other ranks, and none, lie outside of [0, num_experts)
+        experts = torch.where(experts < 0, -1, experts - self.shared.mesh.rank("ep") * num_experts)
+        sizes = torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts).tolist()
+        where = permutation(experts, num_experts, rows=sum(sizes))
+        tokens, weights = permute(everyone, where, probs)
+        assert weights is not None
+        return Grouped(tokens, weights, where.offsets, sizes), (where, len(hidden))
 
-    def extra_repr(self) -> str:
-        """Return the index of this rank's first expert, for printing."""
-        return f"first={self.first}"
+    def combine(self, outputs: Tensor, memo: tuple[Permutation, int]) -> Tensor:
+        """Add up the outputs over ranks."""
+        where, own = memo
+        return reduce_scatter(unpermute(outputs, where), self.shared.mesh.group("ep", "etp"))[:own]
 
 
 def _longest(hidden: Tensor, group: ProcessGroup | None) -> int:

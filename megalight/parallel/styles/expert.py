@@ -1,16 +1,21 @@
-"""Stacks of experts that are divided by expert."""
+"""Stacks of experts that are divided by expert, and inside each."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.nn.canonical import Part
 from megalight.nn.moe import Experts
-from megalight.parallel.expert.gather import AllGatherDispatcher
+from megalight.parallel.expert import DISPATCHERS
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
@@ -19,15 +24,19 @@ from megalight.parallel.tensor import split
 @register
 @dataclass(frozen=True)
 class Expert(Style):
-    """A stack of experts (``nn.moe.Experts``); each rank along ``ep`` keeps an equal number of experts.
+    """A stack of experts (``nn.moe.Experts``): equal numbers over ``ep``, and the inner width of each over ``etp``.
 
     Every rank must provide its own tokens, so ``tp > 1`` needs sequence parallelism.
     """
 
     axis: ClassVar[str] = "ep"
 
+    def splits(self, mesh: ParallelMesh) -> bool:
+        """Whether ``ep`` or ``etp`` has several ranks."""
+        return mesh.ep * mesh.etp > 1
+
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
-        """Return the same module with fewer experts, and a dispatcher that gets their tokens from other ranks."""
+        """Return the same module with fewer and narrower experts, and a dispatcher that gets tokens of other ranks."""
         experts: Experts = self.expect(name, module, Experts)
         shared = splitter.shared
         if shared.mesh.tp > 1 and not shared.sequence_parallel:
@@ -35,10 +44,15 @@ class Expert(Style):
                 f"{name}: tp={shared.mesh.tp} without sequence parallelism would send the same tokens to the experts "
                 f"{shared.mesh.tp} times. Switch sequence_parallel on, or set tp=1."
             )
-        if shared.mesh.etp > 1:
-            raise LayoutError(f"{name}: etp={shared.mesh.etp}; experts are not split further. Set etp=1.")
+
+        def rule(dim: int, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+            return split.stack(parts, shape, mesh, dim)
+
         here = copy.copy(experts)
         here._modules = dict(experts._modules)
-        here._parameters = {local: splitter.split(name, experts, local, split.stack) for local in experts._parameters}
-        here.dispatcher = AllGatherDispatcher(shared, shared.mesh.rank("ep") * len(here.up))
+        here._parameters = {
+            local: splitter.split(name, experts, local, partial(rule, dim)) for local, dim in experts.inner_dims.items()
+        }
+        if self.splits(shared.mesh):
+            here.dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
         return here

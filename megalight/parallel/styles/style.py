@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.parallel.mesh import ParallelMesh
 from megalight.registry import Registry
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class Style(ABC):
     """How a module is split. Subclasses are frozen dataclasses: their fields are options, and plans compare them.
 
     Attributes:
-        axis: the mesh axis over which the style splits. If it has one rank, modules are not replaced.
+        axis: the mesh axis over which the style splits.
     """
 
     axis: ClassVar[str] = "tp"
@@ -41,6 +42,10 @@ class Style(ABC):
         Raises:
             LayoutError: the style does not fit the module, or a size is not divisible.
         """
+
+    def splits(self, mesh: ParallelMesh) -> bool:
+        """Whether the style splits modules on this mesh; otherwise they are not replaced."""
+        return mesh.size(self.axis) > 1
 
     @property
     def overlaps(self) -> bool:

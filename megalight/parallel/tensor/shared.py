@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megalight.ops.parameter import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
+from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.groups import check_max_ctas, new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
@@ -41,6 +42,7 @@ class Shared:
         sequence_dim: the dim of hidden states that counts tokens.
         context: the kind of attention that layers use under context parallelism.
         tensor: how split layers hide their communication.
+        expert: how copies of tokens get to their experts.
         context_groups: the ranks along ``cp``.
         streams: random streams for dropout.
         recorded: training steps are recorded as CUDA graphs (:func:`steps_recorded`).
@@ -51,6 +53,7 @@ class Shared:
     sequence_dim: int = 0
     context: ContextOptions = field(default_factory=ContextOptions)
     tensor: TensorOptions = field(default_factory=TensorOptions)
+    expert: ExpertOptions = field(default_factory=ExpertOptions)
     context_groups: ContextGroups = field(init=False)
     streams: RandomStreams = field(init=False)
     recorded: bool = field(default=False, init=False)

@@ -58,25 +58,37 @@ def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
     return ShardSpec((Piece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
 
 
-def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-    """Split a parameter ``[E, ...]`` of stacked experts by expert: each rank along ``ep`` keeps an equal number.
+def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim: int) -> ShardSpec:
+    """Split a parameter ``[E, ...]`` of stacked experts: whole experts over ``ep``, and one dim of each over ``etp``.
 
     Args:
         parts: equally many of each expert, expert by expert.
         shape: shape of the parameter.
         mesh: the mesh of ranks.
+        dim: the dim of each part that ``etp`` divides.
 
     Raises:
-        LayoutError: ``ep`` does not divide the experts.
+        LayoutError: ``ep`` does not divide the experts, or ``etp`` their inner width.
     """
     count, ep = shape[0], mesh.ep
     if count % ep:
         raise LayoutError(f"{parts[0].parameter} holds {count} experts, and ep={ep} does not divide them. Lower ep.")
+    width = parts[0].shape[dim]
+    if width % mesh.etp:
+        raise LayoutError(
+            f"{parts[0].name} has an inner width of {width}, and etp={mesh.etp} does not divide it. Lower etp."
+        )
     each, here = len(parts) // count, count // ep
+    size, offset = list(parts[0].shape), [0] * len(parts[0].shape)
+    size[dim] //= mesh.etp
+    offset[dim] = mesh.rank("etp") * size[dim]
     mine = parts[mesh.rank("ep") * here * each :][: here * each]
-    owner = mesh.rank("etp") == 0
-    pieces = (Piece(p.name, p.shape, (0,) * len(p.shape), p.shape, p.start - mine[0].start, (), owner) for p in mine)
-    return ShardSpec(tuple(pieces), (here, *shape[1:]), EXPERT_DATA_AXES)
+    pieces = (
+        Piece(part.name, part.shape, tuple(offset), tuple(size), place * prod(size)) for place, part in enumerate(mine)
+    )
+    local = list(shape[1:])
+    local[dim] //= mesh.etp
+    return ShardSpec(tuple(pieces), (here, *local), EXPERT_DATA_AXES)
 
 
 def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:

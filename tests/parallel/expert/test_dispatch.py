@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
+from megalight.models.gpt.plan import gpt_plan
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -24,7 +26,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import check_cover
 from megalight.types import PackedSequences
-from tests.parallel.expert.model import CONFIG, build, plan
+from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
 from tests.workers import run
@@ -37,14 +39,15 @@ def tokens_of(replica: int, lengths: list[int], multiple: int):
     return ids, sequences, labels
 
 
-def step(degrees: dict[str, int], level: str) -> dict[str, float]:
+def step(degrees: dict[str, int], level: str, dispatcher: str) -> dict[str, float]:
     """One step of SGD; replicas bring different numbers of tokens."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     lengths = [[7, 1, 5], [3, 8], [2], [9, 9, 1]]
     whole = build().double()
     initialise_whole(whole, 3)
     model = build().double().to("meta")
-    specs = parallelize(model, plan(model), mesh, sequence_parallel=mesh.tp > 1)
+    expert = ExpertOptions(dispatcher)
+    specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=mesh.tp > 1, expert=expert)
     materialise(model, "cpu")
     initialise(model, specs, 3)
     infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
@@ -79,17 +82,21 @@ def step(degrees: dict[str, int], level: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "level"),
+    ("degrees", "level", "dispatcher"),
     [
-        ({"ep": 2}, "optim"),
-        ({"ep": 4}, "no_shard"),
-        ({"tp": 2, "ep": 2}, "optim"),
-        ({"tp": 2, "ep": 4}, "optim"),
-        ({"tp": 2}, "optim"),
+        ({"ep": 2}, "optim", "all_to_all"),
+        ({"ep": 4}, "no_shard", "all_gather"),
+        ({"ep": 4}, "optim", "all_to_all"),
+        ({"etp": 2}, "optim", "all_to_all"),
+        ({"ep": 2, "etp": 2}, "optim", "all_to_all"),
+        ({"ep": 2, "etp": 2}, "optim", "all_gather"),
+        ({"tp": 2, "ep": 2}, "optim", "all_gather"),
+        ({"tp": 2, "ep": 2, "etp": 2}, "optim", "all_to_all"),
+        ({"tp": 2}, "optim", "all_to_all"),
     ],
 )
-def test_steps_equal_one_device(degrees: dict[str, int], level: str) -> None:
-    for errors in run(step, 4, degrees, level):
+def test_steps_equal_one_device(degrees: dict[str, int], level: str, dispatcher: str) -> None:
+    for errors in run(step, 4, degrees, level, dispatcher):
         wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
         assert not wrong, wrong
 
@@ -100,18 +107,19 @@ def test_steps_equal_one_device(degrees: dict[str, int], level: str) -> None:
     cp=st.sampled_from([1, 2]),
     pp=st.sampled_from([1, 2]),
     ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([1, 2]),
     tied=st.booleans(),
 )
-def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, tied: bool) -> None:
+def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, etp: int, tied: bool) -> None:
     """Whole models: fused sections, KV heads that ranks share, a padded vocabulary, tied ends, experts."""
-    world = pp * lcm(2 * tp * cp, ep)
+    world = pp * lcm(2 * tp * cp, ep * etp)
     specs = []
     with torch.device("meta"):
         whole = build(replace(CONFIG, tie_embeddings=tied))
     for rank in range(world):
         root = copy.deepcopy(whole)
-        mesh = ParallelMesh(world, rank, tp=tp, cp=cp, pp=pp, ep=ep)
-        options = ParallelOptions(plan=plan(root), sequence_parallel=tp > 1)
+        mesh = ParallelMesh(world, rank, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+        options = ParallelOptions(plan=gpt_plan(root), sequence_parallel=tp > 1)
         with patch.object(ParallelMesh, "group"):  # stages with tied weights make a group at once
             specs.append(ParallelModel(root, mesh, options).specs)
     check_cover(mesh, specs)
@@ -123,11 +131,12 @@ def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, tied: bool) ->
         ({"ep": 3}, True, "holds 4 experts, and ep=3 does not divide them"),
         ({"tp": 2}, True, "tp=2 without sequence parallelism would send the same tokens"),
         ({"ep": 2}, False, r"ep=2 divides experts .* Expert\(\) for no module"),
-        ({"ep": 2, "etp": 2}, True, "etp=2; experts are not split further"),
+        ({"etp": 5}, True, "inner width of 12, and etp=5 does not divide it"),
+        ({"etp": 2}, False, r"etp=2 divides experts .* Expert\(\) for no module"),
     ],
 )
 def test_layouts_that_cannot_work(degrees: dict[str, int], rules: bool, message: str) -> None:
     with torch.device("meta"):
         model = build()
     with pytest.raises(LayoutError, match=message):
-        parallelize(model, plan(model) if rules else Plan(), ParallelMesh(12, **degrees))
+        parallelize(model, gpt_plan(model) if rules else Plan(), ParallelMesh(60, **degrees))

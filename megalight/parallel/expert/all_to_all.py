@@ -1,0 +1,126 @@
+"""Dispatch by all-to-all: every copy of a token is sent to the ranks of its expert, and nowhere else."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.nn.moe import Dispatcher, Grouped
+from megalight.ops.permute import Permutation, permutation, permute, unpermute
+from megalight.ops.router import Routes
+from megalight.parallel.expert.exchange import HostCounts, exchange
+from megalight.parallel.expert.options import DISPATCHERS
+
+if TYPE_CHECKING:
+    from megalight.parallel.tensor.shared import Shared
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """What ``combine`` needs to undo ``dispatch``.
+
+    Attributes:
+        copies: the row of each copy of this rank's tokens, in the order in which they were sent.
+        send, receive: numbers of rows to and from each rank.
+        groups: the place of each received row among the rows of the experts.
+    """
+
+    copies: Permutation
+    send: list[int]
+    receive: list[int]
+    groups: Permutation
+
+
+@DISPATCHERS.register("all_to_all")
+class AllToAllDispatcher(Dispatcher):
+    """Sends copies to the ranks along ``ep`` that hold their experts. Along ``etp`` all get the same copies.
+
+    Each rank along ``etp`` returns its term of the output, and :meth:`combine` adds them up. Ranks may have different
+    numbers of tokens, also none, but all must call it at the same time.
+
+    Args:
+        shared: the state that all parallel layers share.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, _Sent]:
+        """Return the copies for this rank's experts. The host waits once, for the numbers of rows."""
+        group = self.shared.mesh.group("ep", "etp")
+        assert group is not None
+        routes = spread(routes, num_experts, self.shared.mesh.etp)
+        copies = permutation(routes.experts, group.size() * num_experts)
+        sizes = copies.sizes.view(group.size(), num_experts)
+        received = torch.empty_like(sizes)
+        with self._beside(sizes, received):
+            dist.all_to_all_single(received, sizes, group=group)
+            numbers = HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
+        # the copies are made while the numbers travel
+        tokens, probs = permute(hidden, copies, routes.probs)
+        assert probs is not None
+        send, receive, here = numbers.wait(group.size(), group.size(), num_experts)
+        if hidden.is_cuda:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        rows = sum(send)
+        tokens, probs = (exchange(x[:rows], group, send, receive) for x in (tokens, probs))
+        groups = permutation(experts_of(received, sum(here)), num_experts, rows=sum(here))
+        tokens, weights = permute(tokens, groups, probs.unsqueeze(1))
+        assert weights is not None
+        return Grouped(tokens, weights, groups.offsets, here), _Sent(replace(copies, rows=rows), send, receive, groups)
+
+    def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
+        """Send the outputs back, and add up those of each token."""
+        back = unpermute(outputs, memo.groups)
+        return unpermute(exchange(back, self.shared.mesh.group("ep", "etp"), memo.receive, memo.send), memo.copies)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def _beside(self, *counts: Tensor) -> AbstractContextManager[object]:
+        """Run the exchange of counts on a stream of its own, beside the copies of the tokens."""
+        if not counts[0].is_cuda:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        for tensor in counts:
+            tensor.record_stream(self._stream)
+        return torch.cuda.stream(self._stream)
+
+
+def spread(routes: Routes, num_experts: int, etp: int) -> Routes:
+    """Number the experts by rank of the group ``ep, etp``, and route to each of the ``etp`` ranks that share an expert.
+
+    Args:
+        routes: ``[T, k]``.
+        num_experts: number of experts of each rank.
+        etp: number of ranks that share an expert.
+
+    Returns:
+        ``[T, k * etp]``: expert ``e`` of rank ``r`` has the number ``r * num_experts + e``.
+    """
+    if etp == 1:
+        return routes
+    group, expert = routes.experts // num_experts, routes.experts % num_experts
+    first = group.unsqueeze(-1) * etp + torch.arange(etp, device=group.device)
+    experts = (first * num_experts + expert.unsqueeze(-1)).masked_fill(routes.experts.unsqueeze(-1) < 0, -1)
+    probs = routes.probs.unsqueeze(-1).expand(-1, -1, etp)
+    return Routes(probs.flatten(1), experts.flatten(1))
+
+
+def experts_of(counts: Tensor, rows: int) -> Tensor:
+    """``[rows, 1]``: the expert of each received row, found without waiting for the device.
+
+    Args:
+        counts: ``[R, L]``: rows from each rank for each expert; rows came rank by rank, and expert by expert within.
+        rows: the sum of ``counts``.
+    """
+    expert = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    return torch.repeat_interleave(expert, counts.flatten().long(), output_size=rows).unsqueeze(1)

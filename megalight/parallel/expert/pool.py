@@ -1,0 +1,50 @@
+"""The pool of a router whose micro-batch is divided over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.nn.moe import Pool
+from megalight.parallel.collectives import own_slice
+from megalight.types import PackedSequences
+
+if TYPE_CHECKING:
+    from megalight.parallel.tensor.shared import Shared
+
+
+class MeshPool(Pool):
+    """Tokens of a micro-batch are divided over ``cp`` and, under sequence parallelism, over ``tp``.
+
+    Args:
+        shared: the state that all parallel layers share.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+
+    def bounds(self, sequences: PackedSequences) -> Tensor:
+        """Return the bounds within this rank's share along ``tp``; ``sequences`` are its share along ``cp`` alone."""
+        if not self.shared.sequence_parallel:
+            return sequences.cu_seqlens
+        count = sequences.num_tokens // self.shared.mesh.tp
+        return (sequences.cu_seqlens - self.shared.mesh.rank("tp") * count).clamp(0, count)
+
+    def mask(self, sequences: PackedSequences) -> Tensor | None:
+        """Return the mask of this rank's share along ``tp``."""
+        mask = sequences.token_mask
+        return own_slice(mask, self.shared.group) if mask is not None and self.shared.sequence_parallel else mask
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean over the ranks that hold tokens of the micro-batch."""
+        return self._mean(value, "cp", "tp") if self.shared.sequence_parallel else self._mean(value, "cp")
+
+    def _mean(self, value: Tensor, *axes: str) -> Tensor:
+        group = self.shared.mesh.group(*axes)
+        total = value.detach().clone()
+        if group is None:
+            return total
+        dist.all_reduce(total, group=group)
+        return total / group.size()
