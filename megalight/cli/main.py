@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megalight import __version__
+from megalight.cli import help_pages
 from megalight.cli.report import Parser, reported, tell
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
 from megalight.errors import nearest
@@ -41,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(name: str, rest: list[str]) -> int:
     if name in TRAINER_VERBS:
-        from megalight.cli.lightning import run
-
-        return run([name, *rest])
+        return _train(name, rest)
     if name not in VERBS:
         known = (*TRAINER_VERBS, *VERBS)
         tell("megalight", f"unknown command {name!r}.{nearest(name, known)} Commands: {', '.join(known)}.")
@@ -58,6 +57,24 @@ def _dispatch(name: str, rest: list[str]) -> int:
     arguments = parser.parse_args(rest)
     with reported(parser.prog, OSError):
         return verb.run(arguments)
+
+
+def _train(name: str, rest: list[str]) -> int:
+    """Run a verb of the Trainer: first what needs no torch, because importing it takes seconds."""
+    if not rest:
+        tell(f"megalight {name}", help_pages.nothing_given(name))
+        return 2
+    if "-h" in rest or "--help" in rest:
+        print(help_pages.short_help(name))
+        return 0
+    rest = ["--help" if word == "--help-all" else word for word in rest]
+    with reported(f"megalight {name}"):
+        from megalight.cli.files import check_files
+
+        check_files(rest)
+    from megalight.cli.lightning import run
+
+    return run([name, *rest])
 
 
 def _overview() -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megalight.errors import BackendError, ConfigurationError, LayoutError, MegalightError, nearest
 
@@ -22,6 +23,9 @@ PATIENCE_SECONDS = 4.0
 """How long another rank waits for rank 0 to fail first, before it prints its own error."""
 
 _PARENT = os.getppid()
+
+_FLAG_OF_ARGUMENT = re.compile(r"\b\w+(?:=[^\s()]+)? \((--[a-z][\w-]*)\)")
+"""Errors of functions that commands call name the argument, then the flag: ``text_key (--text-key)``."""
 
 
 def debugging() -> bool:
@@ -92,12 +96,15 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
         text = str(error) or type(error).__name__
         if not isinstance(error, MegalightError):
             text += "\n(add --debug for the traceback)"
-        tell(prog, text, every_rank=not isinstance(error, ALIKE))
+        tell(prog, _FLAG_OF_ARGUMENT.sub(r"\1", text), every_rank=not isinstance(error, ALIKE))
         raise SystemExit(2) from error
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line with the nearest valid option."""
+    """An argument parser whose errors are one line with the nearest valid option. It takes no abbreviations."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit with code 2."""

@@ -9,7 +9,7 @@ from megalight.cli.main import main
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
 from megalight.cli.verbs.doctor import _print_plugins
 
-LIGHT = [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]
+LIGHT = [["--help"], ["--version"], *([verb, "--help"] for verb in (*TRAINER_VERBS, *VERBS))]
 PROBE = """
 import json, sys
 from megalight.cli.main import main
@@ -45,11 +45,21 @@ def test_verbs_describe_themselves_in_one_line(verb):
     assert len(load(verb).describe().splitlines()[0]) < 90
 
 
+@pytest.mark.parametrize("verb", TRAINER_VERBS)
+def test_a_trainer_verb_alone_shows_what_to_type(verb, capsys):
+    assert main([verb]) == 2
+    text = capsys.readouterr().err
+    assert f"megalight {verb} -c recipes/demo.yaml" in text
+    assert len(text.splitlines()) <= 4
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (["fitt"], ["unknown command 'fitt'", "'fit'"]),
         (["doctor", "--devise", "cpu"], ["'--devise'", "'--device'", "megalight doctor --help"]),
+        (["doctor", "--dev", "cpu"], ["unknown argument '--dev'"]),
+        (["prepare", "x.txt", "-o", "y", "--tokenizer=absent", "--workers=0"], ["error: --workers is 0"]),
         (["doctor", "--device", "cpux"], ["cpux", "'cpu'"]),
         (["doctor", "--layout", "tq=2"], ["'tq'", "'tp'"]),
         (["doctor", "--layout", "tp=0"], ["tp='0'", "at least 1"]),

@@ -1,0 +1,72 @@
+"""Configuration files are checked before torch is imported, and a message names the file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from megalight.cli.files import given, read
+from megalight.cli.main import main
+from megalight.errors import ConfigurationError
+
+BAD = {
+    "twice.yaml": (
+        b"trainer:\n  max_steps: 3\n  devices: 1\n  max_steps: 5\n",
+        ["line 4", "'trainer.max_steps'", "line 2"],
+    ),
+    "nested.yaml": (b"a:\n- b: 1\n  b: 2\n", ["'a.0.b'"]),
+    "list.yaml": (b"- a\n- b\n", ["holds a list", "mapping"]),
+    "value.yaml": (b"abc\n", ["single value"]),
+    "empty.yaml": (b"# nothing\n", ["is empty"]),
+    "broken.yaml": (b"a: [1\nb: 2\n", ["line 2", "not valid YAML"]),
+    "tab.yaml": (b"a:\n\tb: 1\n", ["line 2", "not valid YAML"]),
+    "binary.bin": (b"\x00\xff\xfe", ["not text", "byte 1"]),
+    "folder": (None, ["cannot read", "folder"]),
+    "absent.yaml": (b"", ["cannot read"]),
+}
+PROBE = """
+import json, sys
+from megalight.cli.main import main
+code = main(json.loads(sys.argv[1]))
+print(json.dumps([code, sorted({"torch", "lightning", "numpy"} & set(sys.modules))]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "good.yaml").write_text("trainer: {max_steps: 3}\n")
+    for name, (content, _) in BAD.items():
+        if content is None:
+            (tmp_path / name).mkdir()
+        elif name != "absent.yaml":
+            (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_bad_one_among_stacked_files_is_named(name, place, capsys):
+    assert main(["fit", "-c", str(place / "good.yaml"), f"--config={place / name}"]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert name in text
+    for part in BAD[name][1]:
+        assert part in text, text
+
+
+def test_nothing_heavy_is_imported(place):
+    words = json.dumps(["fit", "-c", str(place / "list.yaml")])
+    out = subprocess.run([sys.executable, "-c", PROBE, words], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == [2, []]
+
+
+def test_anchors_and_merges_are_allowed(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base: &base {lr: 1}\none: {<<: *base, lr: 2}\n")
+    assert read(str(path)) == yaml.safe_load(path.read_text()) == {"base": {"lr": 1}, "one": {"lr": 2}}
+
+
+def test_a_flag_without_a_file():
+    with pytest.raises(ConfigurationError, match="-c needs a file"):
+        list(given(["--x=1", "-c"]))
+    assert list(given(["-c", "a", "--config=b", "-x", "--config", "c"])) == ["a", "b", "c"]
