@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import hypot, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +181,13 @@ def _rows(report: Report, depth: int | None) -> Iterator[tuple[str, str]]:
         shown = parts
         name = "  " * (len(parts) - 1) + parts[-1]
         size = _bytes(sum(info.nbytes for info in infos))
+        norms = [report.norms[info.name] for info in infos if info.name in report.norms]
+        norm = f"  norm {hypot(*norms):.6g}" if norms else ""
         if len(infos) == 1 and infos[0].name == ".".join(parts):
             (info,) = infos
-            norm = f"  norm {report.norms[info.name]:.6g}" if info.name in report.norms else ""
             yield name, f"{list(info.shape)!s:<18} {info.dtype:<9} {size:>10}{norm}"
         else:
-            yield name, f"{len(infos)} tensors, {sum(info.numel for info in infos):,} elements, {size}"
+            yield name, f"{len(infos)} tensors, {sum(info.numel for info in infos):,} elements, {size}{norm}"
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -1,4 +1,4 @@
-"""The newest checkpoint of all runs: what ``--ckpt_path=last`` and ``--ckpt_path=auto`` mean."""
+"""The newest checkpoint of all runs in a folder: what ``--ckpt_path=last``, ``auto`` and ``FOLDER`` mean."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish
 from megalight.errors import CheckpointError
@@ -16,33 +14,66 @@ from megalight.errors import CheckpointError
 DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
 
+LIGHTNINGS = ("best", "hpc")
+"""Words for ``--ckpt_path`` that Lightning understands itself."""
+
 
 def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[str]]) -> str | None:
-    """Return the path that ``--ckpt_path`` means; a path, ``best`` and ``hpc`` stay as they are.
+    """Return the path that ``--ckpt_path`` means; a checkpoint, ``best`` and ``hpc`` stay as they are.
 
     Args:
-        wanted: ``last``: the newest finished checkpoint. ``auto``, for ``fit``: the same, or None if there is none.
+        wanted: ``last``: the newest finished checkpoint. ``auto``, for ``fit``: the same, or None if there is none. A
+            folder of runs: the newest finished checkpoint in it.
         verb: the command.
         folders: where runs keep their checkpoints.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    if wanted != "last" and (wanted != "auto" or verb != "fit"):
+    if wanted in (None, *LIGHTNINGS):
         return wanted
+    if wanted != "last" and (wanted != "auto" or verb != "fit"):
+        return str(newest_in(wanted, f"--ckpt_path={wanted}"))
     places = sorted({Path(folder).absolute() for folder in folders})
-    found = max((each for place in places for each in _finished(place)), default=None)
+    found = _newest(places)
     if found is not None:
-        rank_zero_info(f"--ckpt_path={wanted}: the newest checkpoint is {found[1]}")
-        return str(found[1])
+        _log(f"--ckpt_path={wanted}: the newest checkpoint is {found}")
+        return str(found)
     where = ", ".join(map(str, places))
     if wanted == "last":
         raise CheckpointError(
             f"--ckpt_path=last: there is no finished checkpoint under {where}. Give the path of one, or "
             "--ckpt_path=auto to start anew if there is none."
         )
-    rank_zero_info(f"--ckpt_path=auto: there is no finished checkpoint under {where}; the run starts anew")
+    _log(f"--ckpt_path=auto: there is no finished checkpoint under {where}; the run starts anew")
     return None
+
+
+def newest_in(path: str | os.PathLike[str], said: str = "") -> Path:
+    """Return the newest finished checkpoint in a folder of runs. Any other path stays as it is.
+
+    Args:
+        path: a checkpoint, or a folder that holds some at any depth.
+        said: what the user wrote, for the log. Empty: nothing is logged.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or (folder / manifests.NAME).exists():
+        return folder
+    found = _newest([folder])
+    if found is not None and said:
+        _log(f"{said}: the newest checkpoint in it is {found}")
+    return folder if found is None else found
+
+
+def _newest(places: Iterable[Path]) -> Path | None:
+    found = max((each for place in places for each in _finished(place)), default=None)
+    return None if found is None else found[1]
+
+
+def _log(message: str) -> None:
+    from lightning.pytorch.utilities import rank_zero_info  # slow: commands without a Trainer do not need it
+
+    rank_zero_info(message)
 
 
 def folders_of(trainer: Any) -> list[str]:

@@ -15,10 +15,11 @@ from megalight.checkpoint import publish
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
-from megalight.models.family import family, family_of_transformers
+from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.folder import is_folder, read_config
 from megalight.models.gpt import GPT
 from megalight.models.saved import description, saved_model, transformers_model
+from megalight.models.single_file import single_file_model
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file in a checkpoint."""
@@ -33,7 +34,7 @@ def load_model(
     """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
     Args:
-        path: the checkpoint, or a ``transformers`` folder.
+        path: the checkpoint, a single file that one of Lightning's own strategies wrote, or a ``transformers`` folder.
         device: device of the weights.
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the initial weights of the training, for a checkpoint that holds only adapters.
@@ -42,12 +43,20 @@ def load_model(
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
         ConfigurationError: the ``transformers`` model is not supported here.
     """
+    if Path(path).is_file():
+        known, model = single_file_model(path, device, dtype)
+        _check_generates(known, path)
+        return cast(GPT, model.eval())
     opened = None if is_folder(path) else checkpoint.open(path)
     known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
+    _check_generates(known, path)
+    found = transformers_model(path, device, dtype) if opened is None else saved_model(opened, device, dtype, base)
+    return cast(GPT, found.root.eval())
+
+
+def _check_generates(known: Family, path: str | os.PathLike[str]) -> None:
     if not known.generates:
         raise CheckpointError(f"{path} holds a {known.name} model, which writes no text.")
-    model = transformers_model(path, device, dtype) if opened is None else saved_model(opened, device, dtype, base)
-    return cast(GPT, model.root.eval())
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,8 @@ def _tokenizer_folder(path: str | os.PathLike[str]) -> os.PathLike[str]:
     """Return the folder of the tokenizer that was saved with the model."""
     if is_folder(path):
         return Path(path)
+    if Path(path).is_file():
+        raise CheckpointError(f"{path} holds no tokenizer; name the one that the model was trained with (--tokenizer).")
     opened = checkpoint.open(path)
     try:
         opened.file(TOKENIZER)

@@ -110,10 +110,15 @@ def description(opened: Checkpoint) -> Mapping[str, Any]:
     Raises:
         CheckpointError: it has no such description.
     """
-    described = opened.common.get("model")
+    return described_model(opened.common, opened.path)
+
+
+def described_model(entries: Mapping[str, Any], path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Do the same for the entries of the checkpoint at ``path``."""
+    described = entries.get("model")
     if not isinstance(described, Mapping) or not {"family", "config"} <= described.keys():
         raise CheckpointError(
-            f"checkpoint {opened.path} does not say which model it holds (no 'model' with 'family' and 'config' in its "
+            f"checkpoint {path} does not say which model it holds (no 'model' with 'family' and 'config' in its "
             "common part); use one that a module of a model family saved."
         )
     return described

@@ -1,5 +1,8 @@
 import io
+import math
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +40,26 @@ def test_inspect_shows_tree_totals_and_norms(saved, capsys):
     assert "norm " in capsys.readouterr().out
     assert main(["inspect", saved, "--depth", "1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) < len(plain.splitlines())
+
+
+def test_a_runs_folder_means_its_newest_checkpoint(saved, capsys):
+    runs = Path(saved).parent
+    save(runs / "older", build(), files={})
+    os.rename(saved, runs / "x")
+    save(runs / "run" / "c", build(), files={"tokenizer.json": (runs / "x" / "files" / "tokenizer.json").read_bytes()})
+    assert main(["generate", str(runs / "run"), "-n", "2", "-p", "ab"]) == 0
+    assert str(runs / "run" / "c") in capsys.readouterr().err
+    assert main(["inspect", str(runs)]) == 0
+    assert f"{runs / 'run' / 'c'}: " in capsys.readouterr().out
+
+
+def test_norms_of_branches_are_shown(saved, capsys):
+    assert main(["inspect", saved, "--norms"]) == 0
+    whole = [float(line.split("norm ")[1]) for line in capsys.readouterr().out.splitlines() if "norm " in line]
+    assert main(["inspect", saved, "--norms", "--depth", "1"]) == 0
+    branches = [float(line.split("norm ")[1]) for line in capsys.readouterr().out.splitlines() if "norm " in line]
+    assert len(branches) < len(whole)
+    assert math.hypot(*branches) == pytest.approx(math.hypot(*whole), rel=1e-4)
 
 
 @pytest.mark.parametrize("verb", ["generate", "inspect"])

@@ -11,7 +11,7 @@ import pytest
 
 from megalight.checkpoint import save
 from megalight.cli.main import main
-from megalight.cli.newest import resolve
+from megalight.cli.newest import newest_in, resolve
 from megalight.errors import CheckpointError
 
 WORDS = [
@@ -65,6 +65,16 @@ def test_folders_and_files_are_compared_by_age(tmp_path: Path) -> None:
     assert resolve("last", "fit", [tmp_path]) == str(folder)
     os.utime(file, ns=(0, 2**62))
     assert resolve("auto", "fit", [tmp_path / "a", tmp_path]) == str(file)
+
+
+def test_a_folder_of_runs_means_its_newest_checkpoint(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / "runs" / name / "step=1.ckpt", {})
+    found = str(tmp_path / "runs" / "b" / "step=1.ckpt")
+    assert resolve(str(tmp_path / "runs"), "validate", []) == found
+    assert resolve(found, "fit", []) == found
+    (tmp_path / "empty").mkdir()
+    assert newest_in(tmp_path / "empty") == tmp_path / "empty"
 
 
 def test_hidden_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:

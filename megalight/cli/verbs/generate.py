@@ -14,7 +14,9 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of transformers")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a checkpoint, a run's folder (its newest one), or a folder of transformers"
+    )
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
     )
@@ -35,11 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion."""
     import torch
 
+    from megalight.cli.newest import newest_in
     from megalight.inference import TextGenerator
 
+    path = newest_in(arguments.checkpoint)
+    if path != arguments.checkpoint:
+        print(f"reading {path}", file=sys.stderr)
     prompts = arguments.prompt or [sys.stdin.read()]
     writer = TextGenerator.from_checkpoint(
-        arguments.checkpoint,
+        path,
         tokenizer=arguments.tokenizer,
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         base=arguments.base,

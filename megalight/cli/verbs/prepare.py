@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--special-tokens", nargs="+", default=(), metavar="TOKEN", help="more special tokens to train, such as [CLS]"
     )
-    parser.add_argument("--text-key", default="text", help="JSON key or Parquet column of the text (default: text)")
+    parser.add_argument("--text-key", help="JSON key or Parquet column of the text (default: text)")
     parser.add_argument(
         "--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="format of the inputs"
     )
