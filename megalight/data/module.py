@@ -84,6 +84,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         for name, value in (("global_batch_size", global_batch_size), ("sequence_length", sequence_length)):
             if value < 1:
                 raise DataError(f"{name} is {value}; it must be at least 1.")
+        if num_workers < 0:
+            raise DataError(f"num_workers is {num_workers}; it must be at least 0, which reads in the main process.")
         self.global_batch_size = global_batch_size
         self.sequence_length = sequence_length
         self.seed = seed

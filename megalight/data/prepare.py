@@ -37,6 +37,9 @@ TRAINING_BYTES_PER_TOKEN = 2 << 10
 BYTES_PER_WORKER = 8 << 20
 """Input per worker process, by default: starting a process costs more than tokenising less than this."""
 
+DEFAULT_TEXT_KEY = "text"
+"""JSON key or Parquet column of the text, if none is given."""
+
 IN_FLIGHT_PER_WORKER = 3
 """Blocks that are read ahead per worker: a limit on memory."""
 
@@ -126,7 +129,7 @@ def prepare(
     train_tokenizer: bool = False,
     vocab_size: int = 4096,
     special_tokens: Sequence[str] = (),
-    text_key: str = "text",
+    text_key: str | None = None,
     format: Format = "auto",
     workers: int | None = None,
     append_eod: bool = True,
@@ -151,7 +154,7 @@ def prepare(
         vocab_size: size of the vocabulary to train.
         special_tokens: further special tokens of the vocabulary to train. BERT needs ``[CLS]``, ``[SEP]`` and
             ``[MASK]``.
-        text_key: JSON key or Parquet column that holds the text.
+        text_key: JSON key or Parquet column that holds the text. None: ``text``.
         format: format of the inputs. ``auto`` goes by the suffix: .jsonl, .ndjson, .parquet, and text for all others.
         workers: number of processes that tokenise. Default: one per CPU, fewer for little text.
         append_eod: whether to end each document with the end-of-document token of the tokenizer.
@@ -163,8 +166,8 @@ def prepare(
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        DataError: an input names no file, a text is bad, neither or both ways to get a tokenizer are given, there is
-            no end-of-document token to append, or the inputs hold no text.
+        DataError: an input names no file, all are empty, none can have the ``text_key``, a text is bad, neither or both
+            ways to get a tokenizer are given, there is no end-of-document token to append, or the inputs hold no text.
     """
     begin = time.monotonic()
     if (tokenizer is None) == (not train_tokenizer):
@@ -176,6 +179,14 @@ def prepare(
     prefix = os.fspath(paths(output)[0])[:-4]
     files = _without_outputs(find(inputs, format), inputs, prefix)
     num_bytes = sum(file.size for file in files)
+    if not num_bytes:
+        raise DataError(f"the inputs are empty ({_some(files)}), so nothing was written; check the inputs.")
+    if text_key is not None and all(file.kind == "text" for file in files):
+        raise DataError(
+            f"text_key (--text-key) is {text_key!r}, but the inputs are plain text ({_some(files)}), which has no "
+            "keys. Leave it out, or say with format (--format) that they are jsonl."
+        )
+    text_key = DEFAULT_TEXT_KEY if text_key is None else text_key
     skipped: list[str] = []
     with ExitStack() as stack:
         bar = stack.enter_context(_progress(progress))
@@ -208,6 +219,12 @@ def prepare(
     seconds = time.monotonic() - begin
     tokenizer_file = os.fspath(tokenizer_path(prefix))
     return PrepareReport(prefix, tokenizer_file, meta, len(files), tuple(skipped), sink.empty, seconds)
+
+
+def _some(files: Sequence[TextFile]) -> str:
+    """Name the first file, and how many there are."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0].path}{more}" if files else "none"
 
 
 def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) -> list[TextFile]:

@@ -106,7 +106,8 @@ def test_empty_documents_are_left_out(tokenizer_file: Path, tmp_path: Path) -> N
         ("t.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-4], r"t\.jsonl\.gz cannot be read"),
         ("t.jsonl.gz", b"no gzip", r"t\.jsonl\.gz cannot be read"),
         ("t.parquet", b"PAR1 torn", r"t\.parquet is not a readable Parquet file"),
-        ("t.txt", b"", r"the inputs hold no text"),
+        ("t.txt", b"", r"the inputs are empty \(.*t\.txt\)"),
+        ("t.jsonl", b"\n\n", r"the inputs hold no text"),
     ],
 )
 def test_bad_input_is_named(tmp_path: Path, tokenizer_file: Path, name: str, content: bytes, message: str) -> None:
@@ -128,6 +129,18 @@ def test_bad_input_can_be_left_out(tmp_path: Path, tokenizer_file: Path) -> None
         "b.txt", "d.jsonl", "c.jsonl",
     ]  # fmt: skip
     assert "3 skipped" in str(report)
+
+
+def test_empty_files_are_the_cause_not_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").touch()
+    with pytest.raises(DataError, match="the inputs are empty"):
+        prepare([str(tmp_path / "t.txt")], tmp_path / "o", train_tokenizer=True, progress=False)
+
+
+def test_plain_text_has_no_keys(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "t.txt").write_text("a")
+    with pytest.raises(DataError, match=r"text_key \(--text-key\) is 'body', but the inputs are plain text"):
+        prepare([str(tmp_path / "t.txt")], tmp_path / "o", tokenizer=tokenizer_file, text_key="body", progress=False)
 
 
 def test_a_missing_column_is_named(tmp_path: Path, tokenizer_file: Path) -> None:

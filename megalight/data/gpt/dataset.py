@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
-from megalight.data.gpt.index import SamplePlan, build
+from megalight.data.gpt.index import SamplePlan, build, check_one_sample
 from megalight.data.indexed import IndexedDataset
 from megalight.errors import DataError
 from megalight.types import TokenBatch
@@ -148,10 +148,11 @@ class GPTDataset:
         lengths = data.lengths[documents.start : documents.stop]
         if data.dtype.kind not in "iu":
             raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers. Prepare the data again.")
+        tokens = int(lengths.sum(dtype=np.int64))
         try:
-            self.plan = SamplePlan.make(
-                int(lengths.sum(dtype=np.int64)), options.sequence_length, num_samples, drop_last_partial
-            )
+            if drop_last_partial:
+                check_one_sample(tokens, options.sequence_length)
+            self.plan = SamplePlan.make(tokens, options.sequence_length, num_samples, drop_last_partial)
         except DataError as error:
             raise DataError(f"{label} split of {data.prefix}: {error}") from error
         self.data = data

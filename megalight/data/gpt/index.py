@@ -54,11 +54,8 @@ class SamplePlan:
             DataError: there are too few tokens for one sample.
         """
         p, s = tokens_per_epoch, sequence_length
-        if num_samples is None and drop_last_partial and p < s + 1:
-            raise DataError(
-                f"the documents hold {p} tokens; one sample of sequence_length {s} takes {s + 1}. Lower "
-                "sequence_length or use more data."
-            )
+        if num_samples is None and drop_last_partial:
+            check_one_sample(p, s)
         if p < 2 or s < 1:
             raise DataError(f"there are {p} tokens and sequence_length is {s}; at least 2 tokens and 1 are needed.")
         n = num_samples or 0
@@ -72,6 +69,19 @@ class SamplePlan:
     def samples_before_final_epoch(self) -> int:
         """Number of samples that end before the last pass."""
         return max(0, ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.sequence_length)
+
+
+def check_one_sample(tokens: int, sequence_length: int) -> None:
+    """Refuse documents that are too short for one sample, and so would only fill it by repeating themselves.
+
+    Raises:
+        DataError: with both lengths.
+    """
+    if tokens < sequence_length + 1:
+        raise DataError(
+            f"the documents hold {tokens} tokens; one sample of sequence_length {sequence_length} takes "
+            f"{sequence_length + 1}. Lower sequence_length or use more data."
+        )
 
 
 def document_index(documents: range, plan: SamplePlan, random: np.random.RandomState) -> NDArray[np.int32]:
