@@ -238,6 +238,7 @@ def test_refusals_name_the_module_the_value_and_the_remedy() -> None:
     assert "tp=2" in text
     assert "Choose tp from 1, 3" not in text
     assert "Choose tp from 1" in text
+    assert "up.weight consists of 2 units" in refusal(Plan({"up": Column(units=2)}), 4)
     assert "5 equal units" in refusal(Plan({"up": Column(units=5)}), 2)
     assert "down.weight consists of 12 units" in refusal(Plan({"down": Row()}), 8)
     assert "'upp' of the plan matches no module" in refusal(Plan({"upp": Column()}), 2)
@@ -254,6 +255,8 @@ def test_refusals_name_the_module_the_value_and_the_remedy() -> None:
     assert "replaces the model itself" in refusal(Plan({nn.Linear: Column()}), 2, nn.Linear(4, 4))
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 6, "num_kv_heads": 3}))
     assert "layers.0.attention.q.weight consists of 6 units" in refusal(gpt_plan(heads), 4, heads)
+    heads = GPT(GPTConfig(**{**BASE, "num_heads": 4, "num_kv_heads": 4}))
+    assert "layers.0.attention.q.weight consists of 4 units" in refusal(gpt_plan(heads), 8, heads)
     heads = GPT(GPTConfig(**{**BASE, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4}))
     assert "layers.0.attention.k.weight consists of 3 units" in refusal(gpt_plan(heads), 2, heads)
 

@@ -53,7 +53,7 @@ def llama(config: Any) -> Plan:
                 Attributes(per_unit={"num_key_value_groups": kv_heads}),
             ),
             "model.layers.*.self_attn.q_proj": Column(units=heads, tokens="gathered"),
-            "model.layers.*.self_attn.[kv]_proj": Column(units=kv_heads, tokens="gathered"),
+            "model.layers.*.self_attn.[kv]_proj": Column(units=kv_heads, shared=True, tokens="gathered"),
             "model.layers.*.self_attn.o_proj": Row(),
             "model.layers.*.mlp": Boundary(enter="gather"),
             "model.layers.*.mlp.gate_proj": Column(tokens="gathered"),

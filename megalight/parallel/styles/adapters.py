@@ -42,7 +42,7 @@ def column_adapter(
         return split.replicated(parts, shape, mesh, partial=partial)
 
     def output(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-        return split.output_features(parts, counts, mesh)
+        return split.output_features(parts, counts, mesh, shared=True)  # the layer's own split decides
 
     down = splitter.split(f"{name}.adapter", adapter, "A", whole)
     up = splitter.split(f"{name}.adapter", adapter, "B", output)

@@ -26,13 +26,16 @@ class Column(Style):
     """A linear layer whose *output* features are split over ``tp``.
 
     Attributes:
-        units: number of indivisible parts of the output (attention heads). If there are fewer than ``tp``, a group of
-            ``tp / units`` ranks holds each. None: the layer's own sections decide, or every feature is a unit.
+        units: number of indivisible parts of the output (attention heads). None: the layer's own sections decide, or
+            every feature is a unit.
+        shared: whether there may be fewer units than ``tp``, so that a group of ``tp / units`` ranks holds each
+            (key-value heads). In a fused layer, sections with fewer units than the largest may always be shared.
         gather_output: return the whole output on every rank, so that other modules do not notice the split.
         tokens: the tokens that the layer receives.
     """
 
     units: int | None = None
+    shared: bool = False
     gather_output: bool = False
     tokens: Tokens = "share"
 
@@ -47,7 +50,7 @@ class Column(Style):
         units = self._units(name, linear, splitter.shared.mesh)
 
         def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            return split.output_features(parts, units, mesh)
+            return split.output_features(parts, units, mesh, shared=self.shared)
 
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
         assert weight is not None

@@ -21,20 +21,24 @@ def replicated(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh
     return ShardSpec(tuple(pieces), shape)
 
 
-def output_features(parts: Sequence[Part], units: Sequence[int], mesh: ParallelMesh) -> ShardSpec:
+def output_features(
+    parts: Sequence[Part], units: Sequence[int], mesh: ParallelMesh, *, shared: bool = False
+) -> ShardSpec:
     """Split dim 0 of each part over ``tp`` in whole units; if there are fewer units than ranks, ranks share units.
 
     Args:
         parts: the sections of a fused weight or bias.
         units: number of units of each section.
         mesh: the mesh of ranks.
+        shared: whether the section with the most units may be shared too. Ranks that hold the same units of *every*
+            section would add up the same terms in the next row-split layer.
 
     Raises:
-        LayoutError: ``tp`` neither divides the units nor is divided by them.
+        LayoutError: ``tp`` neither divides the units nor, where they may be shared, is divided by them.
     """
-    pieces, start = [], 0
+    pieces, start, most = [], 0, max(units)
     for part, count in zip(parts, units, strict=True):
-        replicas = replicas_of(count, mesh.tp, part.name)
+        replicas = replicas_of(count, mesh.tp, part.name, may_share=shared or count < most)
         axis = f"tp%{replicas}"
         shards = mesh.tp // replicas
         size = (part.shape[0] // shards, *part.shape[1:])
