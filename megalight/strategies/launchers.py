@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megalight import checkpoint
 from megalight.errors import ConfigurationError, LayoutError
@@ -103,6 +105,10 @@ def end(processes: list[subprocess.Popen[Any]], grace: float) -> None:
             process.kill()
 
 
+class Terminated:
+    """Stands for the results of workers that SIGTERM ended."""
+
+
 class WorkerLauncher(MultiProcessingLauncher):
     """Runs ranks as worker processes and returns their results to this process: weights, metrics, step counters."""
 
@@ -112,6 +118,16 @@ class WorkerLauncher(MultiProcessingLauncher):
         """Run the checks, start one worker per rank, and take over their results at the end."""
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        """Run one rank. If SIGTERM ends it, tell the main process, which waits for a result."""
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        except SIGTERMException:
+            if process_idx == 0:
+                results = next(value for value in (*args, *kwargs.values()) if isinstance(value, SimpleQueue))
+                results.put(Terminated())
+            raise
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         folder = None
@@ -141,6 +157,8 @@ class WorkerLauncher(MultiProcessingLauncher):
             callback.load_state_dict(state)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        if isinstance(worker_output, Terminated):
+            raise SIGTERMException("SIGTERM ended the processes of this run, so it has no results.")
         if worker_output.weights_path is not None:
             loops = restore_whole(trainer.lightning_module, worker_output.weights_path)
             trainer.fit_loop.load_state_dict(loops["fit_loop"])

@@ -232,6 +232,13 @@ def test_starts_that_cannot_work_are_refused(
         quiet(MegatronStrategy(**options), tmp_path, devices, num_nodes=nodes)
 
 
+def test_the_main_process_ends_when_sigterm_ended_its_forked_ranks() -> None:
+    (code,), text = processes([sys.executable, "-m", "tests.strategies.terminated"])
+    assert code == 1
+    assert "SIGTERM ended the processes of this run" in text
+    assert "TrainerStatus.INTERRUPTED" in text
+
+
 @pytest.mark.parametrize("start", ["popen", "fork", "spawn"])
 def test_one_process_starts_nothing_and_suits_a_notebook(tmp_path: Path, start: str) -> None:
     before = {name: os.environ.get(name) for name in STARTED}
