@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from megalight.callbacks import RunRecord, StepProgress, Throughput
-from megalight.cli import newest
+from megalight.cli import newest, strategies
 from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
@@ -100,6 +100,9 @@ class ArgumentParser(LightningArgumentParser):
     variable.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"parser_mode": strategies.MODE, "allow_abbrev": False, **kwargs})
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one clear message and exit with code 2."""
         if debugging():
@@ -120,6 +123,7 @@ class MegalightCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         defaults: dict[str, Any] = {
             "trainer_class": MegalightTrainer,
+            "trainer_defaults": {"strategy": strategies.DEFAULT},
             "parser_class": ArgumentParser,
             "auto_configure_optimizers": False,  # the model has no parameters yet when the command line is parsed
             "seed_everything_default": DEFAULT_SEED,
@@ -133,7 +137,7 @@ class MegalightCLI(LightningCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
             return
-        words = list(sys.argv[1:] if args is None else args)
+        words = list(strategies.in_words(sys.argv[1:] if args is None else args))
         verb = getattr(self, "_subcommand_parsers", {}).get(words[0] if words else "", parser)
         token = _invocation.set(_Invocation(tuple(words), tuple(action.dest for action in verb._actions)))
         try:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.cli.explain import subclasses
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
+
+DEFAULT_LOG_INTERVAL = 50
+"""Lightning's ``log_every_n_steps``, if none is given."""
 
 
 class MegalightTrainer(pl.Trainer):
@@ -18,11 +24,13 @@ class MegalightTrainer(pl.Trainer):
 
     Args:
         strategy: a strategy, or the name of a registered one.
+        precision: Lightning's; 16 bits without a GPU are refused instead of being replaced by bfloat16.
         logger: None and True mean CSV and TensorBoard files in one folder,
             ``<default_root_dir>/lightning_logs/version_N``.
 
     Raises:
-        ConfigurationError: no strategy has this name.
+        ConfigurationError: no strategy has this name, or an argument has a value that Lightning would accept silently
+            or refuse with another cause.
     """
 
     def __init__(
@@ -34,6 +42,8 @@ class MegalightTrainer(pl.Trainer):
     ) -> None:
         if isinstance(strategy, str):
             check_strategy_name(strategy)
+        check_values(kwargs)
+        kwargs |= dict(within_run(kwargs))
         if logger is None or logger is True:
             logger = default_loggers(kwargs.get("default_root_dir") or ".")
         super().__init__(strategy=strategy, logger=logger, **kwargs)
@@ -62,4 +72,58 @@ def check_strategy_name(name: str) -> None:
         f"trainer.strategy = {name!r} is not a known strategy.{nearest(name, [*classes, *registered])} "
         "Give a strategy class (such as MegatronStrategy, with its arguments under trainer.strategy), or a registered "
         "name such as auto, ddp, megatron."
+    )
+
+
+def check_values(arguments: Mapping[str, Any]) -> None:
+    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse with another cause.
+
+    Raises:
+        ConfigurationError: with the value, the rule and the next step.
+    """
+    clip = arguments.get("gradient_clip_val")
+    if isinstance(clip, int | float) and clip < 0:
+        raise ConfigurationError(
+            f"trainer.gradient_clip_val is {clip}; it must be at least 0. Leave it out to train without clipping."
+        )
+    window = arguments.get("accumulate_grad_batches")
+    if window is not None and window < 1:
+        raise ConfigurationError(
+            f"trainer.accumulate_grad_batches is {window}; it must be at least 1: the number of batches whose "
+            "gradients are added up before each optimizer step."
+        )
+    every = arguments.get("log_every_n_steps")
+    if every is not None and every < 0:
+        raise ConfigurationError(f"trainer.log_every_n_steps is {every}; it must be at least 1, or 0 for no logs.")
+    if str(arguments.get("precision") or "").startswith("16") and _on_cpu(arguments.get("accelerator", "auto")):
+        raise ConfigurationError(
+            f"trainer.precision is {arguments['precision']}, and this run is on the CPU, where 16-bit floats with loss "
+            "scaling do not work. Use bf16-mixed, or 32-true."
+        )
+
+
+def within_run(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield intervals that are longer than a run of ``max_steps``, shortened to it; the log says so.
+
+    A recipe that is tried for a few steps then validates and logs at its end.
+    """
+    steps = arguments.get("max_steps") or -1
+    if steps < 1:
+        return
+    run = f"the run (max_steps={steps})"
+    batches = steps * (arguments.get("accumulate_grad_batches") or 1)
+    every = arguments.get("val_check_interval")
+    if isinstance(every, int) and not isinstance(every, bool) and every > batches:
+        rank_zero_info(f"val_check_interval={every} is longer than {run}, which is validated at its end")
+        yield "val_check_interval", batches
+    logged = arguments.get("log_every_n_steps")
+    logged = DEFAULT_LOG_INTERVAL if logged is None else logged
+    if logged > steps:
+        rank_zero_info(f"log_every_n_steps={logged} is longer than {run}, whose last step is logged")
+        yield "log_every_n_steps", steps
+
+
+def _on_cpu(accelerator: Any) -> bool:
+    return accelerator == "cpu" or (
+        accelerator == "auto" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
     )

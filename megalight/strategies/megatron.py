@@ -123,6 +123,7 @@ class MegatronStrategy(FolderCheckpoints):
             expert_tensor_parallel,
         )
         refusals.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
+        refusals.check_timeout(timeout_seconds)
         if micro_batch_size is not None:
             refusals.check_at_least_one("micro_batch_size", micro_batch_size)
         refusals.check_checkpoint_io(checkpoint_io)

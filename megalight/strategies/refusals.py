@@ -44,6 +44,12 @@ def check_at_least_one(name: str, value: int) -> None:
         raise LayoutError(f"{name}={value}; it must be at least 1.")
 
 
+def check_timeout(seconds: float) -> None:
+    """Refuse timeouts that no collective can meet."""
+    if not seconds > 0:
+        raise ConfigurationError(f"timeout_seconds={seconds:g}; it must be above 0. The default is 1800.")
+
+
 def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
     """Refuse plugins that write checkpoints in another way."""
     if plugin is not None:

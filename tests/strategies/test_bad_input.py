@@ -223,6 +223,20 @@ WORDS = {
     "a foreign folder": (["--ckpt_path={root}/text"], ["/text"]),
     "data that is not there": ([f"{DATA}data={{root}}/korpus"], ["korpus"]),
     "another tokenizer": ([f"{DATA}tokenizer={{root}}/other.tokenizer.json"], ["made with the tokenizer", "Use "]),
+    "more ranks than heads": (
+        ["--trainer.devices=8", f"{STRATEGY}tensor_parallel=8"],
+        ["consists of 4 units", "tp=8", "tp must divide it"],
+    ),
+    "no readers": ([f"{DATA}num_workers=-1"], ["num_workers is -1", "at least 0"]),
+    "a negative timeout": ([f"{STRATEGY}timeout_seconds=-5"], ["timeout_seconds=-5", "above 0"]),
+    "a negative norm": (["--trainer.gradient_clip_val=-1"], ["gradient_clip_val is -1", "at least 0"]),
+    "no accumulation": (["--trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches is 0", "at least 1"]),
+    "half precision": (["--trainer.precision=16-mixed"], ["precision is 16-mixed", "bf16-mixed"]),
+    "an abbreviation": (["--trainer.max_step=3"], ["unknown key 'trainer.max_step'", "'max_steps'"]),
+    "more than the corpus": (
+        [f"{DATA}sequence_length=9999999", f"{MODEL}max_sequence_length=9999999", "--trainer.logger=false"],
+        ["train split", "one sample of sequence_length 9999999", "Lower sequence_length"],
+    ),
     "an unknown strategy": (["--trainer.strategy=MegatronStrateg"], ["'MegatronStrategy'"]),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.nn.functional as F
@@ -49,7 +50,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
     It writes the configuration to checkpoints, and refuses data and checkpoints that do not fit it.
 
     Args:
-        config: the model, or the name of a preset of the family. None: the configuration in ``weights``.
+        config: the model, its plain values, or the name of a preset of the family. None: the configuration in
+            ``weights``.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights. A run that
@@ -78,18 +80,26 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self.optimizer = optimizer or AdamConfig()
         self._companions: dict[str, bytes] | None = None
 
-    def _config(self, config: ConfigT | str | None) -> ConfigT:
+    def _config(self, config: ConfigT | Mapping[str, Any] | str | None) -> ConfigT:
         presets = family(self.family).presets
         if config is None and self.weights is None:
             raise ConfigurationError(
                 f"{type(self).__name__} needs a configuration: give config (or the name of a preset: "
                 f"{', '.join(presets)}), or weights, a folder of transformers."
             )
+        known = family(self.family)
         found: ConfigT
         if isinstance(config, str):
             found = presets[config]
+        elif isinstance(config, Mapping):  # of a subclass whose argument has no type, on the command line
+            found = known.config.from_dict(config)
         else:
-            found = initial_config(str(self.weights), family(self.family)) if config is None else config
+            found = initial_config(str(self.weights), known) if config is None else config
+        if not isinstance(found, known.config):
+            raise ConfigurationError(
+                f"{type(self).__name__} needs a {known.config.__name__}, and config is a {type(found).__name__}. Pass "
+                f"a {known.config.__name__}; a subclass annotates its argument: config: {known.config.__name__}."
+            )
         return found
 
     def initial_weights(self) -> Source | None:

@@ -1,0 +1,59 @@
+"""Strategies on the command line: registered names of MegatronStrategy take its arguments like the class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jsonargparse import get_loader, set_dumper, set_loader
+from lightning.pytorch.strategies import StrategyRegistry
+from yaml import YAMLError, safe_dump
+
+from megalight.strategies import MegatronStrategy
+
+MODE = "megalight"
+"""jsonargparse's name for our way to read a configuration."""
+
+FLAG = "--trainer.strategy"
+DEFAULT = {"class_path": f"{MegatronStrategy.__module__.rpartition('.')[0]}.{MegatronStrategy.__name__}"}
+
+
+def of_name(name: Any) -> dict[str, Any] | None:
+    """Return the class and arguments that a registered name stands for; None if it is not one of MegatronStrategy."""
+    known = isinstance(name, str) and name.lower() in StrategyRegistry
+    entry = StrategyRegistry[name.lower()] if known else {}  # its method `get` would make a strategy
+    if entry.get("strategy") is not MegatronStrategy:
+        return None
+    return {**DEFAULT, "init_args": dict(entry["init_params"])}
+
+
+def in_words(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command with ``--trainer.strategy=megatron`` written out."""
+    flag = ""
+    for word in words:
+        if word == FLAG:
+            flag = word
+            continue
+        before, _, value = f"{flag}={word}".partition("=") if flag else word.partition("=")
+        found = of_name(value) if before == FLAG else None
+        if found is None:
+            yield from [flag, word] if flag else [word]
+        else:
+            yield f"{FLAG}={found['class_path']}"
+            yield from (f"{FLAG}.{name}={value}" for name, value in found["init_args"].items())
+        flag = ""
+    if flag:
+        yield flag
+
+
+def _load(text: str) -> Any:
+    """Read a configuration file, or a value, and write out ``trainer: {strategy: megatron}``."""
+    value = get_loader("yaml")(text)
+    trainer = value.get("trainer") if isinstance(value, dict) else None
+    if isinstance(trainer, dict) and (found := of_name(trainer.get("strategy"))):
+        return {**value, "trainer": {**trainer, "strategy": found}}
+    return value
+
+
+set_loader(MODE, _load, exceptions=(YAMLError,))
+set_dumper(MODE, lambda data: safe_dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False))
