@@ -25,6 +25,7 @@ from megalight.strategies.megatron import MegatronStrategy
 log = logging.getLogger(__name__)
 
 SCOPES = ("iteration", "layer", "attention")
+MAX_GRAPHS = 4
 COUNTERS = ("global_step", "current_epoch")
 """Attributes of the trainer that change from step to step."""
 
@@ -48,6 +49,7 @@ class CUDAGraph(pl.Callback):
         warmup_steps: number of eager steps before recording, at least 2; for ``iteration``, of each form of steps. The
             last of them is checked for operations that cannot be recorded.
         max_graphs: for ``iteration``: maximum number of recorded forms of steps (shapes, numbers of micro-batches).
+            None: 4.
         backend: for ``layer`` and ``attention``: ``own``, or one that a plugin registered. ``transformer_engine`` calls
             its ``make_graphed_callables``, with static memory for every micro-batch.
         on_refusal: what to do if a run or a step cannot be recorded. ``eager``: log the reason and run it eagerly.
@@ -66,7 +68,7 @@ class CUDAGraph(pl.Callback):
         self,
         scope: Literal["iteration", "layer", "attention"] = "iteration",
         warmup_steps: int = 3,
-        max_graphs: int = 4,
+        max_graphs: int | None = None,
         backend: str = "own",
         on_refusal: Literal["eager", "error"] = "eager",
     ) -> None:
@@ -77,10 +79,15 @@ class CUDAGraph(pl.Callback):
         ):
             if value not in choices:
                 raise ConfigurationError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
-        if warmup_steps < 2 or max_graphs < 1:
+        if warmup_steps < 2 or (max_graphs is not None and max_graphs < 1):
             raise ConfigurationError(
                 f"warmup_steps={warmup_steps}, max_graphs={max_graphs}: the first must be at least 2 (one step "
                 "prepares what is prepared once, one is looked through), the second at least 1."
+            )
+        if max_graphs is not None and scope != "iteration":
+            raise ConfigurationError(
+                f"max_graphs={max_graphs} limits the forms of steps, and scope={scope!r} records modules; leave it "
+                "out, or choose scope='iteration'."
             )
         if backend != "own" and scope == "iteration":
             raise ConfigurationError(
@@ -90,7 +97,7 @@ class CUDAGraph(pl.Callback):
         self.scope = scope
         self.backend = backend
         self.warmup_steps = warmup_steps
-        self.max_graphs = max_graphs
+        self.max_graphs = MAX_GRAPHS if max_graphs is None else max_graphs
         self.on_refusal = on_refusal
         self.recorder: Recorder | None = None
         self.reasons: list[str] = []

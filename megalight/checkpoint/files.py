@@ -128,15 +128,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_file(root: Path, name: str, record: FileRecord, limit: int = MAX_JSON) -> bytes:
-    """A whole small file, verified.
+def read_file(root: Path, name: str, record: FileRecord) -> bytes:
+    """Read a whole small file, and verify it.
 
     Raises:
-        CheckpointError: it is missing, larger than ``limit``, or differs from its record.
+        CheckpointError: it is missing, larger than :data:`MAX_JSON`, or differs from its record.
     """
     path = located(root, name)
-    if record.size > limit:
-        raise CheckpointError(f"{name} in checkpoint {root} claims {record.size} bytes; at most {limit} are read.")
+    if record.size > MAX_JSON:
+        raise CheckpointError(f"{name} in checkpoint {root} claims {record.size} bytes; at most {MAX_JSON} are read.")
     try:
         with path.open("rb") as file:
             data = file.read(record.size + 1)

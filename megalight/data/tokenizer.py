@@ -161,10 +161,6 @@ class Tokenizer:
         """Token -> id, with special tokens."""
         return self._vocabulary
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
-        return self._vocabulary.get(token)
-
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. No special tokens are added."""
         return self.encode_batch([text])[0]

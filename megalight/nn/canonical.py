@@ -7,15 +7,12 @@ Most parameters are one canonical tensor. If a parameter holds several, its modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
-
-from megalight.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -95,26 +92,3 @@ def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
         flat = parameters[part.parameter].detach().view(-1)
         views[part.name] = flat[part.start : part.start + prod(part.shape)].view(part.shape)
     return views
-
-
-@torch.no_grad()
-def load_canonical(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill every parameter of ``model`` from canonical tensors, cast to the parameter's dtype.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown to the model, or has a different shape.
-    """
-    views = canonical_tensors(model)
-    missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())
-    if missing or unknown:
-        raise CheckpointError(
-            f"the tensors are of another model: missing {missing[:5]} ({len(missing)} in all), "
-            f"not in the model {unknown[:5]} ({len(unknown)} in all). Build the model with the configuration it had."
-        )
-    for name, view in views.items():
-        if tensors[name].shape != view.shape:
-            raise CheckpointError(
-                f"{name} is {list(tensors[name].shape)} and must be {list(view.shape)}. "
-                "Build the model with the configuration it had."
-            )
-        view.copy_(tensors[name])

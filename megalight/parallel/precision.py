@@ -124,6 +124,7 @@ def apply_low_precision(
     num_layers: int | None = None,
     kind: type[LowPrecision] = LowPrecision,
     specs: Mapping[str, ShardSpec] | None = None,
+    seed: int = 0,
 ) -> Session:
     """Give the weights of linear layers a low precision.
 
@@ -132,6 +133,7 @@ def apply_low_precision(
         num_layers: number of layers of the whole model; None: those of ``model``.
         kind: the class that casts and multiplies.
         specs: what the parameters of ``model`` hold, by name. Those without a spec are split by the mesh's dense view.
+        seed: seed of stochastic rounding, equal on all ranks.
 
     Returns:
         the session that the layers share; run steps inside its
@@ -152,7 +154,7 @@ def apply_low_precision(
         )
     _check_patterns(layers, options.modules)
     schemes = options.schemes()
-    session = Session()
+    session = Session(seed)
     # The first step of delayed scaling has no past, so each cast agrees like one by current values.
     reduce = _maximum(mesh.group("tp")) if options.reduce_amax or schemes.delayed else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -58,7 +58,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     # draw values even if a checkpoint follows: it lacks computed buffers and, with strict=False, perhaps parameters
     model.begin_from(seed_of(module, seed), source)
     model.recompute(strategy.recompute)
-    precision.prepare(model)
+    precision.prepare(model, seed)
     model.check_overlap()
     strategy.streams.seed(seed)
     return model

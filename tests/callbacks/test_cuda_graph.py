@@ -480,6 +480,7 @@ def test_memory_that_may_move_is_refused(segments: str, monkeypatch: pytest.Monk
         ({"on_refusal": "warn"}, "choose one of eager, error"),
         ({"warmup_steps": 1}, "at least 2"),
         ({"max_graphs": 0}, "at least 1"),
+        ({"max_graphs": 2, "scope": "layer"}, "max_graphs=2 limits the forms of steps"),
     ],
 )
 def test_arguments(options: Any, match: str) -> None:

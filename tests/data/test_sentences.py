@@ -57,7 +57,7 @@ def test_sentences_become_sequences_of_their_document(tmp_path: Path) -> None:
     ]
     for report, end in zip(reports, ("<|endoftext|>", ""), strict=True):
         tokenizer = Tokenizer.load(report.tokenizer)
-        assert [tokenizer.token_id(token) for token in ("[CLS]", "[SEP]", "[MASK]")] == [2, 3, 4]
+        assert [tokenizer.vocabulary[token] for token in ("[CLS]", "[SEP]", "[MASK]")] == [2, 3, 4]
         data = IndexedDataset(report.prefix)
         assert report.meta.num_documents == data.num_documents == 5
         assert report.empty == 1

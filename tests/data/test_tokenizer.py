@@ -24,8 +24,7 @@ def test_train(tokenizer: Tokenizer) -> None:
     assert max(map(max, filter(None, ids))) < 300
     assert tokenizer.decode([0, *ids[0]], skip_special=True) == texts[0]
     assert tokenizer.decode([0]) == "<|endoftext|>"
-    assert tokenizer.token_id("<|pad|>") == 1
-    assert tokenizer.token_id("no such token") is None
+    assert tokenizer.vocabulary["<|pad|>"] == 1
 
 
 def test_training_repeats(tokenizer: Tokenizer) -> None:

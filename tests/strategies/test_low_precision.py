@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -89,6 +90,21 @@ def test_zero_bubble_pipelines_wait_with_weight_gradients() -> None:
     expected = run(train, 1, options, {"micro_batch_size": 1})[0]
     layout = {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}
     assert_same_run(run(train, 2, options, layout)[0], expected)
+
+
+class Seed(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.manual_seed(5)
+
+
+def rounding_seed() -> Any:
+    plugin = MegatronLowPrecision(LowPrecisionOptions("nvfp4", emulate=True), "64-true")
+    fit(CONFIG, 1, trainer_options={"precision": None}, extra_callbacks=[Seed()], precision_plugin=plugin)
+    return plugin.session.seed
+
+
+def test_stochastic_rounding_follows_the_seed_of_the_run() -> None:
+    assert run(rounding_seed, 1) == [5]
 
 
 @lru_cache

@@ -47,12 +47,12 @@ class Rows:
         if self.index is not None:
             x.index_copy_(dim, self.index, taken)
 
-    def add_(self, x: Tensor, part: Tensor, dim: int = 1) -> None:
-        """Add ``part`` to these tokens of ``x``."""
+    def add_(self, x: Tensor, part: Tensor) -> None:
+        """Add ``part`` to these tokens of ``x``, along dim 1."""
         if self.index is None:
-            x.narrow(dim, self.start, self.count).add_(part)
+            x.narrow(1, self.start, self.count).add_(part)
         else:
-            x.index_add_(dim, self.index, part.to(x.dtype))
+            x.index_add_(1, self.index, part.to(x.dtype))
 
 
 @dataclass(frozen=True, eq=False)

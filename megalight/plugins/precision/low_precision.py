@@ -46,7 +46,7 @@ class MegatronLowPrecision(MegatronPrecision):
         self.kind = LOW_PRECISION[implementation]
         self.session: Session | None = None
 
-    def prepare(self, model: ParallelModel) -> None:
+    def prepare(self, model: ParallelModel, seed: int = 0) -> None:
         """Set up the linear layers for low precision.
 
         Raises:
@@ -59,7 +59,7 @@ class MegatronLowPrecision(MegatronPrecision):
                 "LightningModule; write build_model, forward_step and loss_step, or choose another precision."
             )
         self.session = apply_low_precision(
-            model.root, self.options, model.mesh, model.num_layers, self.kind, model.specs
+            model.root, self.options, model.mesh, model.num_layers, self.kind, model.specs, seed
         )
 
     def begin(self, number: int) -> None:

@@ -107,8 +107,12 @@ class MegatronPrecision(Precision):
         else:
             yield
 
-    def prepare(self, model: ParallelModel) -> None:
-        """Prepare this rank's part of the model. Setup calls it when the parameters have their dtype and device."""
+    def prepare(self, model: ParallelModel, seed: int = 0) -> None:
+        """Prepare this rank's part of the model. Setup calls it when the parameters have their dtype and device.
+
+        Args:
+            seed: seed of the run, equal on all ranks.
+        """
         remove_low_precision(model.root)
 
     def begin(self, number: int) -> None:

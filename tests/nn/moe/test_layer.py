@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megalight.nn import MLP
-from megalight.nn.canonical import canonical_tensors, load_canonical
+from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import RouterConfig
 from megalight.nn.moe.dispatch import Grouped
 from megalight.ops.router import Routes
+from tests.canonical import load_canonical
 from tests.nn.moe.loops import WIDTH, context, layer, looped
 
 
