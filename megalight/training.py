@@ -225,7 +225,7 @@ class Training:
         """
         self.sync_parameters()
         saved = checkpoint.open(path)
-        self.model.read(saved)
+        saved.fill(self._run.weight_targets(), prefix=self.model.prefix)
         self.engine.refresh_masters()
         self._run.resume(saved)
         self.engine.recast()

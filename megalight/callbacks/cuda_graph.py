@@ -156,6 +156,7 @@ class CUDAGraph(pl.Callback):
             *graph_reasons.of_environment(on_gpu),
             *graph_reasons.of_module(module),
             *graph_reasons.of_recompute(strategy.chunks),
+            *graph_reasons.of_sharding(strategy),
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)

@@ -54,6 +54,15 @@ def of_recompute(chunks: Iterable[nn.Module]) -> Iterator[str]:
             )
 
 
+def of_sharding(strategy: MegatronStrategy) -> Iterator[str]:
+    """Yield reasons in sharded gradients and parameters, whose contents come and go."""
+    if strategy.engine is not None and strategy.engine.units is not None:
+        yield (
+            f"data_parallel.level={strategy.data_parallel.level!r} gathers and reduces units by hooks of modules, which "
+            "a replay does not call; use level 'optim'"
+        )
+
+
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons against whole steps: code that runs between the beginning and the end of a step."""
     for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]

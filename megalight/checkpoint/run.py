@@ -49,16 +49,17 @@ class Run:
         """What is to be saved.
 
         Parameters that are held as codes are shown by their masters, in the type that they have outside training.
+        Sharded parameters are shown by this rank's shards.
 
         Args:
             optimizer: with masters that are copies, optimizer state, and what is kept per shard beside it.
             only: canonical names of the weights to save; None: all.
         """
-        tensors, coded = self._weights()
+        tensors, flat = self._weights()
         if only is not None:
             tensors = {name: t for name, t in tensors.items() if self.model.specs[name].pieces[0].name in only}
-        masters = [bucket.shard.master.detach().to(bucket.layout.kind.param_dtype) for bucket in coded]
-        states = [State("", masters, [bucket.shard for bucket in coded])] if coded else []
+        weights = [bucket.weights.to(bucket.layout.kind.param_dtype) for bucket in flat]
+        states = [State("", weights, [bucket.shard for bucket in flat])] if flat else []
         if optimizer:
             states += self._states()
         return Contents(tensors, self.model.specs, self.model.mesh, states)
@@ -68,11 +69,10 @@ class Run:
         return {"random": self.streams.state_dict()}
 
     def weight_targets(self) -> list[Target]:
-        """Where weights are read into: parameters and buffers, and the masters of what is held as codes."""
-        tensors, coded = self._weights()
-        shards = [bucket.shard for bucket in coded]
-        masters = [shard.master for shard in shards]
-        return [*parameter_targets(tensors.items(), self.model.specs), *shard_targets(masters, shards)]
+        """Where weights are read into: parameters and buffers, masters of what is held as codes, and shards."""
+        tensors, flat = self._weights()
+        parts = shard_targets([bucket.weights for bucket in flat], [bucket.shard for bucket in flat])
+        return [*parameter_targets(tensors.items(), self.model.specs), *parts]
 
     def group_options(self) -> dict[str, Any]:
         """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states.
@@ -138,10 +138,12 @@ class Run:
         return self.engine, self.optimizer
 
     def _weights(self) -> tuple[dict[str, Tensor], list[Bucket]]:
-        """The tensors that hold weights themselves, and the buckets whose parameters are codes."""
-        coded = [] if self.engine is None else [bucket for bucket in self.engine.buckets if bucket.holds_codes]
-        hidden = {info.name for bucket in coded for info in bucket.infos}
-        return {name: tensor for name, tensor in self.model.tensors().items() if name not in hidden}, coded
+        """The tensors that hold weights themselves, and the buckets whose parameters are codes or sharded."""
+        flat = [] if self.engine is None else [bucket for bucket in self.engine.buckets if bucket.holds_codes]
+        if self.model.shards is not None:
+            flat += self.model.shards.buckets
+        hidden = {id(info.parameter) for bucket in flat for info in bucket.infos}
+        return {name: tensor for name, tensor in self.model.tensors().items() if id(tensor) not in hidden}, flat
 
     def _states(self) -> Iterator[State]:
         """Masters that are copies, element-wise optimizer states, and what is kept per shard beside them."""

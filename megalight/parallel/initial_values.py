@@ -19,7 +19,7 @@ from megalight.nn.canonical import Part
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Origin, on_meta
-from megalight.parallel.storage import unknown, without_memory
+from megalight.parallel.storage import has_memory, unknown, without_memory
 from megalight.parallel.tensor.split import take
 
 
@@ -80,7 +80,7 @@ def initialise(
         specs: the result of :func:`megalight.parallel.apply.parallelize` for it.
         seed: seed of the run.
         on_values: called with each parameter's name and its local values in float32, before they are rounded to the
-            parameter's dtype. It fills the masters.
+            parameter's dtype. It fills the masters. A parameter without memory is not filled otherwise.
         only: canonical names; other tensors keep their values.
 
     Raises:
@@ -96,7 +96,7 @@ def initialise(
             for piece in specs[name].pieces:
                 box = draw(stated[name], piece.name, piece.shape, piece.offset, piece.size, seed, parameter.device)
                 piece.view(values).copy_(box)
-            parameter.copy_(values)
+            _set(parameter, values)
             give(name, values)
     if only is not None:
         return
@@ -173,8 +173,14 @@ def _take_drawn(
         return
     values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     take(whole.detach(), parts, spec, values)
-    parameter.copy_(values)
+    _set(parameter, values)
     give(name, values)
+
+
+def _set(parameter: nn.Parameter, values: Tensor) -> None:
+    """Set a parameter. One without memory is sharded: its values go to ``on_values`` alone."""
+    if has_memory(parameter):
+        parameter.copy_(values)
 
 
 def _parts(module: nn.Module, local: str, spec: ShardSpec) -> Sequence[Part]:

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.coupling import Coupling, couples
+from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -82,6 +85,7 @@ class ParallelModel:
         pending: the values are still to be drawn or read.
         empty: parameters came without values.
         filled: values were drawn or read, once.
+        shards: the modules whose parameters this rank holds a shard of; None: it holds all parameters whole.
 
     Raises:
         LayoutError: the model is split already, or its sizes are not divisible.
@@ -99,6 +103,7 @@ class ParallelModel:
         self.origin: Origin | None = None
         self.pending = self.empty = self.filled = False
         self.device = torch.device("meta")
+        self.shards: Units | None = None
         self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
         # Before the cut, because all stages run the same number of micro-batches, also those without experts.
@@ -253,6 +258,21 @@ class ParallelModel:
             targets = (target for target in targets if target.name not in self.added)
         return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
 
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Make all parameters of this rank readable inside, also sharded ones. All ranks enter it together.
+
+        Elsewhere, a sharded parameter has its values only while its unit computes. What is written inside is lost.
+        """
+        with nullcontext() if self.shards is None else self.shards.full_parameters():
+            yield
+
+    def unshard(self) -> None:
+        """Give sharded parameters memory of their own again, for good."""
+        if self.shards is not None:
+            self.shards.unshard()
+            self.shards = None
+
     def padded(self) -> dict[str, Tensor]:
         """Return, by local name, tensors with elements in no piece (a rounded-up vocabulary); no source fills these."""
         return {
@@ -269,6 +289,11 @@ class ParallelModel:
     def transform_values(self) -> bool:
         """Let transforms act on the values after these are set; return whether one may have changed them."""
         acting = [t for t in self.options.transforms if type(t).with_values is not ModelTransform.with_values]
+        if acting and self.shards is not None and self.shards.buckets:
+            raise ConfigurationError(
+                f"{type(acting[0]).__name__} changes the values of whole parameters, and these are sharded by "
+                "data_parallel.level='optim_grads_params'. Use level 'optim_grads' with it."
+            )
         for transform in acting:
             transform.with_values(self)
         if acting:

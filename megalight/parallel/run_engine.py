@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.initial_values import initialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.source import Source, parameter_targets, shard_targets
+from megalight.parallel.units import check_units, owned_alone, units_of
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,13 @@ def engine_over(
 
     Raises:
         ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or pipeline
-            stages have different numbers of groups.
+            stages have different numbers of groups. Or the level shards what cannot be sharded.
     """
+    for model in models:
+        options.check(model.mesh.pp)
+        model.unshard()  # an earlier run may have sharded them
+    units = _units(models, options)
+    numbers = {key: number for model in models for key, number in owned_alone(model.root, units).items()}
     named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
     parts = [part for model in models for part in model.chunks]
     places = reversed(list(enumerate(parts)))  # the first chunk wins: a parameter of several is complete with it
@@ -50,7 +57,8 @@ def engine_over(
                 )
             model, name = named[id(parameter)]
             full, chunk = whole.format(model.name) + name, chunks.get(id(parameter), 0)
-            infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], index, chunk, model.mesh)
+            unit = numbers.get(id(parameter))
+            infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], index, chunk, model.mesh, unit)
     missing = [
         name
         for model in models
@@ -66,12 +74,31 @@ def engine_over(
     for model in models:
         _check_equal_groups(model.mesh, len(groups))
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
-    engine = options.engine([infos[key] for key in named if key in infos], models[0].mesh, models[0].device)
+    ordered = [infos[key] for key in named if key in infos]
+    engine = options.engine(ordered, models[0].mesh, models[0].device, units)
     for model in models:
+        model.shards = engine.units
+        if engine.units is not None and model.coupling is None:
+            model.coupling = Coupling(model.mesh)
         _fill(engine, model, whole.format(model.name))
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
     return engine
+
+
+def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[nn.Module]:
+    if not options.has_units:
+        return []
+    units = [unit for model in models for unit in units_of(model.root, options.units)]
+    check_units(units)
+    if not units:
+        log.warning(
+            "data_parallel.level=%r: %s has no repeated layers, so that its gradients and parameters stay whole. Name "
+            "the classes to shard in data_parallel.units.",
+            options.level,
+            " and ".join(type(model.root).__name__ for model in models),
+        )
+    return units
 
 
 def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:
@@ -91,8 +118,14 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
 
     engine.sync_parameters()  # with 8-bit codes a gather is in flight from the start; it must not overwrite new values
     if origin.seed is not None:
-        initialise(model.root, model.specs, origin.seed, on_values=give if copies else None, only=origin.only)
-        engine.recast()
+        sharded = engine.units is not None and bool(engine.units.buckets)
+        with engine.vacated():
+            on_values = give if copies or sharded else None
+            initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only)
+        if sharded:
+            engine.publish()
+        else:
+            engine.recast()
     if origin.source is not None:
         _read(engine, model, origin.source, give, pending)
 

@@ -143,6 +143,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.virtual_pipeline = self.pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout)
         self.micro_batch_size = micro_batch_size
         self.data_parallel = data_parallel or DataParallel()
+        self.data_parallel.check(pipeline_parallel)
         self.plan = plan
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.process_group_backend = process_group_backend

@@ -125,7 +125,8 @@ def reduced(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
 def gathered(strategy: Any, module: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The whole model by canonical name."""
     strategy.sync_parameters()
-    named = {name: p.detach() for name, p in module.model.named_parameters()}
+    with strategy.parallel_model.full_parameters():
+        named = {name: p.detach().clone() for name, p in module.model.named_parameters()}
     whole = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
     return {name: value.numpy().copy() for name, value in whole.items()}
 

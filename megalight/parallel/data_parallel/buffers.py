@@ -16,7 +16,7 @@ from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
-from megalight.parallel.storage import has_memory
+from megalight.parallel.storage import has_memory, without_memory
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ParamInfo:
         group: index of its optimizer parameter group.
         chunk: index of the model chunk on this rank that holds it, in model order.
         mesh: the mesh over which its model is split; None: the engine's mesh.
+        unit: number of the unit that holds it; None: none does. See :mod:`~megalight.parallel.data_parallel.units`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ParamInfo:
     group: int
     chunk: int = 0
     mesh: ParallelMesh | None = None
+    unit: int | None = None
 
 
 @dataclass(eq=False)
@@ -103,12 +105,19 @@ class Bucket:
         group: the ranks that share the bucket; None for a single rank.
         divided: each of these ranks keeps only the masters of its own interval.
         master_dtype: dtype of the masters.
+        params: ``[numel]`` memory that the whole parameters share with those of other units; None: memory of their own.
+        grads: ``[numel]`` the same for the gradients.
+        sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
 
     Attributes:
         group: as given; gradients are summed over it.
         shard_group: ranks among which the masters are divided; None: each rank has all masters.
         params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
         grads: ``[numel]`` flat gradients.
+        own_params: the interval of the parameters that this rank keeps: a view of :attr:`params`, or memory of its own
+            if the whole parameters come and go.
+        own_grads: the same for the gradients. With memory of its own, it sums them over micro-batches.
+        shards_params, shards_grads: whether this rank keeps only its interval of them.
         main_grads: every parameter with its view of :attr:`grads`.
         shard: this rank's part.
         arrived: number of parameters whose gradients of the last micro-batch are complete.
@@ -124,6 +133,9 @@ class Bucket:
         group: ProcessGroup | None,
         divided: bool,
         master_dtype: torch.dtype,
+        params: Tensor | None = None,
+        grads: Tensor | None = None,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         self.group = group
@@ -131,7 +143,13 @@ class Bucket:
         self.infos = [infos[slot.index] for slot in layout.slots]
         device = self.infos[0].parameter.device
         codes = layout.kind.codes
-        self.grads = torch.zeros(layout.numel, dtype=layout.kind.grad_dtype, device=device)
+        kind = layout.kind
+        interval = layout.interval(kind.place) if divided else (0, layout.numel)
+        self.shards_params, self.shards_grads = params is not None, grads is not None
+        self.grads = torch.zeros(layout.numel, dtype=kind.grad_dtype, device=device) if grads is None else grads
+        self.own_grads = self.grads[slice(*interval)]
+        if self.shards_grads:
+            self.own_grads = torch.zeros_like(self.own_grads, dtype=sum_dtype)
         self.main_grads = list(self._views(self.grads))
         self.arrived = 0
         self.sent = False
@@ -143,13 +161,13 @@ class Bucket:
                 view.copy_(parameter.detach())
             elif codes is None:
                 view.fill_(torch.nan)  # the values come later; NaN shows parameters that never got any
-        self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
-        for parameter, view in self._views(self.params):
-            parameter.data = view
-        kind = layout.kind
-        interval = layout.interval(kind.place) if divided else (0, layout.numel)
-        replicas = ((kind.mesh.global_rank,), 0) if divided else (kind.ranks, kind.place)
         own = values[slice(*interval)]
+        if params is not None:
+            own, values = own.clone(), params
+        self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
+        self.own_params = own if codes is None else self.params[slice(*interval)]
+        self.show(self.params)
+        replicas = ((kind.mesh.global_rank,), 0) if divided else (kind.ranks, kind.place)
         self.master_is_own_params = codes is None and master_dtype == own.dtype
         master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
@@ -161,6 +179,16 @@ class Bucket:
         for info, slot in zip(self.infos, self.layout.slots, strict=True):
             yield info.parameter, flat[slot.start : slot.stop].view(info.parameter.shape)
 
+    def show(self, flat: Tensor) -> None:
+        """Let the parameters be views of a flat tensor of the bucket."""
+        for parameter, view in self._views(flat):
+            parameter.data = view
+
+    def vacate(self) -> None:
+        """Take the memory of the parameters away: they read NaN until :meth:`show`."""
+        for parameter, _ in self._views(self.params):
+            parameter.data = without_memory(parameter, parameter.device)
+
     @torch.no_grad()
     def widen(self, gather: Callable[[Tensor, Tensor], object]) -> None:
         """Turn parameters that are codes back into their own dtype, with the values of the masters.
@@ -169,11 +197,11 @@ class Bucket:
             gather: all-gathers every rank's second argument into the first one.
         """
         self.params = torch.zeros(self.layout.numel, dtype=self.layout.kind.param_dtype, device=self.params.device)
+        self.own_params = self.params[self.shard.start : self.shard.stop]
         self.holds_codes = False
         self.own_params.copy_(self.shard.master)
         gather(self.params, self.own_params)
-        for parameter, view in self._views(self.params):
-            parameter.data = view
+        self.show(self.params)
 
     def drop_gradients(self) -> None:
         """Give gradients back to autograd, and free the memory of the buffer."""
@@ -181,16 +209,7 @@ class Bucket:
             release(parameter)
         self.shard.master.grad = None
         self.grads, self.main_grads = self.grads.new_empty(0), []
-
-    @property
-    def own_params(self) -> Tensor:
-        """The interval of :attr:`params` that this rank keeps."""
-        return self.params[self.shard.start : self.shard.stop]
-
-    @property
-    def own_grads(self) -> Tensor:
-        """The interval of :attr:`grads` that this rank keeps."""
-        return self.grads[self.shard.start : self.shard.stop]
+        self.own_grads = self.grads
 
     @property
     def autograd_adds(self) -> bool:
@@ -202,6 +221,11 @@ class Bucket:
         starts = [slot.start for slot in self.layout.slots[1:]] + [self.layout.numel]
         gaps = zip((slot.stop for slot in self.layout.slots), starts, strict=True)
         return [self.grads[low:high] for low, high in gaps if low < high]
+
+    @property
+    def weights(self) -> Tensor:
+        """This rank's interval of the parameters: to read, and to write before the masters are refreshed."""
+        return self.shard.master.detach() if self.holds_codes else self.own_params
 
     @property
     def rounds_masters(self) -> bool:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
-from megalight.parallel.data_parallel.layout import Kind, level_of, plan_buckets
+from megalight.parallel.data_parallel.layout import TURNS, BucketLayout, Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.parameters import ShardedParameters
+from megalight.parallel.data_parallel.reduce import Reducer
+from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.groups import check_max_ctas, new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -40,7 +44,9 @@ class DataParallelEngine:
     Args:
         params: the local parameters, of one model or of several; a tied parameter may be listed several times.
         mesh: all ranks, and the split of all models without a mesh of their own; ``ParallelMesh()`` for one process.
-        level: ``"no_shard"``: every rank keeps all masters and optimizer state; ``"optim"``: its share of them.
+        level: ``"no_shard"``: every rank keeps all masters and optimizer state; ``"optim"``: its share of them;
+            ``"optim_grads"``: its share of the gradients of units, too; ``"optim_grads_params"``: and of their
+            parameters.
         grad_dtype: dtype of the gradient buffers; None: float32, or float64 for float64 parameters.
         reduce_dtype: dtype of gradients during the reduction; None: ``grad_dtype``.
         reduction: ``"sum"``, or ``"accumulate_fp32"``: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
@@ -56,8 +62,11 @@ class DataParallelEngine:
             overlaps.
         overlap_param_gather: let the gathering of updated parameters continue after :meth:`publish` returns.
         device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
+        units: the modules that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that shard gradients
+            or parameters do so for these; everything else stays whole.
 
     Attributes:
+        units: the modules whose parameters or gradients are sharded; None: there are none.
         main_gradients: the gradient side. Code that replays recorded passes reports to it.
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
 
@@ -82,10 +91,12 @@ class DataParallelEngine:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         device: torch.device | None = None,
+        units: Sequence[nn.Module] = (),
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
         self.infos = distinct_trainable(params)
+        self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
@@ -93,12 +104,14 @@ class DataParallelEngine:
             self.buckets,
             mesh.everyone,
             self.device,
-            scatter=self.level.state,
-            reduce_dtype=reduce_dtype,
-            reduction=reduction,
-            overlap=overlap_grad_reduce,
+            self._reducer,
+            overlap_grad_reduce,
         )
         self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather)
+        self.units: Units | None = None
+        if self.main_gradients.of_units.buckets:
+            self.units = Units(units, self.buckets, self.main_gradients.of_units, self.device)
+            self._parameters.residency = self.units.residency
 
     def _make_buckets(
         self,
@@ -118,11 +131,14 @@ class DataParallelEngine:
                 codes_of(i),
                 i.mesh or self.mesh,
                 i.spec.data,
+                self._unit_of(i),
             )
             for i in self.infos
         ]
         sizes = [info.parameter.numel() for info in self.infos]
         groups = {kind.ranks: _group(kind, max_ctas) for kind in {kind.ranks: kind for kind in kinds}.values()}
+        layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
+        memory = _TurnBuffers(layouts, self.infos[0].parameter.device) if layouts else None
         return [
             Bucket(
                 layout,
@@ -130,9 +146,24 @@ class DataParallelEngine:
                 groups[layout.kind.ranks],
                 self.level.state,
                 master_dtype or _wide(layout.kind.param_dtype),
+                memory.take(layout, layout.kind.param_dtype) if memory and self.level.parameters else None,
+                memory.take(layout, layout.kind.grad_dtype, gradients=True) if memory else None,
+                self._reducer.sum_dtype(layout.kind.grad_dtype),
             )
-            for layout in plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
+            for layout in layouts
         ]
+
+    def _unit_of(self, info: ParamInfo) -> int | None:
+        """Return the unit of a parameter whose gradient or values are sharded; None: both stay whole."""
+        alone = len((info.mesh or self.mesh).ranks(*info.spec.data)) == 1
+        if info.unit is None or alone or not self.level.gradients:
+            return None
+        if self.level.parameters and codes_of(info) is not None:
+            raise ConfigurationError(
+                f"{info.name} is stored as 8-bit codes (primary_weights), which level 'optim_grads_params' does not "
+                "shard; leave primary_weights out, or use level 'optim_grads'."
+            )
+        return info.unit
 
     # ---------------------------------------------------------------- gradients
 
@@ -238,13 +269,15 @@ class DataParallelEngine:
         self._parameters.widen()
 
     def close(self) -> None:
-        """End the run: :meth:`widen`, and let autograd keep gradients as usual.
+        """End the run: :meth:`widen`, and let autograd keep gradients as usual. Sharded parameters stay sharded.
 
         This frees the memory of main gradients. Masters stay, so that a checkpoint can still be saved.
         """
         self.widen()
         for bucket in self.buckets:
             bucket.drop_gradients()
+        if self.units is not None:
+            self.units.gradients = None
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, after weights were loaded into the parameters.
@@ -252,6 +285,16 @@ class DataParallelEngine:
         If parameters are codes, weights are loaded into the masters, and the codes are cast from them.
         """
         self._parameters.refresh_masters()
+
+    @contextmanager
+    def vacated(self) -> Iterator[None]:
+        """Take the memory of sharded parameters away inside: initial values then go to :meth:`fill_masters` alone."""
+        buckets = [] if self.units is None else self.units.buckets
+        for bucket in buckets:
+            bucket.vacate()
+        yield
+        for bucket in buckets:
+            bucket.show(bucket.params)
 
     def fill_masters(self, name: str, values: Tensor) -> None:
         """Set the masters of one parameter from values of its shape, in a wider dtype than the parameter's.
@@ -263,10 +306,41 @@ class DataParallelEngine:
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank: ``parameters``, ``gradients``, ``masters`` (only those that are copies)."""
         return {
-            "parameters": sum(bucket.params.nbytes for bucket in self.buckets),
-            "gradients": sum(bucket.grads.nbytes for bucket in self.buckets),
+            "parameters": _nbytes(flat for bucket in self.buckets for flat in (bucket.params, bucket.own_params)),
+            "gradients": _nbytes(flat for bucket in self.buckets for flat in (bucket.grads, bucket.own_grads)),
             "masters": sum(b.shard.master.nbytes for b in self.buckets if not b.master_is_own_params),
         }
+
+
+class _TurnBuffers:
+    """Memory that buckets of different units use in turn: per kind and turn, as large as the largest one needs it."""
+
+    def __init__(self, layouts: Sequence[BucketLayout], device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[tuple[object, ...], Tensor] = {}
+        self._largest: dict[tuple[object, ...], int] = {}
+        for layout in layouts:
+            key = self._key(layout)
+            self._largest[key] = max(layout.numel, self._largest.get(key, 0))
+
+    def take(self, layout: BucketLayout, dtype: torch.dtype, gradients: bool = False) -> Tensor | None:
+        """Return the memory of a bucket's gradients or parameters, NaN at first; None: it belongs to no unit."""
+        if layout.kind.unit is None:
+            return None
+        key = self._key(layout)
+        if (key, gradients) not in self._flat:
+            self._flat[key, gradients] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
+        return self._flat[key, gradients][: layout.numel]
+
+    @staticmethod
+    def _key(layout: BucketLayout) -> tuple[object, ...]:
+        unit = layout.kind.unit
+        return replace(layout.kind, unit=None), None if unit is None else unit % TURNS
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of the memory of tensors; memory that several of them share counts once."""
+    return sum({(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in tensors}.values())
 
 
 def _shared(spec: ShardSpec) -> str:

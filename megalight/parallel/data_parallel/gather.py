@@ -16,6 +16,14 @@ from megalight.parallel.data_parallel.buffers import Bucket
 all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
 
 
+def gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start to all-gather every rank's ``own`` into ``whole``."""
+    if whole.element_size() == 1:  # 8-bit codes travel as bytes: backends do not know their dtype
+        whole, own = whole.view(torch.uint8), own.view(torch.uint8)
+    work: dist.Work = all_gather(whole, own, group=group, async_op=True)
+    return work
+
+
 class Gatherer:
     """All-gathers the parameters of buckets in place, and keeps track of the buckets still in flight.
 
@@ -32,20 +40,13 @@ class Gatherer:
         """Start gathering every bucket."""
         for index, bucket in enumerate(self.buckets):
             if bucket.shard_group is not None:
-                self._waits[index] = self._gather(bucket.params, bucket.own_params, bucket.shard_group).wait
+                self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
 
     def widen(self, bucket: Bucket) -> None:
         """Turn a bucket's codes into parameters of their own dtype."""
         self.wait()
         group = bucket.shard_group
-        bucket.widen(lambda whole, own: group is not None and self._gather(whole, own, group).wait())
-
-    @staticmethod
-    def _gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
-        if whole.element_size() == 1:  # 8-bit codes travel as bytes: backends do not know their dtype
-            whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-        work: dist.Work = all_gather(whole, own, group=group, async_op=True)
-        return work
+        bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait())
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """Wait for some buckets, or for all. On CUDA the current stream waits, not the host."""

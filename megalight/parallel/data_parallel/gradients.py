@@ -16,6 +16,7 @@ from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.first_writes import FirstWrites
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
+from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 from megalight.parallel.trace import span
 
 
@@ -28,9 +29,11 @@ class MainGradients:
     Args:
         buckets: in the order in which they are sent.
         everyone: all ranks of the run, for the norm; None for a single rank.
-        scatter: each rank needs only the sums of its own interval.
-        reduce_dtype, reduction: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
+        reducer: sums the gradients of a bucket.
         overlap: send buckets while the last backward passes run.
+
+    Attributes:
+        of_units: the gradients that each rank keeps only its shard of.
     """
 
     def __init__(
@@ -38,15 +41,13 @@ class MainGradients:
         buckets: Sequence[Bucket],
         everyone: ProcessGroup | None,
         device: torch.device,
-        *,
-        scatter: bool,
-        reduce_dtype: torch.dtype | None,
-        reduction: str,
+        reducer: Reducer,
         overlap: bool,
     ) -> None:
         self.buckets = buckets
         self.device = device
-        self._reducer = Reducer(scatter, reduce_dtype, reduction)
+        self._reducer = reducer
+        self._whole = [bucket for bucket in buckets if not bucket.shards_grads]
         self._partial = PartialReducer(buckets, device)
         self._everyone = everyone
         self._counted = [counted_runs(bucket.shard) for bucket in buckets]
@@ -57,8 +58,9 @@ class MainGradients:
         self._scaler: Callable[[Tensor], None] | None = None
         self._reduced = False
         self._any_dtype = False
-        self._first = FirstWrites(buckets)
-        self._arrivals = Arrivals(buckets, self._send, overlap, self._stream)
+        self.of_units = UnitGradients([b for b in buckets if b.shards_grads], reducer, self._stream)
+        self._first = FirstWrites(self._whole)
+        self._arrivals = Arrivals(self._whole, self._send, overlap, self._stream)
 
     # ---------------------------------------------------------------- one step
 
@@ -68,6 +70,7 @@ class MainGradients:
         self._wait()  # reductions are pending only if the previous step was abandoned halfway
         self._unsend()
         self._first.begin()
+        self.of_units.begin()
 
     @contextmanager
     def passes(self, micro_batches: int, reduce: bool) -> Iterator[None]:
@@ -77,6 +80,7 @@ class MainGradients:
             yield
         finally:
             self._arrivals.stop()
+        self.of_units.close()
         self._arrivals.learn()
         self._first.end()
 
@@ -86,11 +90,13 @@ class MainGradients:
             return
         self._reduced = True
         self._first.end()
-        for bucket in self.buckets:
+        for bucket in self._whole:
             if not bucket.sent:
                 self._send(bucket)
         with torch.no_grad():
-            gradients = self._wait()
+            reduced = dict(zip(self._whole, self._wait(), strict=True))
+            self.of_units.finish()
+            gradients = [reduced.get(bucket, bucket.own_grads) for bucket in self.buckets]
             # Partial gradients (of other axes) are summed after the data-parallel sum, on this rank's interval only.
             self._partial(gradients)
             for bucket, gradient in zip(self.buckets, gradients, strict=True):

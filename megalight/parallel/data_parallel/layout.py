@@ -8,6 +8,7 @@ ranks hold equal, aligned intervals. One parameter may lie on several ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,14 @@ class Level:
     parameters: bool = False
 
 
-LEVELS = {"no_shard": Level(state=False), "optim": Level(state=True)}
+LEVELS = {
+    "no_shard": Level(state=False),
+    "optim": Level(state=True),
+    "optim_grads": Level(state=True, gradients=True),
+    "optim_grads_params": Level(state=True, gradients=True, parameters=True),
+}
+TURNS = 2
+"""Units use buffers in turn: this many of them, so that one unit can be gathered while another one computes."""
 
 
 def level_of(name: str) -> Level:
@@ -72,6 +80,8 @@ class Kind:
         codes: the 8-bit format in which parameters are stored, instead of ``param_dtype``.
         mesh: the mesh over which their model is split.
         data: mesh axes over which their gradients are summed and their state is sharded.
+        unit: number of the unit to which they belong, in the order of the forward pass; None: they are always resident.
+            All parameters of a unit and kind share one bucket.
     """
 
     param_dtype: torch.dtype
@@ -82,6 +92,7 @@ class Kind:
     codes: Format | None = None
     mesh: ParallelMesh = field(default_factory=ParallelMesh)
     data: tuple[str, ...] = TOKEN_AXES
+    unit: int | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -160,8 +171,10 @@ def plan_buckets(
         left[kind] = left.get(kind, 0) + size
     for index in reversed(range(len(sizes))):
         kind = kinds[index]
-        limit = bucket_size or default_bucket_size(len(kind.ranks))
-        if edge_size is not None and left[kind] <= limit:
+        limit: float = bucket_size or default_bucket_size(len(kind.ranks))
+        if kind.unit is not None:
+            limit = math.inf
+        elif edge_size is not None and left[kind] <= limit:
             limit = edge_size
         left[kind] -= sizes[index]
         slots = open_slots.setdefault(kind, [])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.engine import DataParallelEngine
+from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.mesh import ParallelMesh
 
-Level = Literal["no_shard", "optim"]
+Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -24,6 +26,10 @@ class DataParallel:
     Attributes:
         level: ``no_shard``: every replica holds everything, and gradients are all-reduced. ``optim``: optimizer state
             and masters are sharded over the replicas, gradients are reduce-scattered, parameters all-gathered (ZeRO-1).
+            ``optim_grads``: gradients of units are sharded, too (ZeRO-2). ``optim_grads_params``: and their parameters
+            (ZeRO-3, FSDP). Both need a model without pipeline parallelism.
+        units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: the layers, found
+            automatically. Everything outside of units stays whole on every rank.
         gradient_dtype: dtype of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 if the
             weights are float64.
         reduce_dtype: dtype of gradients during the reduction. None: that of the buffers.
@@ -37,6 +43,7 @@ class DataParallel:
     """
 
     level: Level = "optim"
+    units: tuple[str | type[nn.Module], ...] = ()
     gradient_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     bucket_size: int | None = None
@@ -46,15 +53,39 @@ class DataParallel:
     overlap_param_gather: bool = True
 
     def __post_init__(self) -> None:
-        if self.level not in ("no_shard", "optim"):
-            raise ConfigurationError(f"data_parallel.level={self.level!r}; it must be 'no_shard' or 'optim'.")
+        if self.level not in get_args(Level):
+            raise ConfigurationError(
+                f"data_parallel.level={self.level!r}; it must be one of {', '.join(map(repr, get_args(Level)))}."
+            )
         for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
 
+    @property
+    def has_units(self) -> bool:
+        """Whether gradients or parameters are sharded unit by unit."""
+        return level_of(self.level).gradients
+
+    def check(self, pipeline_parallel: int) -> None:
+        """Refuse levels that a pipeline cannot have.
+
+        Raises:
+            ConfigurationError: gradients are sharded, and there are stages.
+        """
+        if self.has_units and pipeline_parallel > 1:
+            raise ConfigurationError(
+                f"data_parallel.level={self.level!r} with pipeline_parallel={pipeline_parallel}: gradients and "
+                "parameters that are sharded come and go with one micro-batch at a time, and a pipeline has several in "
+                "flight. Use level 'optim', or no pipeline."
+            )
+
     def engine(
-        self, params: Sequence[ParamInfo], mesh: ParallelMesh, device: torch.device | None = None
+        self,
+        params: Sequence[ParamInfo],
+        mesh: ParallelMesh,
+        device: torch.device | None = None,
+        units: Sequence[nn.Module] = (),
     ) -> DataParallelEngine:
         """An engine with these options; see :class:`~megalight.parallel.data_parallel.DataParallelEngine`."""
         return DataParallelEngine(
@@ -69,4 +100,5 @@ class DataParallel:
             overlap_grad_reduce=self.overlap_grad_reduce,
             overlap_param_gather=self.overlap_param_gather,
             device=device,
+            units=units,
         )

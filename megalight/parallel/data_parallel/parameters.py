@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.codes import Codes
 from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
+from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.trace import spanned
 
 
@@ -23,6 +24,7 @@ class ShardedParameters:
     Attributes:
         written: an optimizer has already rounded its masters into ``bucket.own_params``.
         waited_by_modules: :meth:`wait_in` was called.
+        residency: the parameters of units; None: all parameters are always whole.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, overlap: bool) -> None:
@@ -30,8 +32,9 @@ class ShardedParameters:
         self.overlap = overlap
         self.written = False
         self.waited_by_modules = False
+        self.residency: Residency | None = None
         self._device = device
-        self._gatherer = Gatherer(buckets[::-1])
+        self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params])
         self._codes = Codes(self._with_codes(), device)
         self.recast()
 
@@ -45,12 +48,17 @@ class ShardedParameters:
         self.written = False
         self._codes.cast()
         self._gatherer.start()
+        if self.residency is not None:
+            self.residency.expire()
+            self.residency.fetch_first()
         if not self.overlap:
             self.sync()
 
     def sync(self, homes: Sequence[int] | None = None) -> None:
         """Wait until parameters are up to date: all of them, or those of some buckets."""
         self._gatherer.wait(homes)
+        if homes is None and self.residency is not None:
+            self.residency.settle()
 
     def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the indices of the buckets that hold these parameters, for :meth:`sync`."""
@@ -76,6 +84,8 @@ class ShardedParameters:
         """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
         self.sync()
         parameters_to_masters(self.buckets)
+        if self.residency is not None:
+            self.residency.expire()
         self.recast()
 
     @torch.no_grad()

@@ -52,8 +52,37 @@ class Reducer:
             a function that waits and returns the reduced gradients of this rank's interval: a slice of the buffer, or
             with scattering a new tensor if they were summed in a wider dtype.
         """
+        return self._start(bucket, bucket.own_grads)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the sums of gradients of this dtype: the wider one of buffer and sum."""
+        wide = torch.promote_types(dtype, self.wire_dtype or dtype)
+        return torch.promote_types(wide, torch.float32) if self.exchange else wide
+
+    def start_adding(self, bucket: Bucket, first: bool) -> Callable[[], Tensor]:
+        """Start reducing ``bucket.grads``, to add this rank's interval to ``bucket.own_grads``, which has own memory.
+
+        Args:
+            first: overwrite it instead.
+
+        Returns:
+            a function that waits and returns the sums. The gradients must not change before.
+        """
+        sums, dtype = bucket.own_grads, bucket.grads.dtype
+        finish = self._start(bucket, sums if first and sums.dtype == dtype else torch.empty_like(sums, dtype=dtype))
+
+        def add() -> Tensor:
+            own = finish()
+            if own is sums:
+                return sums
+            return sums.copy_(own) if first else sums.add_(own)
+
+        return add
+
+    def _start(self, bucket: Bucket, out: Tensor) -> Callable[[], Tensor]:
+        """Start reducing; ``out``: where this rank's interval goes, in the dtype of the buffer."""
         if bucket.group is None:
-            return lambda: bucket.own_grads
+            return lambda: out
         sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
         if self.exchange:
             return self._exchange(sent, bucket.group)
@@ -61,14 +90,14 @@ class Reducer:
             own = sent
             work = dist.all_reduce(sent, group=bucket.group, async_op=True)
         else:
-            own = bucket.own_grads if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
+            own = out if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
             work = reduce_scatter(own, sent, group=bucket.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
             if self.scatter and own.dtype.itemsize > bucket.grads.dtype.itemsize:
                 return own
-            return bucket.own_grads if sent is bucket.grads else bucket.own_grads.copy_(own)
+            return out if sent is bucket.grads else out.copy_(own)
 
         return finish
 

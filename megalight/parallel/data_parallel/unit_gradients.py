@@ -1,0 +1,115 @@
+"""Gradients of units: summed over ranks after each backward pass through a unit, and kept as shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megalight.errors import MegalightError
+from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
+from megalight.parallel.data_parallel.first_writes import FirstWrites
+from megalight.parallel.data_parallel.layout import TURNS
+from megalight.parallel.data_parallel.reduce import Reducer
+from megalight.parallel.trace import span
+
+
+class UnitGradients:
+    """Lends the gradient buffers to one unit after the other, and adds up the sums of ranks in each rank's shard.
+
+    Args:
+        buckets: the buckets of units.
+        stream: CUDA stream of the reductions; None on the CPU.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, stream: torch.cuda.Stream | None) -> None:
+        self.buckets = buckets
+        self._reducer = reducer
+        self._stream = stream
+        self._of: dict[int, list[Bucket]] = {}
+        for bucket in buckets:
+            assert bucket.layout.kind.unit is not None
+            self._of.setdefault(bucket.layout.kind.unit, []).append(bucket)
+        self._first = {unit: FirstWrites(own) for unit, own in self._of.items()}
+        self._busy: list[list[Callable[[], object]]] = [[] for _ in range(TURNS)]
+        """What to wait for before the buffers of each turn can be used again."""
+        self._summed: set[Bucket] = set()
+        self._open: int | None = None
+        for bucket in buckets:
+            for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
+                arrived = self._on_arrival(bucket, info.name)
+                land_gradients(parameter, main_grad, arrived, arrived, bucket.autograd_adds)
+
+    def begin(self) -> None:
+        """Begin a step: the shards hold old sums, and no unit is open."""
+        self._wait()
+        self._open = None
+        self._summed.clear()
+        for bucket in self.buckets:
+            for parameter, _ in bucket.main_grads:
+                parameter.grad = None
+
+    def open(self, unit: int) -> None:
+        """Let gradients of a unit come. The first one of each parameter overwrites what another unit left there."""
+        if self._open == unit or unit not in self._of:
+            return
+        self.close()
+        self._open = unit
+        self._wait(unit % TURNS)
+        self._first[unit].begin()
+
+    def close(self) -> None:
+        """End the backward pass of the open unit: start to add its gradients to the shards."""
+        if self._open is None:
+            return
+        unit, self._open = self._open, None
+        self._first[unit].end()
+        for bucket in self._of[unit]:
+            for parameter, _ in bucket.main_grads:
+                parameter.grad = None  # the buffer is no longer this unit's
+            self._reduce(bucket, self._busy[unit % TURNS])
+
+    def finish(self) -> None:
+        """Complete the sums of the step."""
+        self.close()
+        self._wait()
+        for bucket in self.buckets:
+            if bucket not in self._summed:  # no backward pass has reached it
+                bucket.own_grads.zero_()
+
+    @torch.no_grad()
+    def _reduce(self, bucket: Bucket, busy: list[Callable[[], object]]) -> None:
+        first = bucket not in self._summed
+        self._summed.add(bucket)
+        if self._stream is None:
+            with span("reduce_gradients", elements=bucket.layout.numel):
+                busy.append(self._reducer.start_adding(bucket, first))
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), span("reduce_gradients", elements=bucket.layout.numel):
+            self._reducer.start_adding(bucket, first)()
+            done = self._stream.record_event()
+        device = self._stream.device
+        busy.append(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+    def _wait(self, turn: int | None = None) -> None:
+        for busy in self._busy if turn is None else [self._busy[turn]]:
+            while busy:
+                busy.pop(0)()
+
+    def _on_arrival(self, bucket: Bucket, name: str) -> Callable[[], None]:
+        here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine
+        unit = bucket.layout.kind.unit
+
+        def arrived() -> None:
+            if (alive := here()) is not None and alive._open != unit:
+                raise MegalightError(
+                    f"a gradient of {name} arrived outside the backward pass of its unit, when the memory for it was "
+                    "in use by another one. Its module is used without being called, or its output is hidden in an "
+                    "object that is no list, tuple or dict. Leave its class out of data_parallel.units, or use "
+                    "data_parallel.level='optim'."
+                )
+
+        return arrived

@@ -1,0 +1,150 @@
+"""Units: modules whose parameters or gradients are whole only while they compute.
+
+A unit is a module (a layer, usually) with the parameters that it alone holds. Units never overlap in time: in the
+forward pass, a unit begins when its module is called. In the backward pass, it begins when the gradient of its output
+is there, and ends when another unit begins or the passes end. Autograd runs all operations of a unit before, because
+these came later in the forward pass.
+
+Forward::
+
+    gather unit i + 1  |  compute unit i
+
+Backward::
+
+    gather unit i - 1  |  compute unit i  |  reduce unit i + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.gather import gather
+from megalight.parallel.data_parallel.layout import TURNS
+from megalight.parallel.data_parallel.residency import Residency
+from megalight.parallel.data_parallel.unit_gradients import UnitGradients
+
+HOOKS = "unit_hooks"
+"""Attribute of a unit's module with its hooks, so that a later engine can remove them."""
+
+
+class Units:
+    """Makes the contents of units come and go as their modules run.
+
+    Args:
+        modules: the units, in the order of the forward pass.
+        buckets: all buckets of the engine; those of units know which one by ``layout.kind.unit``.
+
+    Attributes:
+        buckets: those whose parameters are sharded.
+        residency: their parameters; None: these are always whole.
+        gradients: their gradients; None after training.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], buckets: Sequence[Bucket], gradients: UnitGradients, device: torch.device
+    ) -> None:
+        self.modules = modules
+        self.buckets = [bucket for bucket in buckets if bucket.shards_params]
+        self.gradients: UnitGradients | None = gradients
+        self.residency: Residency | None = None
+        if self.buckets:
+            own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
+            self.residency = Residency(own, device)
+        for unit, module in enumerate(modules):
+            remove_hooks(module)
+            module.__dict__[HOOKS] = [
+                module.register_forward_pre_hook(self._before_forward(unit)),
+                module.register_forward_hook(self._after_forward(unit)),
+            ]
+
+    def begin_forward(self, unit: int) -> None:
+        """Make the parameters of a unit available, and start to gather those of the next one."""
+        if self.gradients is not None:
+            self.gradients.close()
+        if self.residency is None:
+            return
+        self.residency.hold(unit)
+        if torch._C._current_graph_task_id() != -1:
+            return  # recompute inside a backward pass, which goes the other way
+        if unit + 1 < len(self.modules):
+            self._prefetch(unit + 1, unit)
+        elif not torch.is_grad_enabled():  # no backward pass follows, but perhaps the next forward pass
+            self._prefetch(0, unit)
+
+    def begin_backward(self, unit: int) -> None:
+        """Make parameters and memory for gradients of a unit available, and start to gather the previous unit."""
+        if self.gradients is not None:
+            self.gradients.open(unit)
+        if self.residency is not None:
+            self.residency.hold(unit)
+            if unit:
+                self._prefetch(unit - 1, unit)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Give all parameters memory of their own inside, with their values. What is written there is lost."""
+        if self.residency is not None:
+            self.residency.settle()
+        for bucket in self.buckets:
+            bucket.show(whole(bucket))
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.show(bucket.params)
+
+    def unshard(self) -> None:
+        """Give all parameters memory of their own, with their values, for good."""
+        for module in self.modules:
+            remove_hooks(module)
+        if self.residency is not None:
+            self.residency.settle()
+        for bucket in self.buckets:
+            bucket.show(whole(bucket))
+        self.buckets, self.residency = [], None
+
+    def _prefetch(self, unit: int, beside: int) -> None:
+        """Start to gather a unit, if that leaves alone the one that computes now."""
+        assert self.residency is not None
+        if (unit - beside) % TURNS:
+            self.residency.fetch(unit)
+
+    def _before_forward(self, unit: int) -> Any:
+        def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self.begin_forward(unit)
+
+        return begin
+
+    def _after_forward(self, unit: int) -> Any:
+        def begin_backward(gradient: Tensor) -> None:
+            self.begin_backward(unit)
+
+        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and not any(tensor is x for x in inputs):
+                    tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
+
+        return after
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Remove the hooks of an earlier engine."""
+    hooks: list[RemovableHandle] = module.__dict__.pop(HOOKS, [])
+    for hook in hooks:
+        hook.remove()
+
+
+def whole(bucket: Bucket) -> Tensor:
+    """Return the whole parameters of a bucket in new memory, gathered from all ranks."""
+    assert bucket.shard_group is not None
+    flat = bucket.own_params.new_empty(bucket.layout.numel)
+    gather(flat, bucket.own_params, bucket.shard_group).wait()
+    return flat
