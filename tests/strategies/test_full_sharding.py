@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from megalight.errors import ConfigurationError
+from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
-from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
+from megalight.strategies import MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.test_layout_changes import contents
+from tests.strategies.training import (
+    ADAM,
+    CLIP,
+    CONFIGS,
+    SEED,
+    Gradients,
+    Losses,
+    WithData,
+    assert_same_gradients,
+    assert_same_run,
+    by_hand,
+    fit,
+    gathered,
+    global_batch,
+)
 from tests.workers import run
 
 FULL, GRADS = "optim_grads_params", "optim_grads"
+EACH = Recompute(granularity="full", num_layers=1)
+
+
+class Uneven(WithData):
+    """Three replicas: the first has two rows of each batch, and so two micro-batches; the others have one."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = self.trainer.strategy.mesh.rank("dp")
+        batches = [global_batch(step) for step in range(self.steps)]
+        shares = [batch.split(1)[1 + rank] if rank else batch.split(2)[0] for batch in batches]
+        return DataLoader(shares, batch_size=None)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _expected(config: str, layers: int) -> dict[str, Any]:
-    return by_hand(replace(CONFIGS[config], num_layers=layers))
+def _expected(config: str, layers: int, steps: int = 3) -> dict[str, Any]:
+    return by_hand(replace(CONFIGS[config], num_layers=layers), steps)
 
 
 def _trained(config: str, layers: int, level: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +62,6 @@ def _trained(config: str, layers: int, level: str, options: dict[str, Any]) -> d
     found = fit(
         replace(CONFIGS[config], num_layers=layers),
         options={"level": level},
-        trainer_options={"precision": "64-true"},
         extra_callbacks=[gradients],
         micro_batch_size=1,
         **options,
@@ -38,7 +73,10 @@ CASES: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "two layers": (2, "gqa", 2, FULL, {}),
     "tied": (2, "tied", 3, FULL, {}),
     "gradients": (2, "gpt2", 5, GRADS, {}),
-    "full recompute": (2, "gqa", 4, FULL, {"recompute": Recompute(granularity="full", num_layers=1)}),
+    "three ranks": (3, "gqa", 3, FULL, {"module_type": Uneven}),
+    "full recompute": (2, "gqa", 4, FULL, {"recompute": EACH}),
+    "tp": (4, "mha", 3, FULL, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "cp": (2, "gqa", 3, FULL, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
 }
 
 
@@ -49,3 +87,142 @@ def test_equals_one_device(case: str) -> None:
     for found in run(_trained, world, config, layers, level, options):
         assert_same_run(found, expected)
         assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+class Generates(pl.Callback):
+    """Completes prompts with the trained model, which differ between the replicas, as do their lengths."""
+
+    def __init__(self) -> None:
+        self.found: list[list[int]] = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        prompts, count = ([[3, 4], [5]], 4) if strategy.mesh.rank("dp") else ([[7]], 2)
+        strategy.sync_parameters()
+        self.found = generate(ParallelGPT(strategy.parallel_model.eval()), prompts, max_new_tokens=count, temperature=0)
+
+
+def _evaluates(level: str, precision: str) -> dict[str, Any]:
+    generates = Generates()
+    found = fit(
+        replace(CONFIGS["gqa"], num_layers=3),
+        options={"level": level},
+        trainer_options={
+            "precision": precision,
+            "limit_val_batches": 2,
+            "val_check_interval": 1,
+            "gradient_clip_val": 1e6,
+        },
+        extra_callbacks=[generates],
+    )
+    return {**found, "generated": generates.found}
+
+
+def test_half_precision_is_that_of_level_optim_with_validation_and_generation() -> None:
+    """Bit for bit: two ranks' gradients of one micro-batch each have one sum, whatever is sharded."""
+    expected = run(_evaluates, 2, "optim", "bf16-mixed")
+    for level in (FULL, GRADS):
+        for found, whole in zip(run(_evaluates, 2, level, "bf16-mixed"), expected, strict=True):
+            assert found["losses"] == whole["losses"]
+            assert found["metrics"]["val_loss"] == whole["metrics"]["val_loss"]
+            np.testing.assert_allclose(found["norms"], whole["norms"], rtol=1e-6)
+            assert found["generated"] == whole["generated"]
+            for name, value in whole["final"].items():
+                assert np.array_equal(found["final"][name], value), name
+
+
+def _goes_on(path: str) -> tuple[list[float], dict[str, float], dict[str, Any], dict[str, Any]]:
+    """Train sharded; evaluate and save the sharded model without an engine; train on at another level."""
+    config = replace(CONFIGS["gqa"], num_layers=3)
+    module = WithData(config, optimizer=ADAM, seed=SEED)
+    module.steps = 2
+    common: dict[str, Any] = {"gradient_clip_val": CLIP, "use_distributed_sampler": False}
+    first = MegatronStrategy(data_parallel=DataParallel(level=FULL))
+    trainer(first, max_steps=2, limit_val_batches=0, **common).fit(module)
+    trained = gathered(first, module)
+    second = MegatronStrategy(data_parallel=DataParallel(level=FULL))
+    runner = trainer(second, **common)
+    (seen,) = runner.validate(module, verbose=False)
+    runner.save_checkpoint(path)
+    third, losses = MegatronStrategy(data_parallel=DataParallel(level="optim")), Losses()
+    module.steps = 1
+    trainer(third, max_steps=1, limit_val_batches=0, callbacks=[losses], **common).fit(module)
+    return losses.losses, seen, trained, losses.initial
+
+
+def test_a_sharded_model_is_evaluated_saved_and_trained_on_at_another_level(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    expected = _expected("gqa", 3, 2)
+    for losses, seen, trained, initial in run(_goes_on, 2, path):
+        for name, value in expected["final"].items():
+            assert np.linalg.norm(trained[name] - value) <= 1e-9 * max(float(np.linalg.norm(value)), 1e-3)
+            assert np.array_equal(initial[name], trained[name]), "the second run begins where the first one ended"
+        assert seen["val_loss"] > 0
+        assert losses
+    saved = contents(path)
+    for name, value in expected["final"].items():
+        assert np.linalg.norm(saved[name].numpy() - value) <= 1e-9 * max(float(np.linalg.norm(value)), 1e-3)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = torch.nn.LayerNorm(6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+
+class Plain(pl.LightningModule):
+    """A plain LightningModule, with an ordinary optimizer and no plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body = torch.nn.Sequential(*[Block() for _ in range(3)])
+        self.head = torch.nn.Linear(6, 1)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = (self.head(self.body(batch)) - batch.sum(1, keepdim=True)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.randn(16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+
+
+def _plain(level: str) -> list[float]:
+    module = Plain()
+    strategy = MegatronStrategy(data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+    trainer(strategy, max_epochs=2, max_steps=-1, limit_val_batches=0, gradient_clip_val=0.5).fit(module)
+    assert strategy.parallel_model is not None
+    with strategy.parallel_model.full_parameters():
+        return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).tolist()
+
+
+def test_a_plain_module_without_a_plan() -> None:
+    np.testing.assert_allclose(run(_plain, 2, FULL), run(_plain, 2, "optim"), rtol=1e-12)
+
+
+def _groups() -> None:
+    fit(
+        replace(CONFIGS["gqa"], num_layers=4),
+        options={"level": FULL},
+        recompute=Recompute(granularity="full", method="uniform", num_layers=2),
+    )
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"level='optim_grads_params' with pipeline_parallel=2: .* 'optim'"):
+        MegatronStrategy(pipeline_parallel=2, data_parallel=DataParallel(level=FULL))
+    with pytest.raises(
+        ConfigurationError, match=r"level='zero3'; it must be one of 'no_shard', 'optim', 'optim_grads'"
+    ):
+        DataParallel(level="zero3")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"Set recompute\.num_layers=1, or method='block'"):
+        run(_groups, 2)

@@ -37,6 +37,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "uneven": (2, {"pipeline_parallel": 2, "pipeline_layout": "E|t*3|t|L"}),
     "ends": (4, {"pipeline_parallel": 4, "pipeline_layout": "E|t*4||L"}),  # stages that lack a parameter group, or all
     "pp2dp2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="no_shard")}),
+    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
 }
 COVER = {
     "one": ["pp2vpp2", "tp2pp2", "ends"],
@@ -50,6 +52,8 @@ COVER = {
     "dp2": ["pp2dp2"],
     "uneven": ["one"],
     "pp2dp2": ["pp2vpp2"],
+    "full2": ["dp2", "full4"],
+    "full4": ["full2"],
 }
 """What each layout loads: every layout is saved and loaded once at least, and kinds of layouts meet."""
 

@@ -52,16 +52,16 @@ class UnitGradients:
 
     def open(self, unit: int) -> None:
         """Let gradients of a unit come. The first one of each parameter overwrites what another unit left there."""
+        self.close(unless=unit)
         if self._open == unit or unit not in self._of:
             return
-        self.close()
         self._open = unit
         self._wait(unit % TURNS)
         self._first[unit].begin()
 
-    def close(self) -> None:
-        """End the backward pass of the open unit: start to add its gradients to the shards."""
-        if self._open is None:
+    def close(self, unless: int | None = None) -> None:
+        """End the backward pass of the open unit, unless it is this one: start to add its gradients to the shards."""
+        if self._open in (None, unless):
             return
         unit, self._open = self._open, None
         self._first[unit].end()

@@ -68,7 +68,7 @@ class Units:
     def begin_forward(self, unit: int) -> None:
         """Make the parameters of a unit available, and start to gather those of the next one."""
         if self.gradients is not None:
-            self.gradients.close()
+            self.gradients.close(unless=unit)  # a unit that is recomputed goes on with its backward pass
         if self.residency is None:
             return
         self.residency.hold(unit)

@@ -20,6 +20,7 @@ def stale_gradients() -> Iterator[None]:
         self._wait()
         for bucket in self.buckets:
             bucket.grads.fill_(torch.nan)
+            bucket.own_grads.fill_(torch.nan)
         zero(self)
 
     with mock.patch.object(MainGradients, "zero", spoilt):

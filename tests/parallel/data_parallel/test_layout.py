@@ -87,7 +87,7 @@ def test_default_bucket_grows_with_the_ranks() -> None:
     assert default_bucket_size(64) == 64_000_000
 
 
-@pytest.mark.parametrize("name", ["optim_grads", "optim_grads_params", "zero1"])
+@pytest.mark.parametrize("name", ["zero1", "full"])
 def test_levels_that_do_not_exist_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}.*use one of no_shard, optim"):
         level_of(name)

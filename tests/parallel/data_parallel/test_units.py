@@ -1,0 +1,282 @@
+"""Units: modules whose parameters and gradients are whole only while they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import residency as residency_module
+from megalight.parallel.data_parallel.layout import align
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.units import owned_alone, units_of
+from tests.parallel.data_parallel.helpers import assert_close, assert_models_close, mesh
+from tests.parallel.data_parallel.stale import stale_gradients
+from tests.workers import run
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A residual layer of odd sizes, with a convolution's weight and one parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.mix = nn.Conv1d(7, WIDTH, 3, padding=1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = torch.tanh(self.up(self.norm(x) + self.frozen))
+        return {"hidden": [x + self.mix(y.t()).t()], "name": "block"}
+
+
+class Net(nn.Module):
+    """Blocks, called in a given order, between an embedding and a head that share a weight."""
+
+    def __init__(self, layers: int, order: tuple[int, ...] | None = None, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.bias = nn.Parameter(torch.zeros(9))
+        self.order = tuple(range(layers)) if order is None else order
+        self.recompute = recompute
+        if layers > 1:
+            self.blocks[1].up.bias = self.blocks[0].up.bias  # two units hold it
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for place in self.order:
+            block = self.blocks[place]
+            x = (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))["hidden"][0]
+        return x @ self.embed.weight.t() + self.bias
+
+
+def engine_of(net: nn.Module, level: str = "optim_grads_params", **options: Any) -> DataParallelEngine:
+    units = units_of(net)
+    numbers = owned_alone(net, units)
+    infos = [
+        ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), int(p.ndim < 2), unit=numbers.get(id(p)))
+        for name, p in net.named_parameters()
+    ]
+    return DataParallelEngine(infos, mesh(), level=level, units=units, **options)
+
+
+def loss_of(net: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(net(ids), ids.roll(1), reduction="sum")
+
+
+def ids_of(step: int, world: int, micro: int) -> Tensor:
+    return torch.randint(0, 9, (world, micro, 5), generator=torch.Generator().manual_seed(step))
+
+
+def _train(net: nn.Module, engine: DataParallelEngine, micro: int, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW([shard.master for shard in engine.shards], lr=0.05)
+    for step in range(steps):
+        ids = ids_of(step, dist.get_world_size(), micro)[dist.get_rank()]
+        with stale_gradients():
+            engine.zero_grad()
+        for some, last in ((ids[:1], micro == 1), (ids[1:], True)):
+            if len(some):
+                with engine.micro_batches(len(some), last):
+                    for row in some:
+                        loss_of(net, row).backward()
+        engine.finish_grad_sync()
+        engine.scale_gradients(torch.tensor(0.9, dtype=torch.float64))
+        optimizer.step()
+        engine.publish()
+
+
+def _reference(net: nn.Module, micro: int, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for row in ids_of(step, dist.get_world_size(), micro).flatten(0, 1):
+            loss_of(net, row).backward()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([g.norm() for g in gradients]).norm()) * 0.9)
+        for p in net.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.mul_(0.9)
+        optimizer.step()
+    return norms
+
+
+def _equals_one_process() -> None:
+    orders = [(3, None), (4, None), (3, (0, 0, 2, 1, 0)), (4, (3, 1, 0)), (2, None)]
+    for number, (layers, order) in enumerate(orders):
+        level = ("optim_grads_params", "optim_grads")[number == 1]
+        for recompute in (False, True) if number < 3 else (False,):
+            net, expected = (Net(layers, order, recompute).double() for _ in range(2))
+            engine = engine_of(net, level)
+            _train(net, engine, micro=1 + number % 3)
+            norms = _reference(expected, micro=1 + number % 3)
+            assert_close(engine.grad_norm(), torch.tensor(norms[-1], dtype=torch.float64))
+            with torch.no_grad():
+                ids = ids_of(9, 1, 1)[0, 0]
+                assert_close(net(ids), expected(ids))
+                assert_close(net(ids), expected(ids))  # the first units were fetched again
+            assert engine.units is not None
+            with engine.units.full_parameters():
+                assert_models_close(net, expected)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_equals_one_process(world: int) -> None:
+    """Units called in any order, twice, or not at all; shared, unused and frozen parameters; recompute."""
+    run(_equals_one_process, world)
+
+
+def _bytes(net: Net) -> tuple[dict[str, int], dict[str, int]]:
+    """What an engine says that it holds, and the formula."""
+    engine = engine_of(net.bfloat16())
+    world = dist.get_world_size()
+    sizes: dict[tuple[object, ...], int] = {}
+    for bucket in engine.buckets:
+        used = sum(align(info.parameter.numel(), 64) for info in bucket.infos)
+        numel = align(used, 128 * world)
+        assert bucket.layout.numel - numel in (0, -128 * world), "padding only"
+        unit = bucket.layout.kind.unit
+        if unit is None:
+            sizes["whole", bucket] = bucket.layout.numel
+        else:
+            sizes["own", bucket] = bucket.layout.numel // world
+            turn = ("turn", unit % 2, bucket.layout.kind.group)
+            sizes[turn] = max(sizes.get(turn, 0), bucket.layout.numel)
+    total = sum(sizes.values())
+    masters = sum(bucket.layout.numel // world for bucket in engine.buckets)
+    return engine.memory(), {"parameters": 2 * total, "gradients": 4 * total, "masters": 4 * masters}
+
+
+def _memory() -> None:
+    said, formula = _bytes(Net(8))
+    assert said == formula
+    shallow, _ = _bytes(Net(4))
+    world = dist.get_world_size()
+    for kind, size in (("parameters", 2), ("gradients", 4)):
+        # four more layers cost their shards, and nothing else
+        matrices = align(align(7 * WIDTH, 64) + align(7 * WIDTH * 3, 64), 128 * world)
+        vectors = align(6 * 64, 128 * world)
+        assert said[kind] - shallow[kind] == 4 * size * (matrices + vectors) // world
+
+
+def test_memory_is_the_formula() -> None:
+    """Each rank keeps shards, two units' worth of buffers, and what lies outside of units."""
+    run(_memory, 2)
+
+
+def _prefetch() -> list[int]:
+    net = Net(5).double()
+    engine = engine_of(net)
+    assert engine.units is not None
+    seen: list[int] = []
+    unit_of = {b.own_params.data_ptr(): b.layout.kind.unit for b in engine.units.buckets if b.layout.kind.group == 0}
+    gather = residency_module.gather
+
+    def noted(whole: Tensor, own: Tensor, group: Any) -> Any:
+        if own.data_ptr() in unit_of:
+            seen.append(unit_of[own.data_ptr()])
+        return gather(whole, own, group)
+
+    with patch.object(residency_module, "gather", noted):
+        _train(net, engine, micro=1, steps=1)
+    return seen
+
+
+def test_each_unit_is_gathered_before_it_is_needed() -> None:
+    """Forward, then back from the two that are still there; the first two again for the next step."""
+    assert run(_prefetch, 2) == [[0, 1, 2, 3, 4, 2, 1, 0, 0, 1]] * 2
+
+
+class Opaque(Net):
+    """A block that hides its output."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block.inner(x)["hidden"][0]
+        return x @ self.embed.weight.t()
+
+
+def _refused() -> None:
+    net = Opaque(3)
+    for block in net.blocks:
+        block.inner = block.forward
+    engine = engine_of(net)
+    with pytest.raises(MegalightError, match=r"outside the backward pass of its unit.*data_parallel\.units"):
+        _train(net, engine, micro=1)
+    net = Net(3).double()
+    engine, expected = engine_of(net), Net(3).double()
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+    def backward() -> None:
+        hook = net.blocks[0].register_forward_pre_hook(lambda module, args: args[0].register_hook(fail) and None)
+        out = net(ids_of(0, 1, 1)[0, 0])
+        hook.remove()
+        with engine.micro_batches(1):
+            out.sum().backward()
+
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        backward()
+    _train(net, engine, micro=2)
+    _reference(expected, micro=2)
+    assert engine.units is not None
+    with engine.units.full_parameters():
+        assert_models_close(net, expected)
+
+
+def test_gradients_outside_a_unit_are_refused_and_a_failed_step_leaves_nothing() -> None:
+    run(_refused, 2)
+
+
+def _low_precision_sums() -> None:
+    """Sums in float32 of gradients in bfloat16, over ranks and micro-batches, against float64."""
+    errors = {}
+    for reduction in ("sum", "accumulate_fp32"):
+        net = Net(4).bfloat16()
+        exact = Net(4).bfloat16().double()
+        engine = engine_of(net, grad_dtype=torch.bfloat16, reduction=reduction)
+        engine.zero_grad()
+        ids = ids_of(0, dist.get_world_size(), 6)
+        with engine.micro_batches(6):
+            for row in ids[dist.get_rank()]:
+                loss_of(net, row).backward()
+        engine.finish_grad_sync()
+        sums = [bucket.own_grads for bucket in engine.buckets if bucket.shards_grads]
+        assert {s.dtype for s in sums} == {torch.float32 if reduction != "sum" else torch.bfloat16}
+        for row in ids.flatten(0, 1):
+            loss_of(exact, row).backward()
+        whole = torch.stack([p.grad.norm() for p in exact.parameters() if p.grad is not None]).norm()
+        errors[reduction] = float(abs(engine.grad_norm() - whole) / whole)
+    assert errors["accumulate_fp32"] < 0.01
+
+
+def test_sums_in_float32_of_gradients_in_bfloat16() -> None:
+    run(_low_precision_sums, 2)
+
+
+def test_units_are_found() -> None:
+    net = Net(3)
+    assert units_of(net) == list(net.blocks)
+    assert units_of(net, ("Linear",)) == [block.up for block in net.blocks]
+    assert units_of(net, (Block,)) == list(net.blocks)
+    assert units_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    with pytest.raises(ConfigurationError, match=r"names 'Layer', and no outermost module of Net is one; it has Block"):
+        units_of(net, ("Block", "Layer"))
+    assert sorted(set(owned_alone(net, list(net.blocks)).values())) == [0, 1, 2]
+    assert id(net.blocks[0].up.bias) not in owned_alone(net, list(net.blocks))
