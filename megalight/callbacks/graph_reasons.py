@@ -58,8 +58,8 @@ def of_sharding(strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons in sharded gradients and parameters, whose contents come and go."""
     if strategy.engine is not None and strategy.engine.units is not None:
         yield (
-            f"data_parallel.level={strategy.data_parallel.level!r} gathers and reduces units by hooks of modules, which "
-            "a replay does not call; use level 'optim'"
+            f"data_parallel.level={strategy.data_parallel.level!r} gathers and reduces units by hooks of modules, "
+            "which a replay does not call; use level 'optim'"
         )
 
 
