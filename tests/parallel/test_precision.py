@@ -21,7 +21,7 @@ from megalight.parallel.precision import LowPrecisionOptions, apply_low_precisio
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.step import Step
-from tests.parallel.expert.model import CONFIG, build, plan
+from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.expert.test_coupling import Task, micro_batches
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
@@ -55,7 +55,7 @@ def _experts(degrees: dict[str, int]) -> dict[str, float]:
     """Three steps of a model with experts, without an update between them."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = build(WIDE).double().to("meta")
-    options = ParallelOptions(plan=plan(root), sequence_parallel=mesh.tp > 1)
+    options = ParallelOptions(sequence_parallel=mesh.tp > 1)
     model = ParallelModel.build(root, mesh, options, seed=3)
     session = apply_low_precision(root, OPTIONS, mesh, specs=model.specs)
     step = Step(model, Task())

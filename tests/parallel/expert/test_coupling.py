@@ -20,7 +20,7 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import Step
 from megalight.types import Loss, PackedSequences
-from tests.parallel.expert.model import build, plan
+from tests.parallel.expert.model import build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
 from tests.workers import run
@@ -73,7 +73,7 @@ def expected(replicas: int) -> dict[str, Any]:
 def _step(degrees: dict[str, int]) -> dict[str, float]:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = build().double().to("meta")
-    options = ParallelOptions(plan=plan(root), sequence_parallel=mesh.tp > 1)
+    options = ParallelOptions(sequence_parallel=mesh.tp > 1)
     model = ParallelModel.build(root, mesh, options, seed=3)
     assert (model.coupling is not None) == (mesh.dp > 1)
     step = Step(model, Task())
@@ -120,4 +120,4 @@ def test_ranks_that_share_tokens_are_not_coupled() -> None:
     with torch.device("meta"):
         root = build()
     mesh = ParallelMesh(4, 0, tp=2, ep=2)  # the experts of a rank lie on its tp neighbour: both run the same batches
-    assert ParallelModel(root, mesh, ParallelOptions(plan=plan(root), sequence_parallel=True)).coupling is None
+    assert ParallelModel(root, mesh, ParallelOptions(sequence_parallel=True)).coupling is None
