@@ -132,6 +132,46 @@ def main() -> None:
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
         sums.accumulate(torch.zeros(64, 64), a, b, zero)
+    mixture_of_experts()
+
+
+def mixture_of_experts() -> None:
+    from megalight.ops.activation import weighted
+    from megalight.ops.grouped_linear import triton as products
+    from megalight.ops.permute import triton as permute
+    from megalight.ops.router import Rule
+    from megalight.ops.router import triton as router
+    from tests.ops.moe_checks import RULES, offsets_of
+
+    for rule in RULES:
+        for num_experts in (16, 128):
+            logits, bias = leaf(64, num_experts, dtype=torch.float32), torch.randn(num_experts)
+            through(router.route(logits, rule, bias if rule.score == "sigmoid" else None).probs)
+    for score in ("softmax", "sigmoid"):
+        sums = router.statistics(leaf(64, 60), Rule(3, score), torch.tensor([0, 7, 64]), torch.ones(64) > 0)
+        through((sums.scores, sums.squares))
+        through(router.statistics(leaf(64, 128, dtype=torch.float32), Rule(8, score), None, None).scores)
+    for num_experts, k, size in ((8, 2, 4096), (128, 8, 2048), (60, 4, 1000)):
+        experts, rows = torch.zeros(64, k, dtype=torch.int64), 64 * k
+        permute.permutation(experts, num_experts, 16, None, rows)
+        where = permute.permutation(experts, num_experts, 1, None, rows)
+        through(permute.permute(leaf(64, size), where, leaf(64, k, dtype=torch.float32)))
+        through(permute.unpermute(leaf(rows, size), where, None))
+        through(permute.unpermute(leaf(rows, size), where, leaf(64, k, dtype=torch.float32)))
+    for kind in ("silu", "quick_gelu", "squared_relu"):
+        for size in (768, 14336, 2880):
+            weights = leaf(8, dtype=torch.float32)
+            through(weighted.weighted(leaf(8, 2 * size), kind, True, weights, 1.0, 7.0))
+            through(weighted.weighted(leaf(8, 2 * size), kind, True, weights, 0.0, None))
+            through(weighted.weighted(leaf(8, size), kind, False, weights, 0.0, None))
+    for sizes in ([1024] * 2, [16] * 128):
+        x, grad_y, offsets = leaf(2048, 512).detach(), leaf(2048, 768).detach(), offsets_of(sizes)
+        weight = leaf(len(sizes), 768, 512).detach()
+        products.product(x, weight, offsets, None, True)
+        products.product(grad_y, weight, offsets, None, False)
+        products.accumulate(weight, grad_y, x, offsets, None, True)
+        for write in (True, False):
+            products.accumulate(weight.float(), grad_y, x, offsets, None, write)
 
 
 if __name__ == "__main__":

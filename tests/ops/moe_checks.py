@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalight.ops.activation import reference as activation_reference
+from megalight.ops.permute import most_rows
+from megalight.ops.permute import reference as permute_reference
 from megalight.ops.router import Rule
-from tests.ops.checks import TOLERANCE, error, poisoned
+from megalight.ops.router import reference as router_reference
+from tests.ops.checks import TOLERANCE, check, error, poisoned
 
 RULES = [
     Rule(1, pre_softmax=True),
@@ -104,3 +109,93 @@ def check_grouped_weight_gradient(
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
     for found, right in ((main_grad, expected), (written, product)):
         assert error(found, right, 1.0) <= tolerance, error(found, right)
+
+
+def check_permutation(
+    module: Any, device: str, name: str, alignment: int, capacity: int | None, dtype: torch.dtype, size: int = 70
+) -> None:
+    """The rows of all pairs; and both directions with their gradients, with probabilities and without."""
+    experts, num_experts = routes(name, device)
+    rows = most_rows(experts.numel(), num_experts, alignment) if capacity is None else capacity * num_experts
+    where = module.permutation(experts, num_experts, alignment, capacity, rows)
+    exact = permute_reference.permutation(experts, num_experts, alignment, capacity, rows)
+    for name in ("positions", "sizes", "offsets"):
+        found, right = getattr(where, name), getattr(exact, name)
+        assert found.dtype == right.dtype
+        assert torch.equal(found, right), name
+    x, grouped = (torch.randn(count, size, device=device).to(dtype) for count in (len(experts), rows))
+    probs = torch.rand(experts.shape, device=device).to(dtype)
+    for inputs in ((x, probs), (x,)):
+        check(
+            lambda x, p=None: _present(module.permute(x, where, p)),
+            lambda x, p=None: _present(permute_reference.permute(x, exact, p)),
+            inputs,
+        )
+    for inputs in ((grouped, probs), (grouped,)):
+        check(
+            lambda r, p=None: module.unpermute(r, where, p),
+            lambda r, p=None: permute_reference.unpermute(r, exact, p),
+            inputs,
+        )
+
+
+def _present(found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(t for t in found if t is not None)
+
+
+def check_route(module: Any, device: str, rule: Rule, tokens: int, num_experts: int, biased: bool) -> None:
+    logits = 2 * torch.randn(tokens, num_experts, device=device)
+    logits[::3] = logits[::3].round()  # equal scores
+    bias = torch.randn(num_experts, device=device) if biased else None
+    found, exact = module.route(logits, rule, bias), router_reference.route(logits, rule, bias)
+    same = (found.experts == exact.experts).all(-1)
+    # sigmoids that differ by rounding may change places; float64 is exact enough for the values of the same experts
+    assert int((~same).sum()) <= tokens // 100
+    chosen = exact.experts[same]
+    check(lambda x: module.route(x, rule, bias).probs, lambda x: _probs(x, rule, chosen), (logits[same],))
+
+
+def _probs(logits: Tensor, rule: Rule, experts: Tensor) -> Tensor:
+    """The probabilities of given experts."""
+    if rule.score == "sigmoid":
+        probs = logits.sigmoid().gather(1, experts)
+        return rule.scale * (probs / probs.sum(-1, keepdim=True) if rule.k > 1 else probs)
+    if rule.pre_softmax:
+        return rule.scale * logits.softmax(-1).gather(1, experts)
+    return rule.scale * logits.gather(1, experts).softmax(-1)
+
+
+def check_statistics(
+    module: Any, device: str, score: str, tokens: int, num_experts: int, pools: bool, masked: bool
+) -> None:
+    logits = torch.randn(tokens, num_experts, device=device)
+    bounds = torch.tensor([0, 5, 5, 6, tokens], dtype=torch.int32, device=device) if pools else None
+    mask = torch.rand(tokens, device=device) > 0.3 if masked else None
+    rule = Rule(2, score)
+    check(
+        lambda x: (module.statistics(x, rule, bounds, mask).scores, module.statistics(x, rule, bounds, mask).squares),
+        lambda x: router_reference.statistics(x, rule, bounds, mask)[::2],
+        (logits,),
+    )
+    counts = module.statistics(logits, rule, bounds, mask).counts
+    assert torch.equal(counts, router_reference.statistics(logits, rule, bounds, mask).counts)
+
+
+def check_weighted(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> None:
+    """Gates with and without weights, offset and clamp; and a plain activation with weights."""
+    x = 2 * torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)
+    weights = torch.rand(shape[:-1], device=device).to(dtype)
+    for offset, clamp in ((0.0, None), (1.0, 0.7)):
+        for inputs in ((x, weights), (x,)):
+            check(
+                lambda x, w=None, offset=offset, clamp=clamp: module.weighted(x, kind, True, w, offset, clamp),
+                lambda x, w=None, offset=offset, clamp=clamp: activation_reference.weighted(
+                    x, kind, True, w, offset, clamp
+                ),
+                inputs,
+            )
+    check(
+        lambda x, w: module.weighted(x, kind, False, w, 0.0, None),
+        lambda x, w: activation_reference.weighted(x, kind, False, w, 0.0, None),
+        (x, weights),
+    )

@@ -27,5 +27,8 @@ def test_kernels_compile_for_sm_90() -> None:
         "linear",
         "attention_merge",
         "scaled_accumulate",
+        "router",
+        "permute",
+        "grouped_linear",
     ):
         assert f"megalight.ops.{op}.triton" in done.stdout

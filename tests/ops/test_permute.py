@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.permute import Permutation, drop, most_rows, permutation, permute, unpermute
+from megalight.ops.permute import drop, most_rows, permutation, permute, unpermute
 from tests.ops.moe_checks import ROUTES, routes
 
 
@@ -123,14 +123,3 @@ def test_drop_keeps_the_first_or_the_most_probable(name: str, by_probability: bo
 def test_impossible_forms(options: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         permutation(torch.zeros(1, 1, dtype=torch.long), 1, **options)
-
-
-def equal(found: Permutation, expected: Permutation) -> bool:
-    return found.rows == expected.rows and all(
-        torch.equal(a, b)
-        for a, b in zip(
-            (found.positions, found.sizes, found.offsets),
-            (expected.positions, expected.sizes, expected.offsets),
-            strict=True,
-        )
-    )

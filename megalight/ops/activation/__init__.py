@@ -43,6 +43,7 @@ GATED.register(Backend("reference", reference.gated, 0, serve_all))
 ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation", measures=True), 20, _triton_why_not))
 ACTIVATION.register(Backend("torch", native.activation, 10, serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
+WEIGHTED.register(Backend("triton", lazy("megalight.ops.activation.weighted", "weighted"), 20, _triton_why_not))
 WEIGHTED.register(Backend("reference", reference.weighted, 0, serve_all))
 
 

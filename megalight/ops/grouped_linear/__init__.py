@@ -67,8 +67,8 @@ def grouped_bias(y: Tensor, bias: Tensor, offsets: Tensor, weights: Tensor | Non
 def _product(
     x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
 ) -> Tensor:
-    run = choose(PRODUCT, Spec.of(x, weight, sizes), backend)
-    out: Tensor = run(x, weight.to(x.dtype), offsets, sizes, transposed)
+    weight = weight.to(x.dtype)
+    out: Tensor = choose(PRODUCT, Spec.of(x, weight, sizes), backend)(x, weight, offsets, sizes, transposed)
     return out
 
 

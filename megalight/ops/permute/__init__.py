@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import serve_all
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.permute import reference
 from megalight.ops.permute.layout import Permutation, most_rows
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -29,8 +29,20 @@ PERMUTATION: BackendRegistry[Spec, Callable[..., Permutation]] = BackendRegistry
 PERMUTE: BackendRegistry[Spec, Callable[..., tuple[Tensor, Tensor | None]]] = BackendRegistry("permute")
 UNPERMUTE: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("unpermute")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (PERMUTATION, PERMUTE, UNPERMUTE)
+MOST_EXPERTS = 1024
 EXAMPLE = Spec("cpu", torch.bfloat16, torch.float32, 128)
 
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.num_experts > MOST_EXPERTS:
+        return f"serves at most {MOST_EXPERTS} experts, not {spec.num_experts}"
+    return triton_why_not(spec.device, spec.dtype, spec.probs_dtype)
+
+
+_TRITON = "megalight.ops.permute.triton"
+PERMUTATION.register(Backend("triton", lazy(_TRITON, "permutation"), 20, _triton_why_not))
+PERMUTE.register(Backend("triton", lazy(_TRITON, "permute"), 20, _triton_why_not))
+UNPERMUTE.register(Backend("triton", lazy(_TRITON, "unpermute"), 20, _triton_why_not))
 PERMUTATION.register(Backend("reference", reference.permutation, 0, serve_all))
 PERMUTE.register(Backend("reference", reference.permute, 0, serve_all))
 UNPERMUTE.register(Backend("reference", reference.unpermute, 0, serve_all))

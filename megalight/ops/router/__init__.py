@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import serve_all
+from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.router import reference
 from megalight.ops.router.rule import SCORES, Routes, Rule, Statistics
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -28,8 +28,21 @@ class Spec(NamedTuple):
 ROUTE: BackendRegistry[Spec, Callable[[Tensor, Rule, Tensor | None], Routes]] = BackendRegistry("route")
 STATISTICS: BackendRegistry[Spec, Callable[..., Statistics]] = BackendRegistry("router_statistics")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ROUTE, STATISTICS)
+MOST_EXPERTS = 1024
 EXAMPLE = Spec("cpu", torch.float32, 128, 1)
 
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.num_experts > MOST_EXPERTS:
+        return f"serves at most {MOST_EXPERTS} experts, not {spec.num_experts}"
+    if spec.num_groups > 1 and any(n & (n - 1) for n in (spec.num_experts, spec.num_groups)):
+        return f"needs powers of two to choose groups, not {spec.num_experts} experts in {spec.num_groups} groups"
+    return triton_why_not(spec.device, spec.dtype)
+
+
+_TRITON = "megalight.ops.router.triton"
+ROUTE.register(Backend("triton", lazy(_TRITON, "route"), 20, _triton_why_not))
+STATISTICS.register(Backend("triton", lazy(_TRITON, "statistics"), 20, _triton_why_not))
 ROUTE.register(Backend("reference", reference.route, 0, serve_all))
 STATISTICS.register(Backend("reference", reference.statistics, 0, serve_all))
 

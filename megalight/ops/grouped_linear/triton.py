@@ -1,0 +1,185 @@
+"""Grouped products for Hopper: persistent programs walk the tiles of all groups, with loads by TMA.
+
+A program finds its tiles from the offsets on the device. Tiles of one group are numbered so that those which run at the
+same time share rows and weights in the L2 cache: with the usual number of rows per expert, a weight is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalight.imports import require
+from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, num_multiprocessors, tl
+
+Descriptor: Any = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor
+
+PRODUCT: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+"""Tile of a product: rows, columns, features per step, and tiles of rows that share columns of the weight."""
+
+FEW: dict[str, Any] = {"ROWS": 64, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 4}
+"""Tile of a product of groups with few rows."""
+
+WGRAD: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+"""Tile of a weight gradient: rows and columns of the weight, tokens per step, and tiles that share columns."""
+
+
+@jit
+def _tile_of(within: Value, tiles_down: Value, tiles_across: Value, GROUP: constexpr) -> Any:
+    """Return the place of a tile. ``GROUP`` tiles below each other come first, then the next columns."""
+    first = within // (GROUP * tiles_across) * GROUP
+    height = tl.minimum(tiles_down - first, GROUP)
+    within %= GROUP * tiles_across
+    return first + within % height, within // height
+
+
+@jit
+def _product(
+    x: Value,
+    weight: Value,
+    y: Value,
+    offsets: Value,
+    num_experts: Value,
+    columns: Value,
+    depth: Value,
+    TRANSPOSED: constexpr,
+    EXPERTS: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+    GROUP: constexpr,
+) -> None:
+    experts = tl.arange(0, EXPERTS)
+    known = experts < num_experts
+    ends = tl.load(offsets + experts, mask=known, other=0)
+    starts = tl.load(offsets + experts - 1, mask=known & (experts > 0), other=0)
+    tiles_across = tl.cdiv(columns, COLUMNS)
+    tiles = tl.cdiv(ends - starts, ROWS) * tiles_across
+    tiles_until = tl.cumsum(tiles, 0)
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0), flatten=True):
+        expert = tl.sum(tl.where(known & (tiles_until <= tile), 1, 0), 0)
+        within = tile - tl.sum(tl.where(experts < expert, tiles, 0), 0)
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        down, across = _tile_of(within, tl.cdiv(end - start, ROWS), tiles_across, GROUP)
+        row, column = start + down * ROWS, across * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        # TMA reads zeros beyond the last feature, so features of the next expert's weight count for nothing. Rows and
+        # columns beyond the group's and the weight's are computed but not stored.
+        for start_depth in range(0, depth, DEPTH):
+            a = x.load([row, start_depth])
+            if TRANSPOSED:
+                b = weight.load([expert * columns + column, start_depth]).T
+            else:
+                b = weight.load([expert * depth + start_depth, column])
+            total = tl.dot(a, b, total)
+        rows = row + tl.arange(0, ROWS)
+        place = column + tl.arange(0, COLUMNS)
+        target = y + rows.to(tl.int64)[:, None] * columns + place[None, :]
+        tl.store(target, total.to(y.dtype.element_ty), mask=(rows < end)[:, None] & (place < columns)[None, :])
+
+
+@jit
+def _weight_gradient(
+    grad_y: Value,
+    x: Value,
+    main_grad: Value,
+    offsets: Value,
+    num_experts: Value,
+    size_out: Value,
+    size_in: Value,
+    ADD: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+    GROUP: constexpr,
+) -> None:
+    tiles_down, tiles_across = tl.cdiv(size_out, ROWS), tl.cdiv(size_in, COLUMNS)
+    tiles = tiles_down * tiles_across
+    for tile in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0), flatten=True):
+        expert = tile // tiles
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        down, across = _tile_of(tile % tiles, tiles_down, tiles_across, GROUP)
+        row, column = down * ROWS, across * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        whole = start + (end - start) // DEPTH * DEPTH
+        for token in range(start, whole, DEPTH):
+            total = tl.dot(grad_y.load([token, row]).T, x.load([token, column]), total)
+        if whole < end:  # what follows belongs to the next group, or to nobody: it may be infinite or NaN
+            inside = (whole + tl.arange(0, DEPTH) < end)[:, None]
+            a = tl.where(inside, grad_y.load([whole, row]), 0.0)
+            b = tl.where(inside, x.load([whole, column]), 0.0)
+            total = tl.dot(a.T, b, total)
+        rows = row + tl.arange(0, ROWS)
+        place = column + tl.arange(0, COLUMNS)
+        target = main_grad + (expert.to(tl.int64) * size_out + rows)[:, None] * size_in + place[None, :]
+        stored = (rows < size_out)[:, None] & (place < size_in)[None, :]
+        total = total.to(main_grad.dtype.element_ty)
+        if ADD:  # every element has one program, so the result does not depend on the order of these
+            tl.atomic_add(target, total, mask=stored & (start < end), sem="relaxed")
+        else:
+            tl.store(target, total, mask=stored)
+
+
+def _programs(tiles: int, device: torch.device) -> int:
+    return max(1, min(tiles, num_multiprocessors(device)))
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> Any:
+    return Descriptor.from_tensor(matrix, [rows, columns])
+
+
+def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
+    """Multiply each group with its weight; see :mod:`megalight.ops.grouped_linear.backends`."""
+    x, weight = x.contiguous(), weight.contiguous()
+    num_experts, size_out, size_in = weight.shape
+    rows, depth = x.shape
+    columns = size_out if transposed else size_in
+    y = x.new_empty(rows, columns)
+    if not (rows and columns and depth):
+        return y.zero_()
+    tile = PRODUCT if rows >= num_experts * PRODUCT["ROWS"] // 2 else FEW
+    flat = weight.view(num_experts * size_out, size_in)
+    wide = (tile["COLUMNS"], tile["DEPTH"]) if transposed else (tile["DEPTH"], tile["COLUMNS"])
+    most = (cdiv(rows, tile["ROWS"]) + num_experts) * cdiv(columns, tile["COLUMNS"])
+    _product[(_programs(most, x.device),)](
+        _described(x, tile["ROWS"], tile["DEPTH"]),
+        _described(flat, *wide),
+        y,
+        offsets,
+        num_experts,
+        columns,
+        depth,
+        TRANSPOSED=transposed,
+        EXPERTS=next_power(num_experts),
+        **tile,
+    )
+    return y
+
+
+def accumulate(
+    main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
+) -> None:
+    """Add each group's ``grad_y^T x`` to ``main_grad [E, out, in]``, or write it; sums are in float32."""
+    num_experts, size_out, size_in = main_grad.shape
+    if not len(x):
+        if write:
+            main_grad.zero_()
+        return
+    tile = WGRAD
+    tiles = num_experts * cdiv(size_out, tile["ROWS"]) * cdiv(size_in, tile["COLUMNS"])
+    _weight_gradient[(_programs(tiles, x.device),)](
+        _described(grad_y.contiguous(), tile["DEPTH"], tile["ROWS"]),
+        _described(x.contiguous(), tile["DEPTH"], tile["COLUMNS"]),
+        main_grad,
+        offsets,
+        num_experts,
+        size_out,
+        size_in,
+        ADD=not write,
+        **tile,
+    )
