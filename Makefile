@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full checks docs-check format clean
+.PHONY: help setup demo test test-full test-gpu checks docs-check format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(READY) ## the tests that every change must pass
 
 test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where there is one; writes tests/results/full.md
 	$(BIN)/python -m pytest -m '' --summary tests/results/full.md
+
+test-gpu: $(READY) ## the tests that need GPUs; writes tests/results/gpu.md (GIT_COMMIT names the commit of a bare copy)
+	$(BIN)/python -m pytest -m gpu --summary tests/results/gpu.md
 
 checks: $(READY) ## lint, format, types, floors
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # matrices in tests are small, and ranks of the pool share the cores
     if path := config.getoption("--summary"):
-        config.pluginmanager.register(Summary(path))
+        config.pluginmanager.register(Summary(path, config.getoption("markexpr")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

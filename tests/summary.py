@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -15,29 +16,44 @@ import torch
 
 from megalight.imports import version
 
-DISTRIBUTIONS = ("megalight", "torch", "lightning", "jsonargparse", "transformers", "numpy", "safetensors", "triton")
+DISTRIBUTIONS = (
+    *("megalight", "torch", "lightning", "jsonargparse", "transformers", "numpy", "safetensors", "triton"),
+    *("transformer-engine", "apex", "flash-attn"),
+)
 SLOWEST = 10
 
 
 def commit() -> str:
-    """Return the commit under test, with a mark if the working tree differs from it."""
+    """Return the commit under test, with a mark if the working tree differs from it.
+
+    A machine that has only a copy of the files is told by the environment variable ``GIT_COMMIT``.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    known = os.environ.get("GIT_COMMIT", "unknown")
+    if shutil.which("git") is None:
+        return known
     answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return answer.stdout.strip() or "unknown"
+    return answer.stdout.strip() or known
 
 
 def device() -> str:
     """Describe the machine in a few words."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    shown = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    shown = f"{len(gpus)} x {gpus[0]} (CUDA {torch.version.cuda})" if gpus else "no GPU"
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores, {shown}"
 
 
 class Summary:
-    """A pytest plugin that writes a markdown page when the session ends."""
+    """A pytest plugin that writes a markdown page when the session ends.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the page.
+        selection: the expression of marks (pytest's ``-m``) that chose the tests.
+    """
+
+    def __init__(self, path: Path, selection: str = "") -> None:
         self.path = path.absolute()
+        self.selection = selection
         self.started = time.monotonic()
         self.outcomes: dict[str, str] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -64,6 +80,7 @@ class Summary:
             "",
             f"- Date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
             f"- Commit: {commit()}",
+            f"- Tests: {f'those marked {self.selection!r}' if self.selection else 'all'}",
             f"- Machine: {device()}, Python {platform.python_version()}",
             f"- Versions: {', '.join(found)}",
             f"- Result: {'passed' if exitstatus == 0 else f'exit status {exitstatus}'}; "

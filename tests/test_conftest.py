@@ -60,4 +60,14 @@ def test_summary_of_a_good_run(tmp_path: Path) -> None:
     summary = Summary(tmp_path / "full.md")
     summary.pytest_runtest_logreport(report("tests/a.py::good", "call", "passed", 0.1))
     summary.pytest_sessionfinish(0)
-    assert "- Result: passed; 1 passed, 0 failed, 0 skipped\n" in (tmp_path / "full.md").read_text()
+    text = (tmp_path / "full.md").read_text()
+    assert "- Result: passed; 1 passed, 0 failed, 0 skipped\n" in text
+    assert "- Tests: all\n" in text
+    assert "- Tests: those marked 'gpu'\n" in Summary(tmp_path / "gpu.md", "gpu").render(0)
+
+
+def test_a_copy_of_the_files_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert commit() == "unknown"
+    monkeypatch.setenv("GIT_COMMIT", "0123abcd")
+    assert commit() == "0123abcd"
