@@ -31,6 +31,9 @@ MAX_SIZE = 256 << 20
 FULLY_RESHARDABLE = "fully_reshardable"
 """The scheme of canonical tensors; see :mod:`megalight.checkpoint.scheme`."""
 
+DP_RESHARDABLE = "dp_reshardable"
+"""The scheme of flat optimizer state; see there."""
+
 _SEAL = '{"checksum":"%s",\n'
 
 
@@ -114,10 +117,16 @@ def _guess(root: Path) -> str:
     if root.is_file():
         return "it is a single file. Files of plain Lightning are loaded by Lightning's own strategies."
     found = set(os.listdir(root))
+    if found & {".zarray", ".zgroup"} or any((root / name / ".zarray").exists() for name in found):
+        return (
+            "it looks like a zarr folder of an old Megatron-LM, a format that is no longer read. Load it with the "
+            "Megatron-LM that wrote it, save it again with --ckpt-format torch_dist, and export that to a folder of "
+            "transformers (Megatron Bridge does), which megalight convert reads."
+        )
     if ".metadata" in found:
         return "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint."
     if "config.json" in found:
-        return "it looks like a Hugging Face model folder. Load it through the model's from_pretrained."
+        return "it looks like a folder of transformers. Start from it with weights=FOLDER, or use megalight convert."
     if "data" in found or "index.json" in found:
         return "it has no manifest, so the save never finished. Use another checkpoint."
     return f"it has no manifest. It holds {', '.join(sorted(found)[:5]) or 'nothing'}."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
+from megalight.checkpoint.flat import canonical
 from megalight.checkpoint.loading import Checkpoint
 from megalight.parallel.source import Filled, Renamed, Stored, Target
 
@@ -42,7 +43,7 @@ class FullPrecision:
         """See :meth:`megalight.parallel.source.Source.fill`."""
         boxes = list(targets)
         filled = self.saved.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
-        masters = Renamed(self.saved, prefix, MASTER + prefix)
+        masters = Renamed(canonical(self.saved), prefix, MASTER + prefix)
         if masters.tensors:
             wide = [target for target in boxes if target.data.dtype in WIDE]
             masters.fill(wide, strict=False, process_group=process_group)

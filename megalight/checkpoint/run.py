@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.checkpoint.precision import MASTER
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.view import targets_of
@@ -126,6 +127,7 @@ class Run:
         if missing:
             raise CheckpointError(
                 f"{saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
+                f"{_way_out(saved)}"
             )
         saved.fill(targets_of(views), strict=False)
         random = saved.rank_state(self.model.mesh.global_rank)
@@ -173,6 +175,15 @@ class Run:
 
 def _flat(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape and value.ndim == 1
+
+
+def _way_out(saved: Checkpoint) -> str:
+    if saved.scheme != DP_RESHARDABLE:
+        return ""
+    return (
+        f" It was saved as {DP_RESHARDABLE}, which no run with another tensor or expert parallelism reads. Resume with "
+        f"the layout it was saved in, or convert it: megalight convert {saved.path} OUTPUT --to {FULLY_RESHARDABLE}."
+    )
 
 
 def _found(name: str, saved: Checkpoint) -> str:

@@ -33,6 +33,7 @@ def save(
     *,
     common: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
+    other_ranks: Mapping[int, Mapping[str, Any]] | None = None,
     files: Mapping[str, bytes | Path] | None = None,
     scheme: str = manifests.FULLY_RESHARDABLE,
     process_group: ProcessGroup | None = None,
@@ -46,6 +47,7 @@ def save(
         views: this rank's views (see :mod:`megalight.checkpoint.view`), by canonical name.
         common: plain values that belong to the whole run; rank 0's are kept.
         rank_state: plain values of this rank (random states).
+        other_ranks: the same of ranks that are not here, because a checkpoint of theirs is rewritten.
         files: other files to keep beside, by name: contents, or where to copy from; rank 0's are kept.
         scheme: by which the views were made (see :mod:`megalight.checkpoint.scheme`).
         process_group: who saves; None means the default group, or this process alone.
@@ -57,6 +59,7 @@ def save(
         views,
         common=common,
         rank_state=rank_state,
+        other_ranks=other_ranks,
         files=files,
         scheme=scheme,
         copy=False,
@@ -97,8 +100,9 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
             records = dict(writer.records)
             if staged.common is not None:
                 records |= tree.write(folder, "common", staged.common)
-            if staged.rank_state is not None:
-                records |= tree.write(folder, f"ranks/{ranks.rank}", staged.rank_state)
+            for rank, state in staged.rank_states.items():
+                records |= tree.write(folder, f"ranks/{rank}", state)
+            if staged.rank_states:
                 sync_directory(folder / "ranks")
             return records
 
@@ -123,7 +127,8 @@ def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], stag
     newest = publish.latest(partial.path.parent)
     floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
     versions = {"megalight": __version__, "torch": torch.__version__}
-    manifest = manifests.Manifest(listed, max(time.time_ns(), floor), len(records), versions, staged.scheme)
+    world_size = max(len(records), *(rank + 1 for rank in staged.rank_states), 1)
+    manifest = manifests.Manifest(listed, max(time.time_ns(), floor), world_size, versions, staged.scheme)
     try:
         manifests.check_files(partial.folder, manifest)
     except CheckpointError as error:

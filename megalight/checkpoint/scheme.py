@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from megalight.checkpoint.manifest import FULLY_RESHARDABLE
-from megalight.checkpoint.view import View, views_of_parameters, views_of_shards
+from megalight.checkpoint.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
+from megalight.checkpoint.view import View, views_of_parameters, views_of_pieces, views_of_shards
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import FlatShard
@@ -63,4 +63,19 @@ def fully_reshardable(contents: Contents) -> dict[str, View]:
     views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
     for state in contents.states:
         views |= views_of_shards(state.tensors, state.shards, prefix=state.prefix)
+    return views
+
+
+@SCHEMES.register(DP_RESHARDABLE)
+def dp_reshardable(contents: Contents) -> dict[str, View]:
+    """Weights as above; optimizer state as it lies in the flat shards, piece by piece.
+
+    The plan of a save is small: one box per parameter and shard. Data, context and pipeline ranks may change between
+    saving and loading. If the split of the weights changes (tensor or expert parallelism), pieces do not fit:
+    ``megalight convert --to fully_reshardable`` turns such a checkpoint into one for any layout.
+    """
+    views = views_of_parameters(contents.tensors.items(), contents.specs, contents.mesh)
+    for state in contents.states:
+        make = views_of_pieces if state.prefix else views_of_shards  # without a prefix they are weights
+        views |= make(state.tensors, state.shards, prefix=state.prefix)
     return views

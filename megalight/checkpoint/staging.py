@@ -31,14 +31,14 @@ class Staged:
     Attributes:
         views: what to write, by name.
         common: values of the whole run, on rank 0.
-        rank_state: values of this rank.
+        rank_states: values of ranks that this one writes, by rank: its own, or those of a checkpoint that is rewritten.
         files: other files, on rank 0: contents, or where to copy from.
         scheme: by which the views were made.
     """
 
     views: Mapping[str, View]
     common: Tree | None
-    rank_state: Tree | None
+    rank_states: Mapping[int, Tree]
     files: Mapping[str, bytes | Path]
     scheme: str
 
@@ -48,6 +48,7 @@ def stage(
     *,
     common: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
+    other_ranks: Mapping[int, Mapping[str, Any]] | None = None,
     files: Mapping[str, bytes | Path] | None = None,
     scheme: str = FULLY_RESHARDABLE,
     copy: bool = True,
@@ -59,6 +60,7 @@ def stage(
         views: this rank's views, by name.
         common: see :func:`megalight.checkpoint.save`.
         rank_state: see there.
+        other_ranks: the same of ranks that are not here, because a checkpoint of theirs is rewritten.
         files: see there.
         scheme: see there.
         copy: copy the boxes that this rank writes to host memory, so that their owners may change them. False: write
@@ -69,20 +71,22 @@ def stage(
         CheckpointError: on every rank, when any rank has a value that cannot be kept.
     """
     ranks = Ranks(process_group)
-    trees: dict[str, Tree] = {}
+    common_tree: list[Tree] = []
+    states = {**(other_ranks or {}), **({} if rank_state is None else {ranks.rank: rank_state})}
+    trees: dict[int, Tree] = {}
 
     def encode() -> None:
         if ranks.rank == 0:
-            trees["common"] = tree.dumps(dict(common or {}), "common")
+            common_tree.append(tree.dumps(dict(common or {}), "common"))
             for name in files or {}:
                 checked_name(name)
-        if rank_state is not None:
-            trees["rank_state"] = tree.dumps(dict(rank_state), "rank_state")
+        for rank, state in states.items():
+            trees[rank] = tree.dumps(dict(state), "rank_state")
 
     ranks.together("preparing to save", encode)
     kept = dict(files or {}) if ranks.rank == 0 else {}
     fixed = _copied(views) if copy else views
-    return Staged(fixed, trees.get("common"), trees.get("rank_state"), kept, scheme)
+    return Staged(fixed, common_tree[0] if common_tree else None, trees, kept, scheme)
 
 
 def _copied(views: Mapping[str, View]) -> dict[str, View]:

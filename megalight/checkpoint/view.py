@@ -183,6 +183,32 @@ def views_of_shards(
     return _collect(held)
 
 
+def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatShard], *, prefix: str = "") -> dict[str, View]:
+    """Views of flat tensors as they lie: one view per piece of a canonical tensor that a parameter holds.
+
+    The view is the flattened piece, ``[numel]``. Its name (:func:`piece_name`) says which part of which tensor it is.
+    An interval of a piece is one box, while :func:`views_of_shards` needs several boxes for an n-dim tensor.
+
+    Args:
+        tensors: one flat tensor per shard, laid out as the shard is.
+        shards: what lies where.
+        prefix: what to call this state, e.g. ``"optimizer.exp_avg."``.
+    """
+    held = []
+    for tensor, shard in zip(tensors, shards, strict=True):
+        flat = tensor.detach().view(-1)
+        for piece, first, last, start in shard.intervals():
+            box = Box((first,), flat[start : start + last - first], piece.owner)
+            name = prefix + piece_name(piece.name, piece.offset, piece.size)
+            held.append(_Held(name, (prod(piece.size),), box, (shard.replicas, shard.place)))
+    return _collect(held)
+
+
+def piece_name(name: str, offset: Sequence[int], size: Sequence[int]) -> str:
+    """Return the name of a flattened piece: ``layers.0.mlp.up.weight@64,0+64,32`` (offset and size)."""
+    return f"{name}@{','.join(map(str, offset))}+{','.join(map(str, size))}"
+
+
 class SourceView(View):
     """A canonical tensor of a source. Its boxes have no memory: each is read when it is written.
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from megalight import checkpoint
 from megalight.checkpoint.combine import Averaged, Held, Overlaid
+from megalight.checkpoint.flat import canonical
 from megalight.checkpoint.precision import FullPrecision
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.view import views_of_source
@@ -76,7 +77,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
     known = family(described["family"])
     weights: Source = FullPrecision(opened)
     if ema:
-        averages = Renamed(opened, PREFIX, AVERAGE + PREFIX)
+        averages = Renamed(canonical(opened), PREFIX, AVERAGE + PREFIX)
         if not averages.tensors:
             raise CheckpointError(f"checkpoint {opened.path} has no moving averages; train with the callback EMA.")
         weights = Overlaid(weights, averages)

@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from megalight.parallel.data_parallel import DataParallel as DataParallel
 from megalight.parallel.pipeline.options import Pipeline as Pipeline
+from megalight.strategies.checkpoints.options import Checkpoints as Checkpoints
 from megalight.strategies.checkpoints.whole import load_weights as load_weights
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
 

@@ -31,6 +31,7 @@ from megalight.parallel.step import StepRunner
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.strategies import _lightning, launchers, refusals, setup
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
+from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value
 from megalight.strategies.even_loader import even
@@ -65,6 +66,7 @@ class MegatronStrategy(FolderCheckpoints):
         micro_batch_size: samples per micro-batch. A DataLoader batch is this rank's share of one global batch, and the
             step divides it into micro-batches. None: the whole share is one micro-batch.
         data_parallel: how the replicas of the model share gradients and optimizer state.
+        checkpoints: how checkpoints are written.
         plan: how the model is split. None: the module's own ``plan()``, or the plan registered for the model's class.
         sigterm_every_n_steps: number of steps between checks whether any rank received SIGTERM.
         process_group_backend: ``gloo`` or ``nccl``. None: decide by the device.
@@ -102,6 +104,7 @@ class MegatronStrategy(FolderCheckpoints):
         recompute: Recompute | None = None,
         micro_batch_size: int | None = None,
         data_parallel: DataParallel | None = None,
+        checkpoints: Checkpoints | None = None,
         plan: Plan | None = None,
         sigterm_every_n_steps: int = 10,
         process_group_backend: str | None = None,
@@ -144,6 +147,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.micro_batch_size = micro_batch_size
         self.data_parallel = data_parallel or DataParallel()
         self.data_parallel.check(pipeline_parallel)
+        self.checkpoints = checkpoints or Checkpoints()
         self.plan = plan
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.process_group_backend = process_group_backend

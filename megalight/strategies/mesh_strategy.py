@@ -21,6 +21,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
+from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
 
 
@@ -29,8 +30,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     Attributes:
         tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, expert_tensor_parallel,
-        expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, plan,
-            process_group_backend: the user's arguments. A layout string decides ``virtual_pipeline``.
+        expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel,
+            checkpoints, plan, process_group_backend: the user's arguments. A layout string decides ``virtual_pipeline``.
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model. None before setup.
         engine: the data-parallel engine. None outside ``fit``.
@@ -56,6 +57,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     pipeline: Pipeline
     recompute: Recompute
     data_parallel: DataParallel
+    checkpoints: Checkpoints
     plan: Plan | None
     process_group_backend: str | None
     num_nodes: int

@@ -326,7 +326,7 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     [
         ({}, "holds nothing"),
         ({".metadata": b""}, "torch Distributed Checkpoint"),
-        ({"config.json": b"{}", "model.safetensors": b""}, "Hugging Face"),
+        ({"config.json": b"{}", "model.safetensors": b""}, "folder of transformers"),
         ({"index.json": b"{}", "data": None}, "never finished"),
         ({"readme": b""}, "It holds readme"),
     ],

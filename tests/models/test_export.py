@@ -20,7 +20,6 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models import export as exporting
 from megalight.models.export import export
-from megalight.models.family import family
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.presets import PRESETS
 from megalight.models.gpt.state_dict import config_from_transformers, config_to_transformers
@@ -289,7 +288,10 @@ print(inwards, peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux")
 def test_memory_is_bounded_by_the_largest_tensor(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """144 MiB of weights whose largest tensor has 6 MiB: a conversion takes at most 4 of these, either way."""
+    """144 MiB of weights whose largest tensor has 6 MiB: it takes at most 8 of these, either way.
+
+    Two tensors, one being read while the other is written, and a block of 4 MiB for each of four threads.
+    """
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=768, intermediate_size=2048, num_hidden_layers=5, num_attention_heads=12
     )
@@ -305,7 +307,6 @@ def test_memory_is_bounded_by_the_largest_tensor(folders: Callable[[str], Path],
     words = [sys.executable, "-c", MEMORY, tmp_path / "theirs", folders("llama"), tmp_path]
     out = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     inwards, outwards = map(int, out.splitlines()[-1].split())
-    assert inwards < 4 * largest
-    assert outwards < 4 * largest
+    assert inwards < 8 * largest
+    assert outwards < 8 * largest
     assert checkpoint.is_complete(tmp_path / "ours.ckpt")
-    assert family("gpt").weights is not None

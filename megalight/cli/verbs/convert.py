@@ -1,24 +1,34 @@
-"""``megalight convert SOURCE OUTPUT``: a model between our checkpoints and folders of ``transformers``."""
+"""``megalight convert SOURCE OUTPUT``: models between checkpoints and folders of ``transformers``; formats."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "float16")
-FORMS = {"transformers": "folder of transformers", "checkpoint": "checkpoint"}
+FORMS = {
+    "transformers": "folder of transformers",
+    "checkpoint": "checkpoint of weights",
+    "fully_reshardable": "checkpoint that every layout resumes from",
+}
 
 
 def describe() -> str:
     """Return the line for the overview."""
-    return "turn a checkpoint into a folder of transformers, and back"
+    return "turn a checkpoint into a folder of transformers, and back, or into another format"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", type=Path, help="a checkpoint, or a folder of transformers")
     parser.add_argument("output", type=Path, help="the folder to write")
-    parser.add_argument("--to", choices=tuple(FORMS), help="what to write (default: what the source is not)")
+    parser.add_argument(
+        "--to",
+        choices=tuple(FORMS),
+        help="transformers: a folder; checkpoint: weights; fully_reshardable: all of a checkpoint, optimizer state too "
+        "(default: the first from a checkpoint, the second from a folder)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     parser.add_argument(
@@ -29,29 +39,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder. Weights are read and written one tensor at a time."""
-    from dataclasses import replace
-    from math import prod
-
-    import torch
     from rich.console import Console
     from rich.progress import Progress
 
+    from megalight.errors import ConfigurationError
+    from megalight.models.folder import is_folder
+
+    to = arguments.to or ("checkpoint" if is_folder(arguments.source) else "transformers")
+    with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
+        task = bar.add_task("converting", total=None)
+        if to != "fully_reshardable":
+            _convert_model(arguments, to, lambda count: bar.advance(task, count))
+        elif arguments.dtype or arguments.ema or arguments.average:
+            raise ConfigurationError(f"--to {to} keeps all as it is; --dtype, --ema and --average change weights.")
+        else:
+            from megalight.checkpoint.rewrite import rewrite
+
+            rewrite(arguments.source, arguments.output, lambda count: bar.advance(task, count))
+    print(f"{arguments.output}: a {FORMS[to]}")
+    return 0
+
+
+def _convert_model(arguments: argparse.Namespace, to: str, report: Callable[[int], None]) -> None:
+    from dataclasses import replace
+
+    import torch
+
     from megalight.checkpoint.combine import Watched
     from megalight.models.export import export
-    from megalight.models.folder import is_folder
     from megalight.models.stored import averaged, open_model, save_model
 
     models = [open_model(path, ema=arguments.ema) for path in (arguments.source, *arguments.average)]
     model = averaged(models) if arguments.average else models[0]
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    to = arguments.to or ("checkpoint" if is_folder(arguments.source) else "transformers")
-    total = sum(prod(stored.shape) for stored in model.weights.tensors.values())
-    with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
-        task = bar.add_task("converting", total=total)
-        watched = replace(model, weights=Watched(model.weights, lambda count: bar.advance(task, count)))
-        if to == "transformers":
-            export(watched, arguments.output, dtype=dtype)
-        else:
-            save_model(watched, arguments.output, dtype)
-    print(f"{arguments.output}: a model of the family {model.family.name}, as a {FORMS[to]}")
-    return 0
+    watched = replace(model, weights=Watched(model.weights, report))
+    if to == "transformers":
+        export(watched, arguments.output, dtype=dtype)
+    else:
+        save_model(watched, arguments.output, dtype)

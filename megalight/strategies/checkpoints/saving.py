@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megalight import __version__, checkpoint
-from megalight.checkpoint.manifest import FULLY_RESHARDABLE
 from megalight.imports import version
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -27,7 +26,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
         common["optimizer"] = strategy.run.group_options()
     saves_base = getattr(strategy.lightning_module, "saves_base", True)
     only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
-    scheme = FULLY_RESHARDABLE
+    scheme = strategy.checkpoints.format
     checkpoint.save(
         path,
         checkpoint.SCHEMES[scheme](strategy.run.contents(optimizer=resumable, only=only)),
