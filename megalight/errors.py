@@ -26,6 +26,10 @@ class CheckpointError(MegalightError):
     """A checkpoint is missing or incomplete, has an unknown format, or belongs to another model."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path of a checkpoint."""
+
+
 class ConfigurationError(MegalightError, ValueError):
     """Options contradict each other or Lightning's options."""
 

@@ -137,7 +137,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return Checkpoint(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_alternative(path)}") from error
+        raise type(error)(f"{error}{_alternative(path)}") from error
 
 
 def _alternative(path: Path) -> str:

@@ -21,7 +21,7 @@ from megalight.checkpoint.files import (
     parse_json,
     write_file,
 )
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, MissingCheckpointError
 
 NAME = "manifest.json"
 FORMAT = "megalight"
@@ -71,7 +71,8 @@ def read(root: Path) -> Manifest:
         CheckpointError: there is none, it is torn or malformed, or of a later version.
     """
     if not (root / NAME).exists():
-        raise CheckpointError(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
+        error = CheckpointError if root.exists() else MissingCheckpointError
+        raise error(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
     path = located(root, NAME)
     if path.stat().st_size > MAX_SIZE:
         raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")

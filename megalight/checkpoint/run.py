@@ -167,6 +167,7 @@ class Run:
             group.update(saved["options"])
         for shard in engine.shards:
             states, saved = optimizer.state[shard.master], groups[shard.group]
+            states.clear()
             for name, value in saved["scalars"].items():
                 states[name] = value.clone() if isinstance(value, Tensor) else value
             for name, dtype in saved["tensors"].items():

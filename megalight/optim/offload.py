@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.ops.parameter import known_state
+from megalight.optim.sharded import sharding_of
 
 _homes: WeakKeyDictionary[Optimizer, dict[Tensor, torch.device]] = WeakKeyDictionary()
 """Offloaded optimizers -> their parameters and the devices to return them to."""
@@ -39,6 +40,9 @@ def restore_from_cpu(optimizer: Optimizer) -> None:
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that the optimizer updates."""
+    if (sharding := sharding_of(optimizer)) is not None:
+        return [shard.master for shard in sharding.engine.shards]
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError
 from megalight.optim.adam import Adam
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.layout import Slot
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -29,6 +33,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """torch optimizers that update each element only from its own gradient and state."""
 
+SHARDING = "megalight_sharding"
+"""Attribute of an optimizer that is on shards."""
+
 SCALARS = ("step", "eta", "mu", "mu_product")
 """State of torch's optimizers that is one number per parameter."""
 
@@ -39,10 +46,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> OptimizerT:
-    """Replace the parameters of an optimizer by the master shards of the engine, and return the optimizer.
+    """Let an optimizer update the master shards of the engine from now on, and return the optimizer.
 
     The optimizer object and the dicts of its groups stay the same, so learning-rate schedulers and callbacks that hold
-    them keep working. Groups keep their options. Existing state is moved to the shards.
+    them keep working. Groups keep their options, and show the model's parameters between steps. Existing state is moved
+    to the shards. If the optimizer was on an earlier engine, all ranks call this together.
 
     Raises:
         ConfigurationError: the optimizer is not element-wise, or its groups differ from those of the engine. A later
@@ -55,31 +63,125 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
             "If it does, set elementwise = True on the class. If not, use an optimizer such as megalight.optim.Adam, "
             "or another strategy."
         )
+    if (earlier := sharding_of(optimizer)) is not None:
+        earlier.end()
     _check_groups(optimizer, engine)
-    states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
-    optimizer.state.clear()
-    for number, group in enumerate(optimizer.param_groups):
-        group["params"] = [shard.master for shard in engine.shards if shard.group == number]
-        group.pop("param_names", None)
-    for shard, state in zip(engine.shards, states, strict=True):
-        if state:
-            optimizer.state[shard.master] = state
-    masters = {id(shard.master) for shard in engine.shards}
-    optimizer.register_step_pre_hook(lambda *_: _check_masters(optimizer, masters))
-    if isinstance(optimizer, Adam):
-        _fuse(optimizer, engine)
+    optimizer.__dict__[SHARDING] = Sharding(optimizer, engine)
     return optimizer
 
 
-def _check_masters(optimizer: Optimizer, masters: set[int]) -> None:
-    if any(id(p) not in masters for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigurationError(
-            "a parameter was added to the optimizer after training began (by a callback that unfreezes layers?), and "
-            "its gradients are not summed over ranks; let it require gradients from the start, with learning rate 0."
+def sharding_of(optimizer: Optimizer) -> Sharding | None:
+    """Return how an optimizer is sharded. None: it updates the parameters in its groups."""
+    sharding: Sharding | None = optimizer.__dict__.get(SHARDING)
+    return sharding
+
+
+class Sharding:
+    """An optimizer on the shards of an engine.
+
+    Its groups hold the masters during a step and while its state is saved or loaded. At all other times they show the
+    model's parameters, where schedulers, callbacks and users look for them.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self.optimizer = optimizer
+        self.engine = engine
+        groups = optimizer.param_groups
+        self._shown = [group["params"] for group in groups]
+        self._names = [group.get("param_names") for group in groups]
+        self._masters: list[list[Tensor]] = [
+            [shard.master for shard in engine.shards if shard.group == number] for number in range(len(groups))
+        ]
+        self._frozen = [parameter for shown in self._shown for parameter in shown if not parameter.requires_grad]
+        states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
+        optimizer.state.clear()
+        for shard, state in zip(engine.shards, states, strict=True):
+            if state:
+                optimizer.state[shard.master] = state
+        enter, leave = (lambda *_: self._enter()), (lambda *_: self._leave())
+        self._handles = [
+            optimizer.register_step_pre_hook(enter),
+            optimizer.register_step_post_hook(leave),
+            optimizer.register_state_dict_pre_hook(enter),
+            optimizer.register_state_dict_post_hook(leave),
+            optimizer.register_load_state_dict_pre_hook(enter),
+            optimizer.register_load_state_dict_post_hook(leave),
+        ]
+        if isinstance(optimizer, Adam):
+            self._handles.append(_fuse(optimizer, engine))
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody added parameters or groups, or unfroze parameters, so that the engine does not fit."""
+        groups = self.optimizer.param_groups
+        return (
+            len(groups) != len(self._shown)
+            or any(not _same(g["params"], shown) for g, shown in zip(groups, self._shown, strict=True))
+            or any(parameter.requires_grad for parameter in self._frozen)
         )
 
+    @property
+    def divided(self) -> bool:
+        """Whether this rank holds only a part of the state."""
+        return any(bucket.shard_group is not None for bucket in self.engine.buckets)
 
-def _fuse(optimizer: Adam, engine: DataParallelEngine) -> None:
+    def end(self) -> None:
+        """Let the optimizer update its own parameters again, and give them their state.
+
+        If the state is :attr:`divided`, all ranks call this together, and each then holds all of it.
+        """
+        for handle in self._handles:
+            handle.remove()
+        del self.optimizer.__dict__[SHARDING]
+        if isinstance(self.optimizer, Adam):
+            self.optimizer.copies = {}
+        for bucket in self.engine.buckets:
+            state = self.optimizer.state.pop(bucket.shard.master, {})
+            whole = {name: _whole(bucket, value) for name, value in state.items()}
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                own = {name: _cut(value, slot, info.parameter, bucket) for name, value in whole.items()}
+                if own:
+                    self.optimizer.state[info.parameter] = own
+
+    def _enter(self) -> None:
+        if self.changed:
+            if _same(self.optimizer.param_groups[0]["params"], self._masters[0]):
+                return  # an earlier step failed half-way
+            raise ConfigurationError(
+                "a parameter was added to the optimizer after training began (by a callback that unfreezes layers?), "
+                "and its gradients are not summed over ranks; let it require gradients from the start, with learning "
+                "rate 0."
+            )
+        for group, masters in zip(self.optimizer.param_groups, self._masters, strict=True):
+            group["params"] = masters
+            group.pop("param_names", None)
+
+    def _leave(self) -> None:
+        for group, shown, names in zip(self.optimizer.param_groups, self._shown, self._names, strict=True):
+            group["params"] = shown
+            if names is not None:
+                group["param_names"] = names
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return some is others or (len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True)))
+
+
+def _whole(bucket: Bucket, value: object) -> object:
+    """Return a state tensor of all ranks' shards of a bucket. Numbers are returned as they are."""
+    flat = isinstance(value, Tensor) and value.shape == bucket.shard.master.shape
+    return bucket.gathered(value) if flat else value  # type: ignore[arg-type]
+
+
+def _cut(value: object, slot: Slot, parameter: Tensor, bucket: Bucket) -> object:
+    """Return a parameter's part of a flat state tensor, as a view, or its copy of a number."""
+    if not isinstance(value, Tensor):
+        return value
+    flat = value.shape == (bucket.layout.numel,)
+    return value[slot.start : slot.stop].view(parameter.shape) if flat else value.clone()
+
+
+def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
     """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies of the masters."""
 
     def scale(factor: Tensor) -> None:
@@ -87,7 +189,7 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> None:
 
     written = engine.fuse(scale)
     optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if b.rounds_masters}
-    optimizer.register_step_post_hook(lambda *_: written())
+    return optimizer.register_step_post_hook(lambda *_: written())
 
 
 def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:

@@ -319,6 +319,19 @@ class ParallelModel:
 
     # ------------------------------------------------------------------ what it holds
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave this description out of a pickled model, which is a one-device model.
+
+        Raises:
+            LayoutError: the rank holds only a part of the model.
+        """
+        if self.mesh.tp * self.mesh.pp * self.mesh.ep > 1:
+            raise LayoutError(
+                f"{type(self.root).__name__} holds only this rank's part ({self.mesh.describe()}), which cannot be "
+                "pickled. Save a checkpoint with trainer.save_checkpoint, and load it into a new module."
+            )
+        return type(None), ()
+
     @property
     def prefix(self) -> str:
         """Prefix of canonical names."""
@@ -365,7 +378,8 @@ class ParallelModel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """Copy the modules, but keep the mesh: process groups cannot be copied."""
-        twin = memo[id(self)] = copy.copy(self)
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin.root, twin.chunks = copy.deepcopy((self.root, self.chunks), memo)
         return twin
 

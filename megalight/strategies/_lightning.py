@@ -33,6 +33,8 @@ __all__ = [
 USED = {
     "trainer.fit_loop._skip_backward": "training_step runs the backward itself",
     "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor": "a device sync per step, replaced by an agreement",
+    "trainer.fit_loop.epoch_loop.automatic_optimization._on_before_zero_grad": "hooks and counters before zeroing",
+    "trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad": "the module's hook, and a counter",
     "trainer._signal_connector._sigterm_notifier_fn": "issues a collective inside a signal handler",
     "trainer.received_sigterm": "read and set at step boundaries",
     "trainer._signal_connector.received_sigterm": "the field behind trainer.received_sigterm",
@@ -81,10 +83,10 @@ def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
 
 
 def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:
-    """Call the hooks around zeroing gradients. Lightning skips them when it skips the backward."""
-    fire(trainer, "on_before_zero_grad", optimizer)
-    epoch, batch = trainer.current_epoch, trainer.fit_loop.batch_idx
-    call._call_lightning_module_hook(trainer, "optimizer_zero_grad", epoch, batch, optimizer)
+    """Call and count what Lightning does to zero gradients. It skips this when it skips the backward."""
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+    optimization._on_before_zero_grad(optimizer)
+    optimization._optimizer_zero_grad(trainer.fit_loop.batch_idx, optimizer)
 
 
 def skip_backward(trainer: pl.Trainer) -> None:

@@ -12,6 +12,8 @@ from megalight.strategies._lightning import log
 @spanned("clip")
 def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_norm: float) -> None:
     """Scale gradients to a global norm of at most ``max_norm``, and log the norm before clipping as ``grad_norm``."""
+    if not engine.main_gradients.reduced:  # the batch was skipped
+        return
     norm = engine.grad_norm()
     engine.scale_gradients(clip_coefficient(norm, max_norm))
     log(module, "grad_norm", norm)
@@ -21,5 +23,5 @@ def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_nor
 def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
     """Clamp each element to ``[-limit, limit]``."""
     for shard in engine.shards:
-        assert shard.master.grad is not None
-        shard.master.grad.clamp_(-limit, limit)
+        if shard.master.grad is not None:  # the batch was not skipped
+            shard.master.grad.clamp_(-limit, limit)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
+from megalight.optim.sharded import sharding_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.ending import FAILED
@@ -232,22 +233,53 @@ class MegatronStrategy(FolderCheckpoints):
         if new and self.parallel_model.transform_values() and self.engine is not None:
             self.engine.refresh_masters()
         self._stepper.begin(self.engine)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # parameters are views of flat buffers, which inference tensors cannot update
+        if isinstance(module, MegalightModule):  # what its layers keep for later passes must not be inference tensors
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
         with refusals.one_optimizer(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
-        self.engine, self._ended = setup.build_engine(self, self.optimizers[0]), False
+        self._make_engine()
+        self._ended = False
+        _lightning.skip_backward(trainer)
+        self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
+        self._sigterm.install()
+
+    def _make_engine(self) -> None:
+        assert self.lightning_module is not None and self.parallel_model is not None
+        self.engine = setup.build_engine(self, self.optimizers[0])
         if isinstance(self.lightning_module, MegalightModule):
             self.engine.attach_gather_hooks(self.parallel_model.root)
         self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
         self.precision.clip_by_value = partial(clip_by_value, self.engine)
-        _lightning.skip_backward(trainer)
-        self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
-        self._sigterm.install()
+
+    def _follow_optimizer(self) -> None:
+        """Make a new engine if a callback or the module has added parameters to the optimizer or unfrozen some."""
+        assert self.engine is not None and self._stepper is not None
+        sharding = sharding_of(self.optimizers[0])
+        if sharding is None or not sharding.changed:
+            return
+        if kept := ", ".join(self.extra_shard_states):
+            raise ConfigurationError(
+                f"parameters were added to the optimizer after training began, and {kept} is "
+                "kept for the earlier ones only. Let all parameters require gradients from the start, with learning "
+                "rate 0."
+            )
+        if self.engine.level.parameters:
+            raise ConfigurationError(
+                "parameters were added to the optimizer after training began, whose sharded parameters cannot be divided "
+                "anew. Use data_parallel.level='optim', or let all parameters require gradients from the start, with "
+                "learning rate 0."
+            )
+        sharding.end()
+        earlier = self.engine
+        earlier.close()
+        self._make_engine()
+        earlier.give_masters(self.engine)
+        self._stepper.begin(self.engine)
 
     def run_steps_by(self, runner: StepRunner) -> None:
         """Let ``runner`` run the passes of all following training steps of a ``MegalightModule``, until the next setup.
@@ -268,16 +300,23 @@ class MegatronStrategy(FolderCheckpoints):
     # ------------------------------------------------------------------ the step
 
     def training_step(self, *args: Any) -> Any:
-        """Run forward and backward of all micro-batches and reduce gradients; return the detached global mean loss."""
+        """Run forward and backward of all micro-batches and reduce gradients; return the detached global mean loss.
+
+        The result is None if the user's own step skipped the batch.
+        """
         assert self._stepper is not None and self.engine is not None
         trainer = self._trainer
         # Lightning skips its own zero_grad with the backward, so do it at the start of each accumulation window
         window = int(trainer.accumulate_grad_batches)
         if trainer.fit_loop.batch_idx % window == 0:
+            self._follow_optimizer()
             _lightning.zero_grad(trainer, self.optimizers[0])
-            self.engine.zero_grad()
+            self._stepper.zero_grad()
         sync = not self._accumulating
-        output, self.report = self._stepper.train(args, trainer.global_step, 1.0 / window, sync)
+        output, report = self._stepper.train(args, trainer.global_step, 1.0 / window, sync)
+        if report is None:
+            return None
+        self.report = report
         _lightning.fire(trainer, "on_after_backward")
         if not own_steps(self._stepper.module, "training_step"):
             for name, value in {"loss": self.report.loss, **self.report.metrics}.items():
@@ -345,8 +384,11 @@ class MegatronStrategy(FolderCheckpoints):
 
         If replicas communicate in forward passes, all their loaders give equally many batches; some may be empty.
         """
-        assert self.streams is not None and self.parallel_model is not None
-        dataloader = setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
+        if self.streams is None or self.parallel_model is None:  # before setup, replicas are not known
+            return dataloader
+        assert self.lightning_module is not None
+        if not setup.keeps_random_state(self.lightning_module, self.mesh):
+            dataloader = setup.seed_workers(dataloader, self.mesh.rank("dp"), self.streams.data_seed)
         coupling = self.parallel_model.coupling
         return dataloader if coupling is None else even(dataloader, coupling)
 
@@ -374,6 +416,9 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.accelerator is not None
         if self.engine is not None and self._ended:
             self.engine.close()
+            sharding = sharding_of(self.optimizers[0])
+            if sharding is not None and not sharding.divided:
+                sharding.end()
         if not FAILED.is_set():  # it waits for the device, which may wait for a message of another rank
             self.accelerator.teardown()
 

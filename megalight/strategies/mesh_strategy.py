@@ -40,7 +40,6 @@ class MeshStrategy(Collectives, ParallelStrategy):
             saved and loaded by canonical name, as ``<name>.<canonical>``.
     """
 
-    is_distributed = True
     reduces_totals = True
 
     tensor_parallel: int
@@ -92,6 +91,12 @@ class MeshStrategy(Collectives, ParallelStrategy):
             ep=self.expert_parallel,
             etp=self.expert_tensor_parallel,
         )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks have different data. If so, Lightning divides loaders over replicas and syncs logged values."""
+        mesh = self.grid(self.num_nodes * self.num_processes)
+        return mesh.dp * mesh.cp > 1
 
     @property
     def run(self) -> Run:

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError
 from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import weights
+from megalight.strategies.errors import StepError
 
 
 class OwnTrainingStep:
@@ -21,18 +21,24 @@ class OwnTrainingStep:
 
     Args:
         before_backward: called with each scalar before its backward.
+        distributed: whether other ranks wait for this one's gradients. If not, a step may return None.
     """
 
     def __init__(
-        self, module: pl.LightningModule, precision: MegatronPrecision, before_backward: Callable[[Tensor], None]
+        self,
+        module: pl.LightningModule,
+        precision: MegatronPrecision,
+        before_backward: Callable[[Tensor], None],
+        distributed: bool,
     ) -> None:
         self.module = module
+        self.distributed = distributed
         self.precision = precision
         self.before_backward = before_backward
 
     def __call__(
         self, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, data_ranks: int
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Tensor | None]:
         """Run all micro-batches. Empty ones have weight 0.
 
         Args:
@@ -42,29 +48,56 @@ class OwnTrainingStep:
             data_ranks: number of ranks over which gradients are summed.
 
         Returns:
-            the output of the last micro-batch that is not empty, and the mean loss of this rank's samples.
+            the joined output of the micro-batches, and the mean loss of this rank's samples. Both are None if the step
+            returned None for all of them. A micro-batch without a loss adds nothing, and others weigh the same.
 
         Raises:
-            ConfigurationError: the step returned no differentiable loss.
+            StepError: the step returned no differentiable loss, or None although there are several ranks.
         """
-        output: Any = None
+        outputs: list[Any] = []
         losses = []
         real = weights([micro_batch for micro_batch in micro_batches if not is_empty(micro_batch)])
         for index, micro_batch in enumerate(micro_batches):
             weight = 0.0 if is_empty(micro_batch) else real[index]  # empty ones come last
             with self.precision.step_context(), span("forward", chunk=0, micro_batch=index):
                 made = self.module.training_step(contents(micro_batch), *others)
-            output = output if is_empty(micro_batch) else made
+            if made is None and not self.distributed:
+                continue
             loss = made.get("loss") if isinstance(made, Mapping) else made
             if not isinstance(loss, Tensor) or not loss.requires_grad:
-                raise ConfigurationError(
+                raise StepError(
                     f"{type(self.module).__name__}.training_step returned {type(made).__name__} without a "
-                    "differentiable loss; return the loss tensor or a dict with the key 'loss'."
+                    "differentiable loss; return the loss tensor or a dict with the key 'loss'"
+                    + ("." if made is not None else ", on every rank: None skips a batch only in a single process.")
                 )
+            if not is_empty(micro_batch):
+                outputs.append((made, weight))
             # gradients are summed over micro-batches and data ranks, so these weights turn the sum into a mean
             share = loss * (scale * weight / data_ranks)
             self.before_backward(share)
             with span("backward", chunk=0, micro_batch=index):
                 self.module.backward(share)
             losses.append(loss.detach() * weight)
-        return output, torch.stack(losses).sum()
+        if not losses:
+            return None, None
+        return _joined(outputs), torch.stack(losses).sum()
+
+
+def _joined(outputs: Sequence[tuple[Any, float]]) -> Any:
+    """Join the outputs of micro-batches with their weights, as if the step had run on the whole batch."""
+    made = [output for output, _ in outputs]
+    if len(made) < 2 or not isinstance(made[0], Mapping):
+        return made[-1] if made else None
+    weights = [weight / sum(weight for _, weight in outputs) for _, weight in outputs]
+    return {name: _entry([output.get(name) for output in made], weights) for name in made[0]}
+
+
+def _entry(values: list[Any], weights: Sequence[float]) -> Any:
+    """Join one entry: tensors along dim 0, numbers as 0-dim tensors by their mean. Others become a list."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return values
+    if all(value.ndim for value in values):
+        return torch.cat(values)
+    if all(value.ndim == 0 and value.is_floating_point() for value in values):
+        return torch.stack([value * weight for value, weight in zip(values, weights, strict=True)]).sum()
+    return values

@@ -22,6 +22,7 @@ from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 from megalight.strategies import _lightning, refusals
@@ -60,8 +61,14 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     model.recompute(strategy.recompute)
     precision.prepare(model, seed)
     model.check_overlap()
-    strategy.streams.seed(seed)
+    if not keeps_random_state(module, strategy.mesh):
+        strategy.streams.seed(seed)
     return model
+
+
+def keeps_random_state(module: pl.LightningModule, mesh: ParallelMesh) -> bool:
+    """Return whether torch's random state stays as it is: a plain module in one process draws as under Lightning."""
+    return not isinstance(module, MegalightModule) and mesh.world_size == 1
 
 
 def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str, FrozenRun]:
@@ -151,9 +158,10 @@ def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:
     """
     if hasattr(dataloader, "generator") and dataloader.generator is None:
         dataloader.generator = torch.Generator().manual_seed(seed)
-        sampler = getattr(dataloader, "sampler", None)
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
-            sampler.generator = dataloader.generator
+        batches = getattr(dataloader, "batch_sampler", None)
+        for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
+            if isinstance(sampler, RandomSampler) and sampler.generator is None:
+                sampler.generator = dataloader.generator
     if getattr(dataloader, "num_workers", 0) and dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
     return dataloader

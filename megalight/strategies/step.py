@@ -51,6 +51,7 @@ class Stepper:
 
     Attributes:
         step: the step of a ``MegalightModule``, without Lightning.
+        has_gradients: whether a batch of this accumulation window had a loss.
     """
 
     def __init__(
@@ -74,7 +75,14 @@ class Stepper:
             around=precision.step,
             before_backward=before_backward,
         )
+        self.has_gradients = False
         self._compared = False
+
+    def zero_grad(self) -> None:
+        """Discard all gradients: a new accumulation window begins."""
+        assert self.engine is not None
+        self.has_gradients = False
+        self.engine.zero_grad()
 
     def begin(self, engine: DataParallelEngine | None) -> None:
         """Begin a run of Lightning's loops. ``engine`` is None outside ``fit``."""
@@ -87,7 +95,7 @@ class Stepper:
         """The engine that reduces gradients. Training needs it."""
         return self.step.engine
 
-    def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport]:
+    def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of this rank's share of a global batch.
 
         Args:
@@ -97,28 +105,32 @@ class Stepper:
             sync: whether to reduce gradients, as this is the last batch before the optimizer's step.
 
         Returns:
-            the step's output for Lightning, and the report.
+            the step's output for Lightning, and the report. Both are None if the user's step skipped the batch.
         """
         self.precision.begin(number)
         samples, micro_batches = self._split(args[0])
         if own_steps(self.module, "training_step"):
             _check_own(self.module, "training_step", args[0])
             return self._train_own(samples, micro_batches, args[1:], scale, sync)
+        self.has_gradients = True
         done = self.step.train(micro_batches, scale, sync)
         report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
         return report.loss, report
 
     def _train_own(
         self, samples: int, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
-    ) -> tuple[Any, StepReport]:
+    ) -> tuple[Any, StepReport | None]:
         assert self.engine is not None
         totals = self.step.totals
         micro_batches = self.step.joined(micro_batches)
-        step = OwnTrainingStep(self.module, self.precision, self.before_backward)
+        step = OwnTrainingStep(self.module, self.precision, self.before_backward, self.model.mesh.world_size > 1)
         with self.precision.step(), self.engine.micro_batches(len(micro_batches), sync):
             output, loss = step(micro_batches, others, scale, totals.data_ranks)
-        if sync:
+        self.has_gradients |= loss is not None
+        if sync and self.has_gradients:  # without gradients, the optimizer must find None and not zeros
             self.engine.finish_grad_sync()
+        if loss is None:
+            return None, None
         mean_loss = totals.sum(loss) / totals.data_ranks
         report = StepReport(mean_loss, torch.zeros_like(mean_loss), samples * self.model.mesh.size("dp"), {})
         return ({**output, "loss": mean_loss} if isinstance(output, Mapping) else mean_loss), report

@@ -143,10 +143,12 @@ def test_frozen_parameters_and_names_in_groups_are_dropped() -> None:
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
     shard_optimizer(optimizer, _engine(model, optimizer))
-    (group,) = optimizer.param_groups
-    assert [p.numel() for p in group["params"]] == [256]
     state = optimizer.state_dict()
+    assert state["param_groups"][0]["params"] == [0], "one flat shard"
     optimizer.load_state_dict(state)
+    (group,) = optimizer.param_groups
+    assert list(map(id, group["params"])) == list(map(id, model.parameters())), "between steps"
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
 
 
 def test_parameters_added_later_are_refused() -> None:

@@ -73,8 +73,10 @@ def weights(module: nn.Module) -> list[list[float]]:
 
 
 def dealt(count: int, size: int, ranks: int, epoch: int = 0) -> list[list[tuple[Tensor, Tensor]]]:
-    """Each step's batch on each rank, as Lightning's injected DistributedSampler deals them out."""
+    """Each step's batch on each rank: in order on one, else as Lightning's injected DistributedSampler deals them."""
     x, y = samples(count)
+    if ranks == 1:
+        return [[batch] for batch in zip(x.split(size), y.split(size), strict=True)]
     shares = []
     for rank in range(ranks):
         sampler: DistributedSampler[Any] = DistributedSampler(range(count), ranks, rank)  # type: ignore[arg-type]

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
-from megalight.imports import has_grad_dtype
+from megalight.imports import has_grad_dtype, torch_distributed
 from megalight.ops.parameter import collect, release, state_of
 from megalight.ops.quantize.formats import DTYPES
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 from megalight.parallel.storage import has_memory, without_memory
+
+all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,14 @@ class Bucket:
         self.shard.master.grad = None
         self.grads, self.main_grads = self.grads.new_empty(0), []
         self.own_grads = self.grads
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return a flat tensor ``[numel]`` of the whole bucket from every rank's interval of it."""
+        if self.shard_group is None:
+            return own
+        whole = own.new_empty(self.layout.numel)
+        all_gather(whole, own, group=self.shard_group)
+        return whole
 
     @property
     def autograd_adds(self) -> bool:

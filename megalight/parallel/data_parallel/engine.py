@@ -303,6 +303,15 @@ class DataParallelEngine:
         """
         self._parameters.fill_masters(name, values)
 
+    def give_masters(self, other: DataParallelEngine) -> None:
+        """Copy masters that are wider than their parameters to another engine over (some of) the same parameters."""
+        for bucket in self.buckets:
+            if bucket.master_is_own_params:
+                continue
+            masters = bucket.gathered(bucket.shard.master.detach())
+            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                other.fill_masters(info.name, masters[slot.start : slot.stop])
+
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank: ``parameters``, ``gradients``, ``masters`` (only those that are copies)."""
         return {

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
+from megalight.optim.sharded import sharding_of
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import remove_low_precision
 
@@ -139,6 +140,18 @@ class MegatronPrecision(Precision):
         yield
 
     val_step_context = test_step_context = predict_step_context = train_step_context
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure (passes, hooks, clipping), then step. An optimizer on shards shows its own parameters before.
+
+        Other optimizers get the closure, which they may call several times.
+        """
+        if sharding_of(optimizer) is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = self._wrap_closure(model, optimizer, closure)
+        return optimizer.step(closure=lambda: result, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all ranks. Each element counts once."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 
 from megalight.checkpoint import remove
 from megalight.errors import ConfigurationError
+from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
 from megalight.strategies.checkpoints.hyperparameters import keep_plain
 from megalight.strategies.checkpoints.resuming import Resumed, open_folder
@@ -51,8 +54,23 @@ class FolderCheckpoints(MeshStrategy):
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
         self.sync_parameters()
         path = self.broadcast(str(filepath))
-        save(self, keep_plain(checkpoint, self._left_out), path)
+        with self._sharded():
+            save(self, keep_plain(checkpoint, self._left_out), path)
         self._tell("on_checkpoint_written", path)
+
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        """Put the optimizer on the engine's shards again, if the end of ``fit`` gave it its own parameters back."""
+        if self.engine is None or sharding_of(self.optimizers[0]) is not None:
+            yield
+            return
+        shard_optimizer(self.optimizers[0], self.engine)
+        try:
+            yield
+        finally:
+            sharding = sharding_of(self.optimizers[0])
+            assert sharding is not None
+            sharding.end()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder. Tensors are read later, directly into the parameters."""
@@ -83,14 +101,19 @@ class FolderCheckpoints(MeshStrategy):
             self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a folder atomically."""
-        if self.is_global_zero:
+        """Delete a folder atomically, or a file."""
+        if not self.is_global_zero:
+            return
+        if os.path.isfile(filepath):
+            os.remove(filepath)
+        else:
             remove(str(filepath))
         self._tell("on_checkpoint_removed", str(filepath))
 
     def _tell(self, event: str, path: str) -> None:
         """Call a method of the callbacks that have it, on all ranks."""
-        assert self.lightning_module is not None
+        if self.lightning_module is None:  # no callbacks are connected yet
+            return
         trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             getattr(callback, event, _ignored)(trainer, self.lightning_module, path)
