@@ -64,6 +64,8 @@ class CUDAGraph(pl.Callback):
             ``on_refusal="error"``, something cannot be recorded.
     """
 
+    needs_shards = True
+
     def __init__(
         self,
         scope: Literal["iteration", "layer", "attention"] = "iteration",

@@ -89,9 +89,9 @@ def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:
     optimization._optimizer_zero_grad(trainer.fit_loop.batch_idx, optimizer)
 
 
-def skip_backward(trainer: pl.Trainer) -> None:
-    """Make Lightning's automatic optimization run only ``training_step``, without ``zero_grad`` and ``backward``."""
-    trainer.fit_loop._skip_backward = True
+def skip_backward(trainer: pl.Trainer, skip: bool) -> None:
+    """Let Lightning's automatic optimization run only ``training_step``, without ``zero_grad`` and ``backward``."""
+    trainer.fit_loop._skip_backward = skip
 
 
 class SigtermAgreement:

@@ -30,7 +30,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.step import StepRunner
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, launchers, refusals, setup
+from megalight.strategies import _lightning, launchers, ordinary, refusals, setup
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
@@ -78,7 +78,8 @@ class MegatronStrategy(FolderCheckpoints):
     Attributes:
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model, with the specs of its parameters.
-        engine: the data-parallel engine. None outside ``fit``.
+        engine: the data-parallel engine. None outside ``fit``, and with optimizers that need whole parameters
+            (:mod:`~megalight.strategies.ordinary`).
         report: report of the last training step. None before the first.
 
     Raises:
@@ -193,7 +194,8 @@ class MegatronStrategy(FolderCheckpoints):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Check module and callbacks before anything is built."""
-        refusals.check_module(model, model.trainer)
+        if model.trainer.state.fn == TrainerFn.FITTING:
+            ordinary.check_manual(self, model)
         refusals.check_callbacks(model.trainer)
         if model is not self._setup_of:
             self._setup_of = None
@@ -239,14 +241,20 @@ class MegatronStrategy(FolderCheckpoints):
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
-        with refusals.one_optimizer(self.lightning_module, self.parallel_model):
+        with refusals.optimizer_of_stage(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
+        on_shards = not ordinary.is_needed(self.lightning_module, self.optimizers)
+        _lightning.skip_backward(trainer, on_shards)
+        self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
+        self._sigterm.install()
+        if not on_shards:
+            ordinary.check(self, self.lightning_module, self.optimizers)
+            self.parallel_model.fill()
+            self.engine = self.precision.clip_by_norm = self.precision.clip_by_value = None
+            return
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self._make_engine()
         self._ended = False
-        _lightning.skip_backward(trainer)
-        self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
-        self._sigterm.install()
 
     def _make_engine(self) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
@@ -270,9 +278,8 @@ class MegatronStrategy(FolderCheckpoints):
             )
         if self.engine.level.parameters:
             raise ConfigurationError(
-                "parameters were added to the optimizer after training began, whose sharded parameters cannot be divided "
-                "anew. Use data_parallel.level='optim', or let all parameters require gradients from the start, with "
-                "learning rate 0."
+                "parameters were added to the optimizer after training began, but data_parallel.level shards parameters "
+                "once. Use level='optim', or let all parameters require gradients from the start, with learning rate 0."
             )
         sharding.end()
         earlier = self.engine
@@ -304,7 +311,9 @@ class MegatronStrategy(FolderCheckpoints):
 
         The result is None if the user's own step skipped the batch.
         """
-        assert self._stepper is not None and self.engine is not None
+        assert self._stepper is not None
+        if self.engine is None:
+            return self._stepper.own("training_step", args)
         trainer = self._trainer
         # Lightning skips its own zero_grad with the backward, so do it at the start of each accumulation window
         window = int(trainer.accumulate_grad_batches)
@@ -325,7 +334,8 @@ class MegatronStrategy(FolderCheckpoints):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (step, hooks, clipping), update this rank's shards, and start gathering the parameters."""
-        assert self.engine is not None
+        if self.engine is None:
+            return super().optimizer_step(optimizer, ordinary.averaging(optimizer, closure, self.mesh), model, **kwargs)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.publish()
         # the gather overlaps with the next forward, unless the user's code may read weights before it
@@ -334,7 +344,13 @@ class MegatronStrategy(FolderCheckpoints):
         return output
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise: :meth:`training_step` runs the backward of every micro-batch itself."""
+        """Run the backward where Lightning's loop does so. On shards, :meth:`training_step` has run it already.
+
+        Raises:
+            ConfigurationError: optimization is on shards.
+        """
+        if self.engine is None and self._setup_of is not None:
+            return super().backward(*args, **kwargs)
         raise ConfigurationError(
             "something called backward on MegatronStrategy, whose training_step has done it already; a callback that "
             "toggles Lightning's backward (StochasticWeightAveraging does) cannot be used with it."

@@ -31,7 +31,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
     Attributes:
         tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, expert_tensor_parallel,
         expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel, checkpoints,
-            plan, process_group_backend: the user's arguments. A layout string decides ``virtual_pipeline``.
+        plan, process_group_backend, micro_batch_size: the user's arguments. A layout string decides
+        ``virtual_pipeline``.
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model. None before setup.
         engine: the data-parallel engine. None outside ``fit``.
@@ -59,6 +60,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     checkpoints: Checkpoints
     plan: Plan | None
     process_group_backend: str | None
+    micro_batch_size: int | None
     num_nodes: int
     mesh: ParallelMesh
     parallel_model: ParallelModel | None

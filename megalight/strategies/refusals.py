@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.model import ParallelModel
@@ -68,15 +66,6 @@ def check_environment(environment: ClusterEnvironment | None) -> None:
         )
 
 
-def check_module(module: pl.LightningModule, trainer: pl.Trainer) -> None:
-    """Refuse modules that run the backward themselves (manual optimization)."""
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{type(module).__name__} uses manual optimization, which MegatronStrategy cannot run: it reduces "
-            "gradients itself. Set automatic_optimization = True, or train it under strategy='ddp'."
-        )
-
-
 def check_callbacks(trainer: pl.Trainer) -> None:
     """Refuse callbacks that read or replace whole parameters, and callbacks of another Lightning package."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -94,18 +83,18 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def one_optimizer(module: pl.LightningModule, model: ParallelModel) -> Iterator[None]:
-    """Check in Lightning's call of ``configure_optimizers`` that it returns one optimizer with parameters or groups.
+def optimizer_of_stage(module: pl.LightningModule, model: ParallelModel) -> Iterator[None]:
+    """Say what to do if ``configure_optimizers`` finds no parameters on a pipeline stage that has none.
 
     Raises:
-        ConfigurationError: there are several optimizers, or one without parameters, as on a stage that has none.
+        ConfigurationError: the optimizer got no parameters and no groups.
     """
     configure = module.configure_optimizers
     empty = model.mesh.pp > 1 and not any(parameter.requires_grad for parameter in model.parameters())
 
     def checked() -> Any:
         try:
-            found = configure()
+            return configure()
         except ValueError as error:
             if not empty:
                 raise
@@ -113,12 +102,6 @@ def one_optimizer(module: pl.LightningModule, model: ParallelModel) -> Iterator[
                 f"configure_optimizers found no trainable parameters on {' and '.join(map(str, model.stages))}. Pass "
                 'the optimizer a parameter group, [{"params": ...}], which may be empty, or move a layer here.'
             ) from error
-        if sum(1 for _ in _optimizers_in(found)) > 1:
-            raise ConfigurationError(
-                "configure_optimizers returned several optimizers; MegatronStrategy steps exactly one. Put the "
-                "parameters into groups of one optimizer."
-            )
-        return found
 
     before = module.__dict__.get("configure_optimizers")
     module.__dict__["configure_optimizers"] = checked
@@ -128,17 +111,6 @@ def one_optimizer(module: pl.LightningModule, model: ParallelModel) -> Iterator[
         del module.__dict__["configure_optimizers"]
         if before is not None:
             module.__dict__["configure_optimizers"] = before
-
-
-def _optimizers_in(found: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in any form that ``configure_optimizers`` may return."""
-    if isinstance(found, Optimizer):
-        yield found
-    elif isinstance(found, Mapping):
-        yield from _optimizers_in(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for part in found:
-            yield from _optimizers_in(part)
 
 
 def check_no_codes(root: nn.Module) -> None:

@@ -156,8 +156,8 @@ class Own(Plain):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Manual, r"Manual uses manual optimization.*Set automatic_optimization = True, or train it under"),
-        (Two, r"returned several optimizers; MegatronStrategy steps exactly one\. Put the parameters into groups"),
+        (Manual, r"Manual uses manual optimization.*every rank, but data_parallel.level='optim' divides them\. Pass"),
+        (Two, r"multiple optimizers is only supported with manual optimization"),
         (
             Forgotten,
             r"net\.2\.weight requires gradients, but the optimizer does not hold it \(nor 1 others\)\. Add it to",
@@ -168,7 +168,7 @@ class Own(Plain):
         ),
         (Lossless, r"Lossless\.training_step returned NoneType without a differentiable loss; return the loss tensor"),
         (Detached, r"Detached\.training_step returned dict without a differentiable loss"),
-        (Newton, r"LBFGS is not known to update each element"),
+        (Newton, r"LBFGS is not known to update each element.*Pass data_parallel=DataParallel\(level='no_shard'\)"),
         (Own, r"StochasticWeightAveraging averages whole parameters.*Use megalight\.callbacks\.EMA instead"),
     ],
 )

@@ -51,8 +51,8 @@ class MegatronPrecision(Precision):
         plain: whether the module is a plain LightningModule. It then gets the same as from Lightning's own plugins:
             autocast in ``bf16-mixed``; in the ``-true`` precisions, inputs and the default dtype have the dtype of the
             weights. The strategy sets this and ``device_type``.
-        clip_by_norm: clips by the global gradient norm. The strategy sets it.
-        clip_by_value: clips each element. The strategy sets it.
+        clip_by_norm: clips by the global gradient norm. The strategy sets it. None: gradients are whole on each rank.
+        clip_by_value: clips each element. The strategy sets it. None: as above.
     """
 
     def __init__(self, precision: str = "32-true") -> None:
@@ -155,10 +155,14 @@ class MegatronPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all ranks. Each element counts once."""
-        assert self.clip_by_norm is not None, "the strategy connects clipping in setup"
-        self.clip_by_norm(float(clip_val))
+        if self.clip_by_norm is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self.clip_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip each gradient element."""
-        assert self.clip_by_value is not None, "the strategy connects clipping in setup"
-        self.clip_by_value(float(clip_val))
+        if self.clip_by_value is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.clip_by_value(float(clip_val))

@@ -44,8 +44,8 @@ class FolderCheckpoints(MeshStrategy):
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: :meth:`save_checkpoint` writes the shards by canonical name."""
-        return {}
+        """Return the state of an optimizer on whole parameters, else nothing: shards are saved by canonical name."""
+        return {} if self.engine is not None else dict(optimizer.state_dict())
 
     @spanned("checkpoint")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -96,9 +96,11 @@ class FolderCheckpoints(MeshStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read masters, moments and random states."""
         assert self._resumed is not None
+        if self.engine is None:
+            self._resumed.read_ordinary(self, self.optimizers)
+            return
         self._resumed.read_optimizer(self)
-        if self.engine is not None:
-            self.engine.recast()
+        self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a folder atomically, or a file."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch.optim import Optimizer
 
 from megalight import checkpoint
 from megalight.checkpoint.precision import FullPrecision
@@ -14,6 +16,7 @@ from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
 from megalight.parallel.source import Source
+from megalight.strategies.checkpoints.saving import ORDINARY
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 
@@ -58,8 +61,9 @@ class Resumed:
     def for_lightning(self) -> dict[str, Any]:
         """Return the entries that Lightning restores itself."""
         common = dict(self.saved.common)
-        options = common.pop("optimizer", None)
-        return {**common, "state_dict": {}, **({} if options is None else {"optimizer_states": [options]})}
+        options, whole = common.pop("optimizer", None), common.pop(ORDINARY, None)
+        states = whole if options is None else [options]
+        return {**common, "state_dict": {}, **({} if states is None else {"optimizer_states": states})}
 
     def read_model(self, strategy: MeshStrategy) -> None:
         """Read weights into the local parameters. Float32 weights are read from the masters, if it has any."""
@@ -80,3 +84,23 @@ class Resumed:
             CheckpointError: it has no optimizer state, or that of another optimizer.
         """
         strategy.run.resume(self.saved)
+
+    def read_ordinary(self, strategy: MeshStrategy, optimizers: Sequence[Optimizer]) -> None:
+        """Read the states of optimizers of whole parameters, and random states.
+
+        Raises:
+            CheckpointError: it has other optimizers.
+        """
+        states = self.saved.common.get(ORDINARY)
+        if states is None or len(states) != len(optimizers):
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise CheckpointError(
+                f"{self.saved.path} has no state of whole parameters for the {len(optimizers)} optimizers of this run "
+                f"({kinds}). Resume with the same optimizers, or load the weights alone."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        random = self.saved.rank_state(strategy.mesh.global_rank)
+        if random is not None:
+            assert strategy.streams is not None
+            strategy.streams.load_state_dict(random["random"])

@@ -10,6 +10,8 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors replace."""
+ORDINARY = "ordinary_optimizers"
+"""Entry with the states of optimizers of whole parameters, in torch's form."""
 
 
 def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
@@ -22,6 +24,8 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
         "layout": strategy.mesh.describe(),
     }
     resumable = "optimizer_states" in entries and strategy.engine is not None
+    if "optimizer_states" in entries and strategy.engine is None:
+        common[ORDINARY] = entries["optimizer_states"]
     if resumable:
         common["optimizer"] = strategy.run.group_options()
     saves_base = getattr(strategy.lightning_module, "saves_base", True)

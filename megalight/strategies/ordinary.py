@@ -1,0 +1,123 @@
+"""Optimization on ordinary parameters, for what cannot step on shards: each rank then holds the whole model.
+
+Manual optimization, several optimizers, and optimizers that are not element-wise run in Lightning's own loop, on the
+parameters and gradients of the user's module. When an optimizer steps, its gradients are averaged over the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megalight.errors import ConfigurationError
+from megalight.models.module import MegalightModule
+from megalight.optim.sharded import is_elementwise
+from megalight.parallel.mesh import ParallelMesh
+from megalight.strategies.mesh_strategy import MeshStrategy
+
+
+def is_needed(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether the optimizers cannot step on shards."""
+    return not module.automatic_optimization or not all(map(is_elementwise, optimizers)) or len(optimizers) > 1
+
+
+def check_manual(strategy: MeshStrategy, module: pl.LightningModule) -> None:
+    """Refuse manual optimization where it cannot work, before anything is built."""
+    if not module.automatic_optimization:
+        what = f"{type(module).__name__} uses manual optimization"
+        _check(strategy, module, what, strategy.grid(strategy.num_nodes * strategy.num_processes))
+
+
+def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need whole parameters where a rank does not hold, or cannot step, all of them.
+
+    Raises:
+        ConfigurationError: the message names what to change.
+    """
+    other = next((type(optimizer).__name__ for optimizer in optimizers if not is_elementwise(optimizer)), None)
+    what = (
+        f"{other} is not known to update each element only from its own gradient (set elementwise = True on the class "
+        "if it does)"
+        if other is not None
+        else f"{type(module).__name__} has {len(optimizers)} optimizers"
+    )
+    _check(strategy, module, what, strategy.mesh)
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if getattr(callback, "needs_shards", False):
+            raise ConfigurationError(
+                f"{what}, so there are no flat shards, which {type(callback).__name__} works on. Remove this callback, "
+                "or use one element-wise optimizer with automatic optimization."
+            )
+
+
+def _check(strategy: MeshStrategy, module: pl.LightningModule, what: str, mesh: ParallelMesh) -> None:
+    split = [f"{axis}={mesh.size(axis)}" for axis in ("tp", "pp", "cp", "ep") if mesh.size(axis) > 1]
+    if split:
+        raise ConfigurationError(
+            f"{what}, which needs whole parameters and gradients, but {' and '.join(split)} divide the model or its "
+            "tokens. Use one element-wise optimizer with automatic optimization, or leave these degrees at 1."
+        )
+    if mesh.dp > 1 and strategy.data_parallel.level != "no_shard":
+        raise ConfigurationError(
+            f"{what}, which needs whole gradients and optimizer state on every rank, but data_parallel.level="
+            f"{strategy.data_parallel.level!r} divides them. Pass data_parallel=DataParallel(level='no_shard')."
+        )
+    if strategy.micro_batch_size is not None:
+        raise ConfigurationError(
+            f"{what}, which runs training_step on whole batches, but micro_batch_size={strategy.micro_batch_size}. "
+            "Leave it out, and use accumulate_grad_batches or a smaller batch."
+        )
+    if isinstance(module, MegalightModule):
+        if mesh.dp > 1 and type(module).training_step is MegalightModule.training_step:
+            raise ConfigurationError(
+                f"{what}, so each replica would count its own tokens only. Use one element-wise optimizer with "
+                "automatic optimization, or one device."
+            )
+        if strategy.precision.dtype.itemsize < 4:
+            raise ConfigurationError(
+                f"{what}, which would step on {strategy.precision.dtype} weights without float32 masters. Use "
+                "precision='32-true', or one element-wise optimizer with automatic optimization."
+            )
+
+
+def averaging(optimizer: Optimizer, closure: Callable[[], Any], mesh: ParallelMesh) -> Callable[[], Any]:
+    """Return a closure that also averages the gradients of the optimizer, and the loss, over the replicas."""
+    group = mesh.group("dp")
+    if group is None:
+        return closure
+
+    def averaged() -> Any:
+        loss = closure()
+        with torch.no_grad():
+            average_gradients([p for part in optimizer.param_groups for p in part["params"]], group)
+            if isinstance(loss, Tensor):  # a line search must see the same loss on all ranks
+                loss = loss.detach().clone()
+                dist.all_reduce(loss, group=group)
+                loss /= group.size()
+        return loss
+
+    return averaged
+
+
+def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average gradients over a group, with one message per dtype. A gradient that no rank has stays None."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        ours = [parameter for parameter in parameters if parameter.dtype == dtype]
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in ours]
+        flags = torch.tensor([float(p.grad is not None) for p in ours], dtype=dtype).to(ours[0].device)
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in given), flags])
+        dist.all_reduce(flat, group=group)
+        sizes = [*(gradient.numel() for gradient in given), len(ours)]
+        *means, found = torch.split(flat / group.size(), sizes)
+        # reading the flags waits for the device, so do it only if a gradient is missing here
+        missing = any(parameter.grad is None for parameter in ours)
+        arrived = found.tolist() if missing else [1.0] * len(ours)
+        for parameter, mean, any_rank in zip(ours, means, arrived, strict=True):
+            if any_rank:
+                parameter.grad = mean.view(parameter.shape)

@@ -1,0 +1,200 @@
+"""Manual optimization, several optimizers and optimizers of whole parameters, as under Lightning's own strategies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalight.callbacks import CUDAGraph
+from megalight.errors import ConfigurationError
+from megalight.models.module import MegalightModule
+from megalight.strategies import DataParallel, MegatronStrategy
+from tests.environment import trainer
+from tests.strategies.regression import Plain, batches, dealt, fit, samples, strategy, weights
+from tests.strategies.test_drop_in import close, lightnings_own
+from tests.workers import run
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers in turns: a generator, and a critic that steps on every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(5, 2), nn.Linear(2, 1)
+        self.double()
+
+    def generator_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.critic(self.generator(batch[0])).square().mean()
+
+    def critic_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (self.critic(batch[1]) - self.critic(self.generator(batch[0]).detach())).square().mean()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        with first.toggle_model():
+            self.manual_backward(self.generator_loss(batch))
+            first.step()
+            first.zero_grad()
+        with second.toggle_model():
+            self.manual_backward(self.critic_loss(batch))
+            if batch_idx % 2:
+                second.step()
+                second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01),
+            torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9),
+        ]
+
+
+def _adversaries(own: bool, epochs: int = 1) -> list[list[float]]:
+    module = Adversaries()
+    (lightnings_own if own else fit)(module, batches(16, 4), max_epochs=epochs)
+    return weights(module)
+
+
+def test_several_optimizers_step_by_hand() -> None:
+    (expected,) = run(_adversaries, 1, True)
+    (found,) = run(_adversaries, 1, False)
+    assert found == expected
+
+
+def _replicas() -> tuple[list[list[float]], int]:
+    module = Adversaries()
+    runner = fit(module, batches(16, 2), strategy("no_shard"))
+    return weights(module), runner.global_step
+
+
+def test_each_step_averages_over_replicas_what_has_arrived() -> None:
+    module = Adversaries()
+    first, second = module.configure_optimizers()
+    for number, step in enumerate(dealt(16, 2, 2)):
+        module.generator.zero_grad()
+        torch.stack([module.generator_loss(batch) for batch in step]).mean().backward(
+            inputs=list(module.generator.parameters())
+        )
+        first.step()
+        torch.stack([module.critic_loss(batch) for batch in step]).mean().backward()
+        if number % 2:
+            second.step()
+            second.zero_grad()
+    for found, steps in run(_replicas, 2):
+        close(found, weights(module))
+        assert steps == 6, "Lightning counts the steps of all optimizers"
+
+
+def _resumed(path: str) -> tuple[list[list[float]], list[list[float]]]:
+    whole, first, second = Adversaries(), Adversaries(), Adversaries()
+    fit(whole, batches(16, 4), max_epochs=2)
+    fit(first, batches(16, 4)).save_checkpoint(path)
+    runner = trainer(strategy(), max_steps=-1, max_epochs=2, limit_val_batches=0)
+    runner.fit(second, batches(16, 4), ckpt_path=path)
+    return weights(second), weights(whole)
+
+
+def test_each_optimizer_resumes(tmp_path: Path) -> None:
+    found, expected = run(_resumed, 1, str(tmp_path / "epoch.ckpt"))[0]
+    assert found == expected
+
+
+class Newton(Plain):
+    """Calls the closure several times per step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
+
+
+def _newton(own: bool, **options: Any) -> list[list[float]]:
+    module = Newton().double()
+    (lightnings_own if own else fit)(module, batches(8, 4), **{"max_epochs": 2, **options})
+    return weights(module)
+
+
+def test_lbfgs() -> None:
+    assert run(_newton, 1, False) == run(_newton, 1, True)
+
+
+def _newton_on_replicas() -> list[list[float]]:
+    module = Newton().double()
+    fit(module, batches(8, 2), strategy("no_shard"))
+    return weights(module)
+
+
+def test_lbfgs_on_replicas_sees_the_mean_loss() -> None:
+    module = Newton().double()
+    optimizer = module.configure_optimizers()
+    for step in dealt(8, 2, 2):
+
+        def closure(step: list[Any] = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([module.training_step(batch, 0) for batch in step]).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for found in run(_newton_on_replicas, 2):
+        close(found, weights(module))
+
+
+class Factored(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+def _factored(own: bool) -> list[list[float]]:
+    module = Factored().double()
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    (lightnings_own if own else fit)(module, batches(16, 4), **options)
+    return weights(module)
+
+
+def test_adafactor_with_accumulation_and_clipping() -> None:
+    assert run(_factored, 1, False) == run(_factored, 1, True)
+
+
+class Task(MegalightModule):
+    """A module of ours with an optimizer of whole parameters."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(5, 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "trainer_options", "message"),
+    [
+        (Newton, {"micro_batch_size": 2}, {}, "micro_batch_size=2. Leave it out"),
+        (Newton, {"tensor_parallel": 2}, {"devices": 2}, "no plan for Newton"),
+        (Adversaries, {"tensor_parallel": 2}, {"devices": 2}, "tp=2 divide the model or its tokens"),
+        (Adversaries, {}, {"devices": 2}, "Pass data_parallel=DataParallel(level='no_shard')"),
+        (Task, {}, {"precision": "bf16-true"}, "torch.bfloat16 weights without float32 masters"),
+        (Newton, {}, {"callbacks": [CUDAGraph()]}, "no flat shards, which CUDAGraph works on"),
+    ],
+)
+def test_what_needs_whole_parameters_is_refused_elsewhere(
+    module: type[pl.LightningModule], options: dict[str, Any], trainer_options: dict[str, Any], message: str
+) -> None:
+    devices = trainer_options.get("devices", 1)
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run(_refused, devices, module, options, {k: v for k, v in trainer_options.items() if k != "devices"})
+
+
+def _refused(module: type[pl.LightningModule], options: dict[str, Any], trainer_options: dict[str, Any]) -> None:
+    how = MegatronStrategy(**options, data_parallel=DataParallel())
+    fit(module(), batches(8, 2), how, **trainer_options)
+
+
+def test_nothing_else_calls_backward() -> None:
+    with pytest.raises(ConfigurationError, match="whose training_step has done it already"):
+        MegatronStrategy().backward(samples(1)[0])
