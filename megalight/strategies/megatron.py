@@ -278,7 +278,7 @@ class MegatronStrategy(FolderCheckpoints):
             )
         if self.engine.level.parameters:
             raise ConfigurationError(
-                "parameters were added to the optimizer after training began, but data_parallel.level shards parameters "
+                "parameters were added to the optimizer after training began, but this data_parallel.level shards them "
                 "once. Use level='optim', or let all parameters require gradients from the start, with learning rate 0."
             )
         sharding.end()
