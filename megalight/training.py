@@ -73,12 +73,13 @@ def parallelize(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     source: Source | None = None,
+    fill: bool = False,
 ) -> ParallelModel:
     """Split a one-device model over all processes; data parallelism takes the ranks that the degrees leave.
 
     All ranks call this together, after ``torch.distributed.init_process_group``. A model on the meta device is never
-    whole on any rank: its parts are drawn, with the same values under every layout. One that has values gets those of
-    rank 0.
+    whole on any rank: its parts are drawn, with the same values under every layout, when :class:`Training` has made
+    storage for them. A model that has values gets those of rank 0.
 
     Args:
         model: changed in place.
@@ -89,6 +90,7 @@ def parallelize(
         dtype: of the floating-point parameters; None: as they are. bfloat16 ones get float32 masters when trained.
         seed: of the initial values, and of torch's random generators: equal along ``tp``, different elsewhere.
         source: values to begin from (``megalight.checkpoint.open(path)``, say).
+        fill: give the parameters memory and values now, for a model that is not trained.
 
     Raises:
         LayoutError: the model, or the number of processes, does not divide so.
@@ -119,7 +121,7 @@ def parallelize(
     )
     place = torch.device(device) if device is not None else _usual_device()
     broadcast_values(model, place)
-    parallel = ParallelModel.build(model, mesh, options, device=place, dtype=dtype, seed=seed, source=source)
+    parallel = ParallelModel.build(model, mesh, options, device=place, dtype=dtype, seed=seed, source=source, fill=fill)
     RandomStreams(mesh).seed(seed)
     return parallel
 
@@ -160,7 +162,10 @@ class Training:
         self.model = model
         self.optimizer = optimizer
         options = data_parallel or DataParallel(overlap_param_gather=False)
+        new = not model.filled
         self.engine = engine_over([model], [group["params"] for group in optimizer.param_groups], options)
+        if new and model.transform_values():
+            self.engine.refresh_masters()
         self.engine.attach_gather_hooks(model.root)
         shard_optimizer(optimizer, self.engine)
         optimizer.register_step_post_hook(lambda *_: self._stepped())

@@ -13,9 +13,13 @@ from torch import nn
 import megalight
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.gpt import GPT
+from megalight.parallel import model as parallel_model
+from megalight.parallel import run_engine
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.initial_values import initialise
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column
+from megalight.parallel.transform import ModelTransform
 from tests.parallel.test_step import Weighted, micro_batches
 from tests.strategies.training import BASE
 from tests.workers import run
@@ -75,6 +79,54 @@ def test_half_precision_keeps_masters_of_the_draws() -> None:
     assert master.dtype == torch.float32
     assert torch.equal(master.bfloat16(), rounded)
     assert not torch.equal(master, rounded.float())
+
+
+def test_values_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = []
+
+    def counted(*args: Any, **options: Any) -> None:
+        draws.append(options)
+        initialise(*args, **options)
+
+    for place in (run_engine, parallel_model):
+        monkeypatch.setattr(place, "initialise", counted)
+    with torch.device("meta"):
+        net = nn.Linear(3, 2)
+    model = megalight.parallelize(net, dtype=torch.bfloat16, seed=3)
+    with pytest.raises(ConfigurationError, match=r"Linear has no values yet\. Make a megalight\.Training"):
+        net(torch.ones(1, 3))
+    megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
+    assert len(draws) == 1
+    assert net(torch.ones(1, 3, dtype=torch.bfloat16)).isfinite().all()
+
+    with torch.device("meta"):
+        other = nn.Linear(3, 2)
+    megalight.parallelize(other, dtype=torch.bfloat16, seed=3, fill=True)
+    assert torch.equal(other.weight, net.weight)
+
+
+class Doubling(ModelTransform):
+    """Doubles all values."""
+
+    def change(self, model: nn.Module) -> None:
+        """The structure stays."""
+
+    def with_values(self, model: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_transforms_change_values_once(fill: bool) -> None:
+    plain, doubled = nn.Linear(3, 2), nn.Linear(3, 2)
+    doubled.load_state_dict(plain.state_dict())
+    model = megalight.parallelize(doubled, transforms=[Doubling()], dtype=torch.bfloat16, fill=fill)
+    for _ in range(2):
+        training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
+        assert torch.equal(doubled.weight, 2 * plain.weight.bfloat16())
+    (master,) = [shard.master for shard in training.engine.shards]
+    assert torch.equal(master[: doubled.weight.numel()], doubled.weight.float().view(-1))
 
 
 def _adam(tensor_parallel: int) -> megalight.Training:

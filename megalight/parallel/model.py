@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.apply import check_overlap, parallelize
@@ -102,6 +103,7 @@ class ParallelModel:
         self.name = name
         self.origin: Origin | None = None
         self.pending = self.empty = self.filled = False
+        self._refusals: list[RemovableHandle] = []
         self.device = torch.device("meta")
         self.shards: Units | None = None
         self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
@@ -131,6 +133,7 @@ class ParallelModel:
         dtype: torch.dtype | None = None,
         seed: int = 0,
         source: Source | None = None,
+        fill: bool = True,
     ) -> ParallelModel:
         """Split, place and fill a model.
 
@@ -139,6 +142,8 @@ class ParallelModel:
             dtype: dtype of the floating-point parameters and buffers; None: unchanged.
             seed: seed of the initial values, if the model is on meta.
             source: read after that; None: the initial values stay.
+            fill: draw or read the values now. False: an engine will (:mod:`megalight.parallel.run_engine`), and until
+                then the model refuses to run.
 
         Raises:
             LayoutError, ConfigurationError: as the constructor.
@@ -147,8 +152,11 @@ class ParallelModel:
         model = cls(root, mesh, options, name=name)
         model.place(device, dtype)
         model.begin_from(seed, source)
-        model.fill()
-        model.transform_values()
+        if fill:
+            model.fill()
+            model.transform_values()
+        else:
+            model._refuse_to_run()
         model.recompute(model.options.recompute)
         model.check_overlap()
         return model
@@ -214,9 +222,24 @@ class ParallelModel:
 
     def allocate(self) -> None:
         """Give parameters without memory their own, filled with NaN."""
+        for refusal in self._refusals:
+            refusal.remove()
+        self._refusals.clear()
         for parameter in self.parameters():
             if not has_memory(parameter):
                 parameter.data = unknown(parameter, self.device)
+
+    def _refuse_to_run(self) -> None:
+        """Refuse forward passes until there is memory: all elements of a parameter are one NaN."""
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            raise ConfigurationError(
+                f"{type(self.root).__name__} has no values yet. Make a megalight.Training over it first, or give "
+                "fill=True to megalight.parallelize for a model that is not trained."
+            )
+
+        if self.pending:
+            self._refusals += [chunk.register_forward_pre_hook(refuse) for chunk in self.chunks]
 
     def draw(self, seed: int) -> None:
         """Fill a model without memory with the initial values of the one-device model.
