@@ -3,6 +3,7 @@
 from megalight.callbacks.adapters import Adapters
 from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.ema import EMA
+from megalight.callbacks.expert_loads import ExpertLoads
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.memory_snapshot import MemorySnapshot
 from megalight.callbacks.nsys import NsysWindow
@@ -21,6 +22,7 @@ __all__ = [
     "NVTX",
     "Adapters",
     "CUDAGraph",
+    "ExpertLoads",
     "GarbageCollection",
     "MemorySnapshot",
     "NsysWindow",

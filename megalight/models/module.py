@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.ratio import Ratio
+from megalight.nn.counting import end_step
 from megalight.nn.init import initialise
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.parallel.frozen import FrozenModel
@@ -160,6 +161,12 @@ class MegalightModule(pl.LightningModule):
         for name, value in {"loss": objective, **side_losses.values, **metrics}.items():
             self.log(f"train_{name}", value.detach(), batch_size=1)
         return torch.stack([objective, *side_losses.values.values()]).sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """End the counts of layers over the step. Strategies with ``reduces_totals`` do it themselves."""
+        strategy = self.trainer.strategy
+        if self.model is not None and not getattr(strategy, "reduces_totals", False):
+            end_step(self.model, lambda counts: cast(Tensor, strategy.reduce(counts, reduce_op="sum")))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to ``val_loss``, the mean over all tokens of the validation set."""

@@ -30,6 +30,14 @@ log = logging.getLogger(__name__)
 class SideLosses(Opaque):
     """The interface of collectors. This one collects nothing."""
 
+    keeps = False
+    """Whether values are kept."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this forward pass counts: in training, the first time, and not for a micro-batch without effect."""
+        return self.keeps and torch.is_grad_enabled() and not in_backward()
+
     def attach(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
         """Return ``hidden`` unchanged. In training, ``value`` adds to the objective and is logged as ``train_{name}``.
 
@@ -62,6 +70,8 @@ class AttachedSideLosses(SideLosses):
         totals: the sum of each loss over all forward passes since :meth:`begin`, 0-dim float64.
     """
 
+    keeps = True
+
     def __init__(self, device: torch.device | str) -> None:
         self.totals: dict[str, Tensor] = {}
         self._scale = torch.zeros((), dtype=torch.float64, device=device)
@@ -89,6 +99,8 @@ class KeptSideLosses(SideLosses):
     Attributes:
         values: the sum of each loss, by name.
     """
+
+    keeps = True
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.groups import new_group
@@ -54,9 +54,14 @@ def nothing(loss: Loss) -> Loss:
     return Loss(loss.sum * 0, auxiliary, metrics)
 
 
-def couples(specs: Iterable[ShardSpec], mesh: ParallelMesh) -> bool:
-    """Whether ranks along ``dp`` communicate in a forward pass, because some hold different parameters."""
+def couples(specs: Iterable[ShardSpec], mesh: ParallelMesh, modules: Iterable[nn.Module]) -> bool:
+    """Whether ranks along ``dp`` communicate in a forward pass.
+
+    They do if some hold different parameters, or if a module ``reads_replicas`` (a router with a loss over all).
+    """
     replicas = set(mesh.ranks("dp"))
+    if len(replicas) > 1 and any(getattr(module, "reads_replicas", False) for module in modules):
+        return True
     return any(not replicas <= set(mesh.ranks(*data)) for data in {spec.data for spec in specs})
 
 

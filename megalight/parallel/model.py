@@ -109,7 +109,7 @@ class ParallelModel:
         self.added = frozenset(f"{name}.{made}" for made in apply_transforms(root, self.options.transforms))
         self.plan, self.specs, self.layout = _split(root, mesh, self.options, f"{name}.")
         # Before the cut, because all stages run the same number of micro-batches, also those without experts.
-        self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh) else None
+        self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh, root.modules()) else None
         self.chunks = [root]
         if mesh.pp > 1:
             log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.nn.counting import end_step
 from megalight.nn.side_losses import AttachedSideLosses, ZeroSideLosses, collecting
 from megalight.parallel import coupling
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen import FrozenRun
+from megalight.parallel.mesh import TOKEN_AXES
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
@@ -203,6 +205,7 @@ class Step:
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
             self.engine.finish_grad_sync()
+            end_step(self.model.root, self._total)
         return Outcome(means.pop("loss"), counts.tokens, means)
 
     def _side_losses(self) -> dict[str, Tensor]:
@@ -214,6 +217,10 @@ class Step:
         for name, value in self.auxiliary.totals.items():
             found[name] = found[name] + value if name in found else value
         return found
+
+    def _total(self, counts: Tensor) -> Tensor:
+        """Sum counts of layers over the ranks that see different tokens."""
+        return self.totals.sum(counts, *TOKEN_AXES, *["tp"] * (self.token_shares > 1))
 
     def _count(self, micro_batches: Sequence[Any], scale: float) -> Counts:
         """Count with one reduction, and without a wait for the device."""

@@ -30,6 +30,8 @@ def test_the_recipe_of_experts(tmp_path: Path) -> None:
     assert len(found) == 2
     assert len(rows) == 3 + 2
     balance = [float(row["train_router_aux_loss"]) for row in rows]
+    assert all(1 <= float(row["experts_3/max_load"]) <= 8 > float(row["experts_3/min_load"]) >= 0 for row in rows)
+    assert all(float(row["experts_1/drop_rate"]) == 0 for row in rows)
     # two layers with the coefficient 0.01, and a router that is nearly balanced
     assert balance == pytest.approx([0.02] * 5, rel=0.2)
     last = "runs/moe/checkpoints/last.ckpt"

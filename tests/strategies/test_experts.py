@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, GPTConfig
 from megalight.nn.init import initialise
-from megalight.nn.moe import BalanceConfig, MoEConfig
+from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
 from megalight.parallel.coupling import Empty
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.recompute import Recompute
@@ -56,6 +56,18 @@ class Uneven(WithData):
     def split_batch(self, batch: TokenBatch, size: int) -> Sequence[TokenBatch]:
         uneven = self.trainer.strategy.mesh.rank("dp") % 2
         return batch.split(len(batch) if uneven else size)
+
+
+ALL = replace(
+    BASE,
+    moe=replace(
+        MOE,
+        pattern=(True,),
+        router=RouterConfig(score="sigmoid", num_groups=2, group_top_k=1, scale=1.5, bias=True, expert_bias=True),
+        balance=BalanceConfig(seq_aux_loss=0.05, z_loss=0.01),
+    ),
+)
+"""A router with most of its options. Its losses do not depend on how tokens divide into micro-batches."""
 
 
 EP2 = {"expert_parallel": 2}
@@ -104,6 +116,106 @@ def test_ranks_with_fewer_micro_batches(layout: str) -> None:
     found = run(_fit, LAYOUTS[layout][0], layout, "optim", False)
     assert_same_run(found[0], expected())
     assert_same_gradients(found[0]["gradients"], expected()["gradients"])
+
+
+class ExpertBias(pl.Callback):
+    """Keeps the expert bias and the loads of each layer after each step."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, list[float]]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        routers = {name: m for name, m in pl_module.named_modules() if isinstance(m, Router)}
+        values = {f"{name} bias": router.expert_bias for name, router in routers.items()}
+        values |= {f"{name} loads": router.loads for name, router in routers.items()}
+        self.rows.append({name: value.tolist() for name, value in values.items() if value is not None})
+
+
+ALL_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one": (1, 1, {}),
+    "again": (1, 2, {"recompute": Recompute(granularity="full")}),
+    "dp2": (2, 2, {}),
+    "ep2": (2, 1, EP2),
+    "tp2dp2ep2": (4, 1, {**TP2, **EP2}),
+    "cp2ep2": (2, 2, {"context_parallel": 2, **EP2}),
+    "pp2ep2": (4, 1, {"pipeline_parallel": 2, **EP2}),
+}
+"""Name -> ranks, samples per micro-batch, options."""
+
+
+def _fit_all(layout: str) -> dict[str, Any]:
+    gradients, bias = FirstGradients(), ExpertBias()
+    _, size, options = ALL_LAYOUTS[layout]
+    found = fit(ALL, extra_callbacks=[gradients, bias], micro_batch_size=size, **options)
+    return {**found, "gradients": gradients.first, "bias": bias.rows}
+
+
+@functools.cache
+def whole_batches() -> dict[str, Any]:
+    """On one device, without micro-batches."""
+    return run(_fit_all, 1, "one")[0]
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_no_layout_changes_losses_and_biases(layout: str) -> None:
+    """Tensor, context, expert, pipeline and data parallelism, micro-batches, padding and recompute."""
+    found, expected = run(_fit_all, ALL_LAYOUTS[layout][0], layout), whole_batches()
+    assert_same_run(found[0], expected)
+    assert_same_gradients(found[0]["gradients"], expected["gradients"])
+    counts: dict[str, list[float]] = {}
+    for rank in found:
+        for step, row in enumerate(rank["bias"]):
+            assert row
+            assert row.items() <= expected["bias"][step].items()
+            counts |= row
+    assert counts.keys() == expected["bias"][0].keys()
+    loads = [sum(values) for name, values in counts.items() if name.endswith("loads")]
+    assert loads == [4 * 12 * 2] * 2
+    assert any(any(values) for name, values in counts.items() if name.endswith("bias"))
+
+
+GLOBAL, AUX = (
+    replace(BASE, moe=replace(MOE, balance=BalanceConfig(**{name: 0.2}))) for name in ("global_aux_loss", "aux_loss")
+)
+
+
+def _fit_global(options: dict[str, Any], size: int | None, uneven: bool) -> dict[str, Any]:
+    gradients = FirstGradients()
+    kind = Uneven if uneven else WithData
+    found = fit(GLOBAL, extra_callbacks=[gradients], micro_batch_size=size, module_type=kind, **options)
+    return {**found, "gradients": gradients.first}
+
+
+@pytest.mark.parametrize("options", [{}, EP2, TP2, {"context_parallel": 2}])
+def test_the_global_loss_is_over_all_replicas(options: dict[str, Any]) -> None:
+    """With one micro-batch on each rank it is the loss over the whole batch."""
+    found = run(_fit_global, 2, options, None, False)[0]
+    expected = by_hand(AUX)
+    assert_same_run(found, expected)
+    assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+def test_the_global_loss_and_ranks_with_fewer_micro_batches() -> None:
+    found = run(_fit_global, 2, {}, 1, True)
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["norms"] == found[1]["norms"]
+
+
+def _fit_capped(pad: bool, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(capped(pad), micro_batch_size=1, **options)
+
+
+def capped(pad: bool) -> GPTConfig:
+    """Experts that get at most five of the twelve tokens of a micro-batch."""
+    return replace(BASE, moe=replace(MOE, capacity=CapacityConfig(factor=0.75, pad=pad)))
+
+
+@pytest.mark.parametrize(
+    ("pad", "options"),
+    [(False, EP2), (True, EP2), (True, {**EP2, "expert": ExpertOptions("all_gather")})],
+)
+def test_dropped_tokens(pad: bool, options: dict[str, Any]) -> None:
+    assert_same_run(run(_fit_capped, 2, pad, options)[0], by_hand(capped(pad), micro_batch_size=1))
 
 
 class OwnStep(Uneven):

@@ -107,7 +107,7 @@ def build_experts(config: GPTConfig) -> MoE:
     """Build a router and its experts."""
     moe = config.moe
     assert moe is not None
-    router = Router(config.hidden_size, moe.num_experts, moe.router, moe.balance, std=config.init.std)
+    router = Router(config.hidden_size, moe.num_experts, moe.router, moe.balance, moe.capacity, std=config.init.std)
     experts = Experts(
         moe.num_experts,
         config.hidden_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from megalight.nn import InnerAttention, LayerNorm, LMHead, RMSNorm, ShortConv
-from megalight.nn.moe import Experts, Router
+from megalight.nn.moe import Experts, Jitter, Router
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import (
     Channels,
@@ -37,6 +37,7 @@ RULES = Plan(
         "*.mlp.up": Column(),
         "*.mlp.down": Row(),
         Router: Routing(),
+        Jitter: Dropout(split=True),
         Experts: Expert(),
         RMSNorm: SequenceRegion(),
         LayerNorm: SequenceRegion(),

@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from megalight.nn.moe.config import BalanceConfig
-from megalight.nn.moe.pool import Pool
+from megalight.nn.context import LayerContext
 from megalight.ops.router import Statistics, statistics
-from megalight.types import PackedSequences
+
+if TYPE_CHECKING:
+    from megalight.nn.moe.router import Router
 
 
-def losses(
-    logits: Tensor, top_k: int, score: str, config: BalanceConfig, pool: Pool, sequences: PackedSequences
-) -> dict[str, Tensor]:
-    """Return this device's terms of all losses with a coefficient, by name, without the coefficients.
-
-    Args:
-        logits: ``[T, E]`` with gradient.
-        top_k: number of experts of each token.
-        score: ``softmax`` or ``sigmoid``.
-        config: coefficients.
-        pool: where the tokens of the micro-batch are.
-        sequences: how these tokens divide into sequences.
-    """
+def losses(router: Router, logits: Tensor, context: LayerContext) -> dict[str, Tensor]:
+    """Return this device's terms of a router's losses by name, without their coefficients; ``logits [T, E]``."""
     found = {}
-    mask = pool.mask(sequences)
-    if config.aux_loss or config.z_loss:
+    config, pool, top_k, score = router.balance, router.pool, router.config.top_k, router.config.score
+    mask = pool.mask(context.sequences)
+    if config.aux_loss or config.global_aux_loss or config.z_loss:
         sums = statistics(logits, top_k, score, mask=mask)
-        means = pool.mean(torch.cat([sums.counts, _numbers(logits, None, mask)[:, None]], 1))
+        counts = torch.cat([sums.counts, _numbers(logits, None, mask)[:, None]], 1)
+        means = pool.mean(counts)
         if config.aux_loss:
-            found["aux_loss"] = balance_loss(sums, means, top_k)
+            found["aux_loss"] = balance_loss(sums, means, means, top_k)
+        if config.global_aux_loss:
+            loads = router.running.add(pool.mean_of_replicas(counts), context)
+            found["global_aux_loss"] = balance_loss(sums, means, loads, top_k)
         if config.z_loss:
             found["z_loss"] = (sums.squares * _inverse(means[:, -1])).sum()
-    return found
+    if config.seq_aux_loss:
+        bounds = pool.bounds(context.sequences)
+        sums = statistics(logits, top_k, score, bounds, mask)
+        means = pool.mean(torch.cat([sums.counts, _numbers(logits, bounds, mask)[:, None]], 1))
+        found["seq_aux_loss"] = balance_loss(sums, means, means, top_k)
+    return {name: found[name] for name in config.names}
 
 
-def balance_loss(sums: Statistics, means: Tensor, top_k: int) -> Tensor:
+def balance_loss(sums: Statistics, means: Tensor, loads: Tensor, top_k: int) -> Tensor:
     """``E * sum_e f_e P_e``, 1 for balanced experts; the mean over pools (https://arxiv.org/abs/2101.03961).
 
-    ``f_e`` is the share of expert ``e`` in the choices of all tokens of a pool, and ``P_e`` the mean of its scores.
+    ``f_e`` is the share of expert ``e`` in all choices, and ``P_e`` the mean of its scores over the tokens of a pool.
 
     Args:
         sums: this device's sums for each of ``S`` pools.
-        means: ``[S, E + 1]``, over the devices: the counts of choices, and the number of tokens.
+        means: ``[S, E + 1]``, over the devices of the pool: the counts of choices, and the number of tokens.
+        loads: ``[S, E + 1]``, the same for ``f_e``, up to a factor.
         top_k: number of experts of each token.
     """
-    counts, tokens = means[:, :-1], means[:, -1:]
-    # means over the devices: their quotients are those of the sums
-    shares, scores = counts * _inverse(top_k * tokens), sums.scores * _inverse(tokens)
-    return counts.shape[1] * (scores * shares).sum() / (tokens > 0).sum().clamp(min=1)
+    tokens = means[:, -1:]
+    # a mean over the devices: the mean of this device's quotient with it, over the devices, is that of the sums
+    shares, scores = loads[:, :-1] * _inverse(top_k * loads[:, -1:]), sums.scores * _inverse(tokens)
+    return scores.shape[1] * (scores * shares).sum() / (tokens > 0).sum().clamp(min=1)
 
 
 def _numbers(logits: Tensor, bounds: Tensor | None, mask: Tensor | None) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from math import ceil
 from typing import Literal
 
 from megalight.errors import ConfigurationError
@@ -30,6 +31,17 @@ class RouterConfig:
             The best ``top_k // group_top_k`` scores of each are added up for the first choice. None: no groups.
         group_top_k: number of groups of each token.
         scale: factor of the weights.
+        bias: whether logits have a bias.
+        jitter: in training, the router's input is multiplied by random numbers from ``1 - jitter`` to ``1 + jitter``
+            (https://arxiv.org/abs/2101.03961).
+        expert_bias: a bias per expert, added to its score for the choice alone. After each step it moves up for experts
+            with fewer tokens than the mean, and down for others (https://arxiv.org/abs/2408.15664).
+        expert_bias_rate: how far it moves.
+        sinkhorn: in training, choose by logits that are normalised over tokens and experts in turn, so that experts are
+            equally busy in each micro-batch on each device (https://arxiv.org/abs/2103.16716). The host waits for the
+            device.
+        force_balance: replace logits by random numbers, for benchmarks: experts are then equally busy. Logits get
+            gradients as before.
     """
 
     top_k: int = 2
@@ -39,6 +51,12 @@ class RouterConfig:
     num_groups: int | None = None
     group_top_k: int | None = None
     scale: float = 1.0
+    bias: bool = False
+    jitter: float = 0.0
+    expert_bias: bool = False
+    expert_bias_rate: float = 1e-3
+    sinkhorn: bool = False
+    force_balance: bool = False
 
     def __post_init__(self) -> None:
         _require(self.top_k >= 1, f"moe.router.top_k is {self.top_k}; it must be at least 1.")
@@ -56,6 +74,19 @@ class RouterConfig:
             "moe.router.top_k=1 with a softmax over the chosen expert: its weight would always be 1, so the router "
             "would learn nothing. Set moe.router.pre_softmax=true.",
         )
+        _require(0 <= self.jitter < 1, f"moe.router.jitter is {self.jitter}; it must be at least 0 and below 1.")
+        _require(
+            self.score == "sigmoid" or not self.expert_bias,
+            f"moe.router.expert_bias=true with moe.router.score={self.score}; the bias is made for sigmoid scores. Set "
+            "moe.router.score=sigmoid.",
+        )
+        rate = self.expert_bias_rate
+        _require(rate >= 0, f"moe.router.expert_bias_rate is {rate}; it must be at least 0.")
+        _require(
+            not self.sinkhorn or (self.score == "softmax" and self.pre_softmax and self.num_groups is None),
+            "moe.router.sinkhorn=true weighs by a softmax over all experts. Set moe.router.score=softmax and "
+            "moe.router.pre_softmax=true, and leave num_groups out.",
+        )
 
     @property
     def rule(self) -> Rule:
@@ -69,16 +100,50 @@ class BalanceConfig:
 
     Attributes:
         aux_loss: balance of the experts over the tokens of a micro-batch (https://arxiv.org/abs/2101.03961).
+        seq_aux_loss: balance over each sequence, averaged over the sequences (https://arxiv.org/abs/2405.04434).
+        global_aux_loss: balance over all micro-batches of the step so far, of all replicas
+            (https://arxiv.org/abs/2501.11873).
         z_loss: mean square of the log of the softmax's denominator (https://arxiv.org/abs/2202.08906).
     """
 
     aux_loss: float = 0.0
+    seq_aux_loss: float = 0.0
+    global_aux_loss: float = 0.0
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("aux_loss", "z_loss"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             _require(value >= 0, f"moe.balance.{name} is {value}; it must be at least 0.")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the losses with a coefficient, in order."""
+        return [name for name, value in asdict(self).items() if value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """A limit of the number of tokens of each expert. Others are dropped: the expert does not see them.
+
+    Attributes:
+        factor: a device with ``T`` tokens sends at most ``ceil(T * top_k / num_experts * factor)`` to each expert.
+        keep: which tokens an expert keeps: those with the highest weights (``probs``), or the first (``position``).
+        pad: fill up every expert with rows of zeros, so that shapes do not depend on the routes.
+    """
+
+    factor: float
+    keep: Literal["probs", "position"] = "probs"
+    pad: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.factor > 0, f"moe.capacity.factor is {self.factor}; it must be above 0.")
+        _require(
+            self.keep in ("probs", "position"), f"moe.capacity.keep is {self.keep!r}; it must be probs or position."
+        )
+
+    def of(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """Return the number of tokens that each expert gets at most from a device with ``num_tokens``."""
+        return max(1, min(ceil(num_tokens * top_k / num_experts * self.factor), num_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +156,7 @@ class MoEConfig:
         pattern: which layers have experts, repeated over the depth: ``[false, true]`` means every other layer.
         router: how the router chooses.
         balance: losses that keep the experts equally busy.
+        capacity: limits the number of tokens of each expert. None: no token is dropped.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -101,6 +167,7 @@ class MoEConfig:
     pattern: tuple[bool, ...] = (True,)
     router: RouterConfig = field(default_factory=RouterConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    capacity: CapacityConfig | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", tuple(self.pattern))
@@ -111,6 +178,15 @@ class MoEConfig:
             self.router.top_k <= self.num_experts,
             f"moe.router.top_k={self.router.top_k} is above moe.num_experts={self.num_experts}; lower the one or raise "
             "the other.",
+        )
+        balance = self.balance
+        _require(
+            not self.router.sinkhorn or not (balance.aux_loss or balance.seq_aux_loss or balance.global_aux_loss),
+            "moe.router.sinkhorn=true balances the experts itself. Leave the balance losses at 0, or sinkhorn out.",
+        )
+        _require(
+            not self.router.sinkhorn or self.capacity is None,
+            "moe.router.sinkhorn=true with moe.capacity: the experts are balanced already. Leave out one of the two.",
         )
         try:
             self.router.rule.check(self.num_experts)

@@ -35,13 +35,17 @@ class Dispatcher(nn.Module, ABC):
     """Brings copies of tokens to their experts, and returns the sum of each token's outputs."""
 
     @abstractmethod
-    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, Any]:
+    def dispatch(
+        self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
+    ) -> tuple[Grouped, Any]:
         """Return the copies for the experts that are here, and a memo for :meth:`combine`.
 
         Args:
             hidden: ``[T, h]``.
             routes: the experts of each token; -1 stands for none.
             num_experts: number of experts that are here.
+            capacity: give each expert so many rows for the tokens of this device, filled up with zeros. None: as many
+                as it has copies.
         """
 
     @abstractmethod
@@ -52,9 +56,11 @@ class Dispatcher(nn.Module, ABC):
 class LocalDispatcher(Dispatcher):
     """All experts are on this device. Copies of one expert keep the order of the tokens."""
 
-    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, Permutation]:
+    def dispatch(
+        self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
+    ) -> tuple[Grouped, Permutation]:
         """Return the copies for all experts. The host does not wait for the device."""
-        where = permutation(routes.experts, num_experts)
+        where = permutation(routes.experts, num_experts, capacity=capacity)
         tokens, probs = permute(hidden, where, routes.probs)
         assert probs is not None
         return Grouped(tokens, probs, where.offsets), where

@@ -21,5 +21,5 @@ class MoE(nn.Module):
         """``[T, h] -> [T, h]``."""
         routes = self.router(hidden, context)
         dispatcher = self.experts.dispatcher
-        copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts))
+        copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(len(hidden)))
         return dispatcher.combine(self.experts(copies), memo)

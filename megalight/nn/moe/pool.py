@@ -14,6 +14,9 @@ class Pool:
     loss is the mean of the terms.
     """
 
+    place = 0
+    """The number of this device among those with different tokens."""
+
     def bounds(self, sequences: PackedSequences) -> Tensor:
         """``[n + 1]``: the start of each sequence among this device's tokens, and the end of the last."""
         return sequences.cu_seqlens
@@ -24,4 +27,8 @@ class Pool:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of ``value`` over the devices that hold tokens of the micro-batch. It has no gradient."""
+        return value.detach()
+
+    def mean_of_replicas(self, value: Tensor) -> Tensor:
+        """Return the mean of ``value`` over all devices with different tokens, of all replicas. It has no gradient."""
         return value.detach()

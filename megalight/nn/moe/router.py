@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,15 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.context import LayerContext
-from megalight.nn.init import Initializer, Normal
+from megalight.nn.counting import Counting
+from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.moe.balance import losses
-from megalight.nn.moe.config import BalanceConfig, RouterConfig
+from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
+from megalight.nn.moe.jitter import Jitter
 from megalight.nn.moe.pool import Pool
+from megalight.nn.moe.running import RunningLoads
+from megalight.nn.moe.sinkhorn import sinkhorn_routes
 from megalight.ops.common import apply, once_differentiable
+from megalight.ops.permute import drop
 from megalight.ops.router import Routes, route
 
 
-class Router(nn.Module):
+class Router(Counting):
     """Scores all experts for each token, and chooses ``top_k`` of them.
 
     Its losses are side losses (:mod:`megalight.nn.side_losses`), summed over layers: ``router_aux_loss`` and so on.
@@ -27,12 +33,23 @@ class Router(nn.Module):
         num_experts: ``E``.
         config: how it chooses.
         balance: coefficients of its losses.
+        capacity: limits the number of tokens of each expert.
         std: standard deviation of the initial weight.
 
     Attributes:
         weight: ``[E, h]``.
+        bias: ``[E]``, or None.
+        expert_bias: ``[E]`` float32 buffer, added to the scores for the choice alone; or None. The counts of each step
+            update it.
         pool: where the tokens of a micro-batch are.
+        observed: count the loads of the experts also if nothing here needs them.
+        loads: ``[E]``, the number of choices of each expert in the last training step, from all devices; and
+        dropped: how many of them exceeded the capacity. None before the first step, or if nothing was counted.
+        losses: the mean of each loss over the micro-batches of that step, without its coefficient.
     """
+
+    bias: nn.Parameter | None
+    expert_bias: Tensor | None
 
     def __init__(
         self,
@@ -40,22 +57,59 @@ class Router(nn.Module):
         num_experts: int,
         config: RouterConfig | None = None,
         balance: BalanceConfig | None = None,
+        capacity: CapacityConfig | None = None,
         *,
         std: float = 0.02,
     ) -> None:
         super().__init__()
         self.config = config or RouterConfig()
         self.balance = balance or BalanceConfig()
+        self.capacity = capacity
         self.pool = Pool()
+        self.jitter = Jitter(self.config.jitter)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.initializers: dict[str, Initializer] = {"weight": Normal(std)}
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts)) if self.config.bias else None)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.register_buffer("expert_bias", torch.zeros(num_experts) if self.config.expert_bias else None)
+        self.running = RunningLoads()
+        self.observed = False
+        self.loads: Tensor | None = None
+        self.dropped: Tensor | None = None
+        self.losses: dict[str, Tensor] = {}
+        self._forced: dict[int, Tensor] = {}
+
+    def reset_parameters(self) -> None:
+        """Set the buffer to zero; ``initializers`` describe the parameters."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+
+    @property
+    def reads_replicas(self) -> bool:
+        """Whether a loss reads counts of all replicas in the forward pass."""
+        return bool(self.balance.global_aux_loss)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Routes:
-        """``[T, h]`` -> the experts of each token, and their weights."""
-        logits = self.logits(hidden)
-        probs, experts = route(logits, self.config.rule)
+        """``[T, h]`` -> the experts of each token, and their weights. Expert -1: the token was dropped."""
+        logits = self.logits(self.jitter(hidden))
+        if self.config.force_balance:
+            logits = self._force(logits)
+        if self.config.sinkhorn:
+            probs, chosen = sinkhorn_routes(logits, self.config.top_k, balanced=self.training)
+        else:
+            probs, chosen = route(logits, self.config.rule, self.expert_bias)
+        experts = chosen
+        if self.capacity is not None:
+            priority = probs if self.capacity.keep == "probs" else None
+            most = self.capacity.of(len(hidden), self.config.top_k, len(self.weight))
+            experts = drop(chosen, len(self.weight), most, priority)
         if self.training and torch.is_grad_enabled():
-            probs = self._with_losses(probs, logits, context)
+            found = losses(self, logits, context)
+            for name, value in found.items():
+                coefficient = getattr(self.balance, name)
+                # the gradient of the probabilities always arrives
+                probs = context.side_losses.attach(f"router_{name}", coefficient * value, probs)
+            if context.side_losses.counts and (self.observed or self.expert_bias is not None):
+                self.count(self._counts(chosen, experts, found, context))
         return Routes(probs, experts)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -64,18 +118,53 @@ class Router(nn.Module):
         if self.config.dtype is not None:
             dtype = torch.promote_types(dtype, getattr(torch, self.config.dtype))
         if hidden.dtype == self.weight.dtype == dtype:
-            return F.linear(hidden, self.weight)
+            return F.linear(hidden, self.weight, self.bias)
         out: Tensor = apply(_WideProduct, hidden, self.weight, dtype)
-        return out
+        return out if self.bias is None else out + self.bias.to(dtype)
 
-    def _with_losses(self, probs: Tensor, logits: Tensor, context: LayerContext) -> Tensor:
-        """Attach the losses to the probabilities, whose gradient always arrives."""
-        config, sequences = self.config, context.sequences
-        found = losses(logits, config.top_k, config.score, self.balance, self.pool, sequences)
-        for name, value in found.items():
-            coefficient = getattr(self.balance, name)
-            probs = context.side_losses.attach(f"router_{name}", coefficient * value, probs)
-        return probs
+    def rows(self, num_tokens: int) -> int | None:
+        """Return how many rows each expert gets for ``num_tokens`` tokens. None: as many as it is chosen by."""
+        if self.capacity is None or not self.capacity.pad:
+            return None
+        return self.capacity.of(num_tokens, self.config.top_k, len(self.weight))
+
+    def end_step(self, totals: Tensor | None) -> None:
+        """Keep the loads and losses of the step, and move the expert bias against the loads."""
+        self.running.reset()
+        if totals is None:
+            return
+        size = len(self.weight)
+        self.loads, self.dropped, values = totals[:size], totals[size : 2 * size], totals[2 * size :]
+        self.losses = dict(zip(self.balance.names, values[:-1] / values[-1], strict=True))
+        if self.expert_bias is not None:
+            self.expert_bias.add_((self.loads.mean() - self.loads).sign(), alpha=self.config.expert_bias_rate)
+
+    def _counts(self, chosen: Tensor, experts: Tensor, found: dict[str, Tensor], context: LayerContext) -> Tensor:
+        """Return choices and drops of each expert, the terms of the losses, and 1; padding does not count."""
+        mask = self.pool.mask(context.sequences)
+        weight = torch.ones(chosen.shape, dtype=torch.float64, device=chosen.device)
+        if mask is not None:
+            weight.masked_fill_(~mask[:, None], 0)
+        size = len(self.weight)
+        counts = weight.new_zeros(2 * size).index_add_(0, chosen.flatten(), weight.flatten())
+        counts[size:].index_add_(0, chosen.flatten(), (weight * (experts < 0)).flatten())
+        terms = [value.detach().to(counts.dtype) for value in found.values()]
+        return torch.cat([counts, torch.stack([*terms, counts.new_ones(())])])
+
+    def _force(self, logits: Tensor) -> Tensor:
+        """Return random numbers, which are the same in every pass, with the gradient of the logits."""
+        if len(logits) not in self._forced:
+            generator = torch.Generator(logits.device).manual_seed(self.pool.place)
+            self._forced[len(logits)] = torch.empty_like(logits).normal_(generator=generator)
+        return self._forced[len(logits)] + logits - logits.detach()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Keep the expert bias in float32 when the module's dtype changes: its steps are too small for others."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and self.expert_bias is not None and self.expert_bias.dtype != before.dtype:
+            self.expert_bias = before.to(self.expert_bias.device)
+        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""

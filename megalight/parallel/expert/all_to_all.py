@@ -52,13 +52,15 @@ class AllToAllDispatcher(Dispatcher):
         super().__init__()
         self.shared = shared
 
-    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, _Sent]:
+    def dispatch(
+        self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
+    ) -> tuple[Grouped, _Sent]:
         """Return the copies for this rank's experts. The host waits once, for the numbers of rows."""
         group = self.shared.mesh.group("ep", "etp")
         assert group is not None
         routes = spread(routes, num_experts, self.shared.mesh.etp)
-        copies = permutation(routes.experts, group.size() * num_experts)
-        sizes = copies.sizes.view(group.size(), num_experts)
+        copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
+        sizes = copies.offsets.diff(prepend=copies.offsets.new_zeros(1)).view(group.size(), num_experts)
         received = torch.empty_like(sizes)
         with self._beside(sizes, received):
             dist.all_to_all_single(received, sizes, group=group)

@@ -34,17 +34,25 @@ class AllGatherDispatcher(Dispatcher):
         super().__init__()
         self.shared = shared
 
-    def dispatch(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Grouped, tuple[Permutation, int]]:
-        """Return the copies for this rank's experts. The host waits for the largest number of tokens, and for sizes."""
+    def dispatch(
+        self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
+    ) -> tuple[Grouped, tuple[Permutation, int]]:
+        """Return the copies for this rank's experts. The host waits for numbers of tokens and rows."""
         group = self.shared.mesh.group("ep", "etp")
-        missing = (0, 0, 0, _longest(hidden, group) - len(hidden))
-        # All ranks must gather equal sizes, so shorter inputs are padded. Padding has no expert.
+        assert group is not None
+        longest, most = _largest(group, hidden.device, len(hidden), capacity or 0)
+        missing = (0, 0, 0, max(1, longest) - len(hidden))
+        # All ranks must gather equal sizes, and some backends none that are empty: pad. Padding has no expert.
         everyone, probs = (all_gather(F.pad(x, missing), group) for x in (hidden, routes.probs))
         experts = start_all_gather(F.pad(routes.experts, missing, value=-1), group).wait()
         # experts of other ranks, and none, lie outside of [0, num_experts)
         experts = torch.where(experts < 0, -1, experts - self.shared.mesh.rank("ep") * num_experts)
-        sizes = torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts).tolist()
-        where = permutation(experts, num_experts, rows=sum(sizes))
+        if capacity is not None:
+            sizes = [most * group.size()] * num_experts
+            where = permutation(experts, num_experts, capacity=sizes[0])
+        else:
+            sizes = torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts).tolist()
+            where = permutation(experts, num_experts, rows=sum(sizes))
         tokens, weights = permute(everyone, where, probs)
         assert weights is not None
         return Grouped(tokens, weights, where.offsets, sizes), (where, len(hidden))
@@ -55,7 +63,8 @@ class AllGatherDispatcher(Dispatcher):
         return reduce_scatter(unpermute(outputs, where), self.shared.mesh.group("ep", "etp"))[:own]
 
 
-def _longest(hidden: Tensor, group: ProcessGroup | None) -> int:
-    """Return the largest number of tokens of a rank; at least one, because some backends cannot send empty tensors."""
-    counts = start_all_gather(torch.tensor([len(hidden)], device=hidden.device), group).wait()
-    return max(1, int(counts.max()))
+def _largest(group: ProcessGroup, device: torch.device, *numbers: int) -> list[int]:
+    """Return the largest value of each number among the ranks."""
+    everyone = start_all_gather(torch.tensor([numbers], device=device), group).wait()
+    found: list[int] = everyone.amax(0).tolist()
+    return found

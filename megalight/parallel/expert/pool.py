@@ -24,6 +24,7 @@ class MeshPool(Pool):
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
+        self.place = shared.mesh.global_rank
 
     def bounds(self, sequences: PackedSequences) -> Tensor:
         """Return the bounds within this rank's share along ``tp``; ``sequences`` are its share along ``cp`` alone."""
@@ -40,6 +41,10 @@ class MeshPool(Pool):
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean over the ranks that hold tokens of the micro-batch."""
         return self._mean(value, "cp", "tp") if self.shared.sequence_parallel else self._mean(value, "cp")
+
+    def mean_of_replicas(self, value: Tensor) -> Tensor:
+        """Return the mean over the ranks that hold tokens of any micro-batch."""
+        return self._mean(value, "dp", "cp", "tp") if self.shared.sequence_parallel else self._mean(value, "dp", "cp")
 
     def _mean(self, value: Tensor, *axes: str) -> Tensor:
         group = self.shared.mesh.group(*axes)

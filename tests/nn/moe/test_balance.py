@@ -8,11 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.nn.moe import BalanceConfig, Pool, RouterConfig
+from megalight.nn import LayerContext
+from megalight.nn.moe import BalanceConfig, Pool, Router, RouterConfig
 from megalight.nn.moe.balance import losses
-from megalight.nn.side_losses import KeptSideLosses
+from megalight.nn.side_losses import KeptSideLosses, SideLosses
 from megalight.types import PackedSequences
 from tests.nn.moe.loops import WIDTH, context, layer
+
+
+def router(name: str, top_k: int = 2, score: str = "softmax", pool: Pool | None = None) -> Router:
+    """A router with one loss."""
+    config = RouterConfig(top_k=top_k, score=score, pre_softmax=score == "softmax")  # type: ignore[arg-type]
+    made = Router(WIDTH, 5, config, BalanceConfig(**{name: 1.0}))
+    made.pool = pool or Pool()
+    return made
+
+
+def term(
+    name: str, logits: Tensor, lengths: list[int], score: str = "softmax", pool: Pool | None = None, **options: int
+) -> Tensor:
+    """The loss of a router, with padding after the sequences."""
+    sequences = PackedSequences.of_lengths(lengths).pad_to(len(logits))
+    context = LayerContext(sequences, {}, KeptSideLosses())
+    (value,) = losses(router(name, score=score, pool=pool, **options), logits, context).values()
+    return value
 
 
 def scores_of(token: Tensor, score: str) -> Tensor:
@@ -22,14 +41,15 @@ def scores_of(token: Tensor, score: str) -> Tensor:
     return single / single.sum()
 
 
-def pool_loss(logits: Tensor, top_k: int, score: str) -> Tensor:
-    """The balance loss of one pool, term by term."""
-    num_experts, number = logits.shape[1], len(logits)
+def pool_loss(logits: Tensor, top_k: int, score: str, counted: Tensor | None = None) -> Tensor:
+    """The balance loss of one pool, term by term; ``counted``: the logits whose choices count, if others."""
     total = torch.zeros((), dtype=logits.dtype)
     rows = [scores_of(token, score) for token in logits]
-    for expert in range(num_experts):
-        chosen = sum(expert in row.detach().argsort(descending=True)[:top_k].tolist() for row in rows)
-        total = total + num_experts / (top_k * number**2) * chosen * sum(row[expert] for row in rows)
+    others = rows if counted is None else [scores_of(token, score) for token in counted]
+    for expert in range(logits.shape[1]):
+        chosen = sum(expert in row.detach().argsort(descending=True)[:top_k].tolist() for row in others)
+        share = chosen / (top_k * len(others))
+        total = total + logits.shape[1] * share * sum(row[expert] for row in rows) / len(rows)
     return total
 
 
@@ -37,9 +57,15 @@ def z(logits: Tensor) -> Tensor:
     return torch.stack([token.exp().sum().log() ** 2 for token in logits]).mean()
 
 
-EXPECTED: dict[str, Callable[[Tensor, int, str], Tensor]] = {
-    "aux_loss": pool_loss,
-    "z_loss": lambda logits, top_k, score: z(logits),
+def by_sequence(logits: Tensor, lengths: list[int], score: str) -> Tensor:
+    return torch.stack([pool_loss(part, 2, score) for part in logits.split(lengths)]).mean()
+
+
+EXPECTED: dict[str, Callable[[Tensor, list[int], str], Tensor]] = {
+    "aux_loss": lambda logits, lengths, score: pool_loss(logits, 2, score),
+    "seq_aux_loss": by_sequence,
+    "global_aux_loss": lambda logits, lengths, score: pool_loss(logits, 2, score),
+    "z_loss": lambda logits, lengths, score: z(logits),
 }
 
 
@@ -48,53 +74,81 @@ EXPECTED: dict[str, Callable[[Tensor, int, str], Tensor]] = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_losses_equal_loops(name: str, padding: int, score: str) -> None:
     logits = torch.randn(14, 5, dtype=torch.float64, requires_grad=True)
-    sequences = PackedSequences.of_lengths([9, 5 - padding]).pad_to(14)
-    assert sequences.num_padding == padding
-    (found,) = losses(logits, 2, score, BalanceConfig(**{name: 1.0}), Pool(), sequences).values()
-    expected = EXPECTED[name](logits[: 14 - padding], 2, score)
+    lengths = [9, 5 - padding]
+    found = term(name, logits, lengths, score)
+    expected = EXPECTED[name](logits[: 14 - padding], lengths, score)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     actual, wanted = (torch.autograd.grad(value, logits)[0] for value in (found, expected))
     torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-15)
     assert not actual[14 - padding :].any()
 
 
-def test_balanced_experts_cost_the_coefficient() -> None:
+@pytest.mark.parametrize("name", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_balanced_experts_cost_the_coefficient(name: str) -> None:
     # each expert is chosen equally often, and has the same mean score
-    logits = torch.eye(6, dtype=torch.float64).repeat(2, 1) * 3
-    sequences = PackedSequences.of_lengths([12])
-    found = losses(logits, 1, "softmax", BalanceConfig(aux_loss=0.01), Pool(), sequences)
-    assert float(found["aux_loss"]) == pytest.approx(1)
+    logits = torch.eye(5, dtype=torch.float64).repeat(2, 1) * 3
+    assert float(term(name, logits, [5, 5], top_k=1)) == pytest.approx(1)
 
 
 class Divided(Pool):
-    """The second or first half of the tokens; ``values``: what the other device contributed to each mean."""
+    """Half of the tokens; ``others``: what the other device contributed to each mean."""
 
-    def __init__(self, others: list[Tensor]) -> None:
+    def __init__(self, others: list[Tensor] | None = None) -> None:
         self.others = others
         self.asked: list[Tensor] = []
 
     def mean(self, value: Tensor) -> Tensor:
         self.asked.append(value.detach())
-        return (value.detach() + self.others[len(self.asked) - 1]) / 2
+        return value.detach() if self.others is None else (value.detach() + self.others[len(self.asked) - 1]) / 2
+
+    mean_of_replicas = mean
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_mean_of_the_terms_of_devices_is_the_loss(name: str) -> None:
-    """Devices have different numbers of tokens that count."""
+    """Devices have different numbers of tokens that count, and one has none of the first sequence."""
     logits = torch.randn(12, 5, dtype=torch.float64)
-    config = BalanceConfig(**{name: 1.0})
-    whole = losses(logits[:10], 2, "softmax", config, Pool(), PackedSequences.of_lengths([10]))[name]
-    shares = [(logits[:6], PackedSequences.of_lengths([6])), (logits[6:], PackedSequences.of_lengths([4]).pad_to(6))]
+    whole = term(name, logits[:10], [6, 4])
+
+    class Second(Divided):
+        def bounds(self, sequences: PackedSequences) -> Tensor:
+            return torch.tensor([0, 0, 4, 6])
+
+    class First(Divided):
+        def bounds(self, sequences: PackedSequences) -> Tensor:
+            return torch.tensor([0, 6, 6, 6])
+
+    shares = [(logits[:6], [6], First), (logits[6:], [4], Second)]
     asked = []
-    for share, sequences in shares:
-        pool = Divided([torch.zeros(1, dtype=torch.float64)] * 2)
-        losses(share, 2, "softmax", config, pool, sequences)
+    for share, lengths, kind in shares:
+        pool = kind()
+        term(name, share, lengths, pool=pool)
         asked.append(pool.asked)
     terms = [
-        losses(share, 2, "softmax", config, Divided(asked[1 - place]), sequences)[name]
-        for place, (share, sequences) in enumerate(shares)
+        term(name, share, lengths, pool=kind(asked[1 - place])) for place, (share, lengths, kind) in enumerate(shares)
     ]
-    torch.testing.assert_close(sum(terms) / 2, whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.stack(terms).mean(), whole, rtol=1e-12, atol=0)
+
+
+def test_the_global_loss_counts_the_micro_batches_of_the_step() -> None:
+    made = router("global_aux_loss")
+    first, second, third = torch.randn(3, 8, 5, dtype=torch.float64)
+
+    def loss(logits: Tensor, collector: SideLosses) -> Tensor:
+        return losses(made, logits, context(8, losses=collector))["global_aux_loss"]
+
+    kept = KeptSideLosses()
+    torch.testing.assert_close(loss(first, kept), pool_loss(first, 2, "softmax"))
+    again = context(8, losses=kept)
+    both = pool_loss(second, 2, "softmax", torch.cat([first, second]))
+    torch.testing.assert_close(losses(made, second, again)["global_aux_loss"], both)
+    # a micro-batch that does not count sees the counts of the others
+    torch.testing.assert_close(loss(third, SideLosses()), pool_loss(third, 2, "softmax", torch.cat([first, second])))
+    loss(third, kept)
+    # recompute asks with the same context, and gets the counts of the first pass
+    torch.testing.assert_close(losses(made, second, again)["global_aux_loss"], both)
+    made.running.reset()
+    torch.testing.assert_close(loss(third, kept), pool_loss(third, 2, "softmax"))
 
 
 def test_the_router_attaches_its_losses_in_training_alone() -> None:
