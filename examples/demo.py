@@ -74,7 +74,7 @@ def main() -> None:
     megalight(*fit, "--trainer.max_steps", str(STEPS))
     megalight(*fit, "--trainer.max_steps", str(STEPS + MORE), "--ckpt_path", "last")
     runs = sorted((ROOT / "lightning_logs").iterdir(), key=lambda path: path.stat().st_mtime)
-    megalight("plot", *map(str, runs), "--output", str(ROOT / "loss.png"))
+    megalight("plot", "--join", *map(str, runs), "--output", str(ROOT / "loss.png"))
     megalight(
         "generate", str(ROOT / "checkpoints" / "last.ckpt"), "--prompt", "def read_file(", "--max-new-tokens", "60",
         "--temperature", "0.7", "--seed", "1",

@@ -26,7 +26,7 @@ FLOORS = (
     {"models", "training"},
     {"plugins", "inference"},
     {"strategies"},
-    {"callbacks"},
+    {"callbacks", "loggers"},
     {"rl"},
     {"cli"},
     {"__main__"},

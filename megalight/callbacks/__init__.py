@@ -8,6 +8,7 @@ from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.memory_snapshot import MemorySnapshot
 from megalight.callbacks.nsys import NsysWindow
 from megalight.callbacks.nvtx import NVTX
+from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
 from megalight.callbacks.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
@@ -26,6 +27,7 @@ __all__ = [
     "GarbageCollection",
     "MemorySnapshot",
     "NsysWindow",
+    "OptimizerMonitor",
     "Preemption",
     "ProfilerWindow",
     "RunRecord",

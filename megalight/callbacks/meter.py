@@ -26,6 +26,7 @@ class Window:
         tokens: tokens over all ranks; 0 if unknown.
         sequence_length: sequence length of the batches in tokens; 0 if unknown.
         values: the values requested at the end of the window.
+        data_wait: share of the window in which the host waited for the next batch; None if that is not measured.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Window:
     tokens: int
     sequence_length: int
     values: Mapping[str, float]
+    data_wait: float | None = None
 
 
 @dataclass
@@ -42,9 +44,11 @@ class _Pending:
     steps: int
     tokens: int
     sequence_length: int
+    given: dict[str, Any]
     names: tuple[str, ...]
     values: Tensor
     segments: list[tuple[Any, Any]] = field(default_factory=list)
+    waited: float = 0.0
 
 
 class StepMeter:
@@ -68,13 +72,20 @@ class StepMeter:
         self.last_step = 0
         self._tokens = 0
         self._sequence_length = 0
+        self._wait: DataWait | None = None
 
-    def start(self, step: int) -> None:
-        """Begin the first window; ``step`` optimizer steps are done."""
+    def start(self, step: int, trainer: pl.Trainer | None = None) -> None:
+        """Begin the first window; ``step`` optimizer steps are done. With ``trainer``, also measure waits for data."""
+        self._wait = None if trainer is None else DataWait(trainer)
         self.last_step = step
         self._tokens = 0
         self._segments = []
         self._begun = self._now()
+
+    def stop(self) -> None:
+        """Stop measuring waits for data."""
+        if self._wait is not None:
+            self._wait.stop()
 
     def pause(self) -> None:
         """Stop the clock, for validation."""
@@ -95,16 +106,22 @@ class StepMeter:
             samples = report.num_samples if report is not None else rows * trainer.world_size
             self._tokens += samples * self._sequence_length
 
-    def close(self, step: int, values: Mapping[str, Tensor]) -> None:
-        """End the window at optimizer step ``step`` and begin the next one. ``values`` are 0-dim tensors to read."""
-        host = torch.empty(len(values), pin_memory=self.device.type == "cuda")
-        if values:
-            scalars = [value.detach().to(self.device, torch.float32, non_blocking=True) for value in values.values()]
+    def close(self, step: int, values: Mapping[str, Tensor | float]) -> None:
+        """End the window at optimizer step ``step`` and begin the next one.
+
+        ``values`` to read are 0-dim tensors, or numbers that the host knows.
+        """
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        host = torch.empty(len(tensors), pin_memory=self.device.type == "cuda")
+        if tensors:
+            scalars = [value.detach().to(self.device, torch.float32, non_blocking=True) for value in tensors.values()]
             host.copy_(torch.stack(scalars), non_blocking=True)
         now = self._now()
         segments = [*self._segments, *([(self._begun, now)] if self._begun is not None else [])]
         steps = step - self.last_step
-        self._pending.append(_Pending(step, steps, self._tokens, self._sequence_length, tuple(values), host, segments))
+        waited = 0.0 if self._wait is None else self._wait.take()
+        counts = (step, steps, self._tokens, self._sequence_length)
+        self._pending.append(_Pending(*counts, dict(values), tuple(tensors), host, segments, waited))
         self.last_step, self._tokens, self._segments, self._begun = step, 0, [], now
 
     def poll(self, wait: bool = False) -> Window | None:
@@ -119,8 +136,9 @@ class StepMeter:
                 return None
         window = self._pending.popleft()
         seconds = sum(self._seconds(first, second) for first, second in window.segments)
-        values = dict(zip(window.names, window.values.tolist(), strict=True))
-        return Window(window.step, window.steps, seconds, window.tokens, window.sequence_length, values)
+        values = window.given | dict(zip(window.names, window.values.tolist(), strict=True))
+        share = None if self._wait is None or seconds <= 0 else min(1.0, window.waited / seconds)
+        return Window(window.step, window.steps, seconds, window.tokens, window.sequence_length, values, share)
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -131,6 +149,39 @@ class StepMeter:
 
     def _seconds(self, first: Any, second: Any) -> float:
         return float(first.elapsed_time(second)) / 1000 if self.device.type == "cuda" else float(second - first)
+
+
+class DataWait:
+    """Measures the time in which the training loop waits for its next batch, on the host's clock.
+
+    Where the host runs ahead of the device, a short wait costs nothing; a share near 1 means that loading is too slow.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        self._seconds = 0.0
+        before, after = loop._on_before_fetch, loop._on_after_fetch
+
+        def begin() -> None:
+            self._begun = time.perf_counter()
+            before()
+
+        def end() -> None:
+            after()
+            self._seconds += time.perf_counter() - self._begun
+
+        loop._on_before_fetch, loop._on_after_fetch = begin, end
+        self._loop = loop
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            vars(self._loop).pop(name, None)
 
 
 def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:

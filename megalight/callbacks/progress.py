@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 import sys
 import time
 from typing import Any
@@ -12,12 +14,15 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from megalight.callbacks.meter import StepMeter, Window, current_loss
+from megalight.callbacks.optimizer_monitor import learning_rate
 from megalight.callbacks.throughput import rates
 from megalight.errors import ConfigurationError
 
 
 class StepProgress(TQDMProgressBar):
-    """Shows loss, speed, memory and time per step: as a bar in terminals and notebooks, as plain lines elsewhere.
+    """Shows loss, learning rate, gradient norm, speed, memory and the time that is left.
+
+    It is a bar in terminals and notebooks, and plain lines elsewhere.
 
     Values are copied from the device asynchronously and shown when they have arrived. Lightning's own bar reads its
     metrics with ``.item()``, which makes the host wait for the device at every refresh.
@@ -46,6 +51,7 @@ class StepProgress(TQDMProgressBar):
         self._window: Window | None = None
         self._marked = 0.0
         self._marked_step = 0
+        self._rate: Tensor | float | None = None
 
     def on_train_start(self, *args: Any) -> None:
         """Start measuring."""
@@ -55,7 +61,14 @@ class StepProgress(TQDMProgressBar):
         self._marked_step = trainer.global_step
         self._meter = StepMeter(trainer.strategy.root_device) if self._enabled else None
         if self._meter is not None:
-            self._meter.start(trainer.global_step)
+            self._meter.start(trainer.global_step, trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the learning rate of this step: at its end, the schedule has advanced already."""
+        rate = learning_rate(trainer)
+        self._rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -96,6 +109,20 @@ class StepProgress(TQDMProgressBar):
                 self._window = window
                 self._tell(trainer, pl_module, int(self.total_train_batches) - 1)
 
+    def on_train_end(self, *args: Any) -> None:
+        """Close the bar and stop measuring."""
+        super().on_train_end(*args)
+        self._stop()
+
+    def on_exception(self, *args: Any) -> None:
+        """Stop measuring."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
@@ -113,12 +140,13 @@ class StepProgress(TQDMProgressBar):
             return done >= max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
         return done > 0 and time.monotonic() - self._marked >= self.interval_s
 
-    def _values(self, trainer: pl.Trainer, outputs: Any) -> dict[str, Tensor]:
+    def _values(self, trainer: pl.Trainer, outputs: Any) -> dict[str, Tensor | float]:
         loss = current_loss(trainer, outputs)
-        values = {} if loss is None else {"loss": loss}
-        if self.show:
-            logged = trainer.callback_metrics
-            values |= {name: logged[name] for name in self.show if name in logged}
+        values: dict[str, Tensor | float] = {} if loss is None else {"loss": loss}
+        if self._rate is not None:
+            values["lr"] = self._rate
+        logged = trainer.callback_metrics
+        values |= {name: logged[name] for name in ("grad_norm", *self.show) if name in logged}
         return values
 
     def _tell(self, trainer: pl.Trainer, module: pl.LightningModule, batch_idx: int) -> None:
@@ -134,14 +162,30 @@ class StepProgress(TQDMProgressBar):
 
 
 def figures(window: Window, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
-    """Return the values of a window as short texts with units."""
-    texts = {name: f"{value:.4f}" for name, value in window.values.items()}
+    """Return the values of a window as short texts with units, and the time that is left at this speed."""
+    texts = {name: ("{:.3g}" if name == "lr" else "{:.4f}").format(value) for name, value in window.values.items()}
     units = {
         "tokens_per_s": ("tok/s", "{:,.0f}"),
         "tflop_per_s_per_device": ("TFLOP/s/dev", "{:.3g}"),
         "mfu_percent": ("MFU", "{:.1f}%"),
         "step_time_s": ("s/step", "{:.3g}"),
+        "data_wait_percent": ("data wait", "{:.0f}%"),
         "memory_gib": ("GiB", "{:.2f}"),
     }
     speeds = rates(window, trainer, module)
-    return texts | {short: form.format(speeds[name]) for name, (short, form) in units.items() if name in speeds}
+    texts |= {short: form.format(speeds[name]) for name, (short, form) in units.items() if name in speeds}
+    steps = last_step(trainer)
+    if steps is not None and "step_time_s" in speeds:
+        left = max(0, steps - window.step) * speeds["step_time_s"]
+        texts["left"] = str(datetime.timedelta(seconds=round(left)))
+    return texts
+
+
+def last_step(trainer: pl.Trainer) -> int | None:
+    """Return the number of optimizer steps at the end of the run, if the trainer knows it."""
+    batches = trainer.num_training_batches
+    passes = trainer.max_epochs
+    counts = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if passes is not None and passes > 0 and batches != float("inf"):
+        counts.append(math.ceil(batches / trainer.accumulate_grad_batches) * passes)
+    return min(counts, default=None)

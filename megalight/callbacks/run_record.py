@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import shlex
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from megalight import __version__
 from megalight.imports import version
@@ -24,7 +26,7 @@ class RunRecord(pl.Callback):
     """Writes ``run.yaml`` into the log folder when a stage starts, so that you know what produced the logs.
 
     Args:
-        filename: name of the file in the log folder (``trainer.log_dir``).
+        filename: name of the file in the log folder.
     """
 
     def __init__(self, filename: str = "run.yaml") -> None:
@@ -32,11 +34,25 @@ class RunRecord(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Write the record on rank 0, unless there is no log folder or ``fast_dev_run`` is on."""
-        folder = trainer.log_dir  # a broadcast inside: every rank must read it
+        folder = log_folder(trainer)  # a broadcast inside: every rank must call it
         if folder is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / self.filename).write_text(yaml.safe_dump(describe(trainer), sort_keys=False))
+
+
+def log_folder(trainer: pl.Trainer) -> str | None:
+    """Return the folder of this run's logs. All ranks call it together.
+
+    Lightning gives the root folder of all runs for loggers that it does not know, where runs would overwrite each
+    other's files. Here those runs have the folders in which ModelCheckpoint puts their checkpoints.
+    """
+    logger = trainer.loggers[0] if trainer.loggers else None
+    if logger is None or logger.save_dir is None or isinstance(logger, CSVLogger | TensorBoardLogger):
+        folder: str | None = pl.Trainer.log_dir.fget(trainer)  # type: ignore[attr-defined]
+        return folder
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return trainer.strategy.broadcast(os.path.join(logger.save_dir, str(logger.name), version))
 
 
 def describe(trainer: pl.Trainer) -> dict[str, Any]:

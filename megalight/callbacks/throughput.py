@@ -43,9 +43,10 @@ class Throughput(pl.Callback):
     """Logs the mean speed every ``log_every_n_steps`` steps, without validation, to every logger.
 
     The metrics are ``tokens_per_s`` (all devices), ``tokens_per_s_per_device``, ``tflop_per_s_per_device``,
-    ``mfu_percent``, ``step_time_s`` and ``memory_gib`` (highest so far; allocated on GPUs, resident on CPUs). FLOPs
-    come from the module's ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention. Metrics
-    that cannot be known (FLOPs of another model, peak of a device) are not logged.
+    ``mfu_percent``, ``step_time_s``, ``data_wait_percent`` (share of the time in which the host waited for batches) and
+    ``memory_gib`` (highest so far; allocated on GPUs, resident on CPUs). FLOPs come from the module's
+    ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention. Metrics that cannot be known
+    (FLOPs of another model, peak of a device) are not logged.
 
     Nothing waits for the device: each row is written about a step late, under the step that it belongs to.
 
@@ -66,7 +67,7 @@ class Throughput(pl.Callback):
         """Start measuring."""
         self._meter = StepMeter(trainer.strategy.root_device) if trainer.is_global_zero else None
         if self._meter is not None:
-            self._meter.start(trainer.global_step)
+            self._meter.start(trainer.global_step, trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -93,7 +94,16 @@ class Throughput(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the last windows."""
         self._write(trainer, pl_module, wait=True)
-        self._meter = None
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Stop measuring."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
 
     def _write(self, trainer: pl.Trainer, module: pl.LightningModule, wait: bool = False) -> None:
         while self._meter is not None and (window := self._meter.poll(wait)) is not None:
@@ -110,6 +120,8 @@ def rates(
     if not window.steps or window.seconds <= 0:
         return figures
     figures["step_time_s"] = window.seconds / window.steps
+    if window.data_wait is not None:
+        figures["data_wait_percent"] = 100 * window.data_wait
     if not window.tokens:
         return figures
     speed = window.tokens / window.seconds

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from megalight.callbacks import RunRecord, StepProgress, Throughput
+from megalight.callbacks import OptimizerMonitor, RunRecord, StepProgress, Throughput
 from megalight.cli import newest, strategies
 from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
@@ -169,13 +169,13 @@ class MegalightCLI(LightningCLI):
             raise ConfigurationError(_reason(error)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Create the trainer with Throughput, StepProgress and RunRecord, unless the user gives their own."""
+        """Create the trainer with our default callbacks, each unless the user gives their own."""
         given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
         own_bar = any(isinstance(each, ProgressBar) for each in (given if isinstance(given, list) else [given]))
         trainer = super().instantiate_trainer(**kwargs)  # Lightning adds its own bar to the user's callbacks
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         present = {type(callback) for callback in callbacks}
-        added: list[pl.Callback] = [make() for make in (Throughput, RunRecord) if make not in present]
+        added: list[pl.Callback] = [make() for make in (Throughput, OptimizerMonitor, RunRecord) if make not in present]
         bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
         if bars and not own_bar:
             callbacks.remove(bars[0])

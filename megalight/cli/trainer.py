@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,9 +11,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 
+from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
+from megalight.loggers import JSONLogger
 
 DEFAULT_LOG_INTERVAL = 50
 """Lightning's ``log_every_n_steps``, if none is given."""
@@ -25,19 +27,19 @@ class MegalightTrainer(pl.Trainer):
     Args:
         strategy: a strategy, or the name of a registered one.
         precision: Lightning's; 16 bits without a GPU are refused instead of being replaced by bfloat16.
-        logger: None and True mean CSV and TensorBoard files in one folder,
-            ``<default_root_dir>/lightning_logs/version_N``.
+        logger: a logger, or names of loggers with commas between them (``json,csv``). They write into one folder,
+            ``<default_root_dir>/lightning_logs/version_N``. None and True mean ``csv,tensorboard``.
 
     Raises:
-        ConfigurationError: no strategy has this name, or an argument has a value that Lightning would accept silently
-            or refuse with another cause.
+        ConfigurationError: no strategy or logger has this name, or an argument has a value that Lightning would accept
+            silently or refuse with another cause.
     """
 
     def __init__(
         self,
         *,
         strategy: Strategy | str = "auto",  # `Strategy` comes first, so that jsonargparse reads a bare name as a class
-        logger: Logger | list[Logger] | bool | None = None,
+        logger: Logger | list[Logger] | bool | str | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(strategy, str):
@@ -45,16 +47,39 @@ class MegalightTrainer(pl.Trainer):
         check_values(kwargs)
         kwargs |= dict(within_run(kwargs))
         if logger is None or logger is True:
-            logger = default_loggers(kwargs.get("default_root_dir") or ".")
+            logger = "csv,tensorboard" if has("tensorboard") else "csv"
+        if isinstance(logger, str):
+            logger = named_loggers(logger, kwargs.get("default_root_dir") or ".")
         super().__init__(strategy=strategy, logger=logger, **kwargs)
 
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run's logs; also with loggers for which Lightning gives one folder for all runs."""
+        return log_folder(self)
 
-def default_loggers(root: str) -> list[Logger]:
-    """Return a CSV logger and, if TensorBoard is installed, its logger. They share one new version folder."""
-    csv = CSVLogger(root)
-    loggers: list[Logger] = [csv]
-    if has("tensorboard"):
-        loggers.append(TensorBoardLogger(root, version=csv.version))
+
+LOGGERS: dict[str, Callable[[str, Any], Logger]] = {
+    "csv": lambda root, version: CSVLogger(root, version=version),
+    "json": lambda root, version: JSONLogger(root, version=version, flush_logs_every_n_steps=1),
+    "tensorboard": lambda root, version: TensorBoardLogger(root, version=version),
+}
+"""Loggers by the names that ``--trainer.logger`` takes."""
+
+
+def named_loggers(names: str, root: str) -> list[Logger]:
+    """Make loggers by name, with commas between the names. They share one new version folder.
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
+    loggers: list[Logger] = []
+    for name in (name.strip() for name in names.split(",")):
+        if name not in LOGGERS:
+            raise ConfigurationError(
+                f"trainer.logger = {name!r} is not a known logger.{nearest(name, LOGGERS)} Choose from "
+                f"{', '.join(LOGGERS)} (several with commas), or give the class of a logger, or false."
+            )
+        loggers.append(LOGGERS[name](root, loggers[0].version if loggers else None))
     return loggers
 
 

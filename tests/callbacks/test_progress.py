@@ -17,7 +17,7 @@ def test_plain_lines_show_loss_speed_memory_and_time(capsys):
     lines = capsys.readouterr().out.splitlines()
     steps = [line for line in lines if "tok/s" in line]
     assert [line.split()[1] for line in steps] == ["4", "8", "12"]
-    for part in ("loss ", "tok/s ", "TFLOP/s/dev ", "s/step ", "GiB "):
+    for part in ("loss ", "lr 0.1 ", "tok/s ", "TFLOP/s/dev ", "s/step ", "data wait ", "GiB ", "left 0:00:0"):
         assert part in steps[0]
     assert re.search(r"step 12  val_loss \d\.\d{4}", "\n".join(lines))
 

@@ -1,3 +1,4 @@
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,22 @@ def test_rates_are_arithmetic_on_a_window():
             "mfu_percent": 25.6,
         }
     )
+
+
+def test_waits_for_data_are_a_share_of_the_window():
+    class Slow(Tiny):
+        def train_dataloader(self):
+            for batch in super().train_dataloader():
+                time.sleep(0.02)
+                yield batch
+
+    logger = Rows()
+    runner = tiny_trainer(callbacks=[Throughput()], logger=logger)
+    runner.fit(Slow())
+    shares = [row["data_wait_percent"] for _, row in logger.rows if "data_wait_percent" in row]
+    assert len(shares) == 3
+    assert all(10 < share <= 100 for share in shares)
+    assert "_on_before_fetch" not in vars(runner.fit_loop.epoch_loop)  # as it was
 
 
 def test_what_cannot_be_known_is_left_out():

@@ -4,8 +4,8 @@ import logging
 import pytest
 import yaml
 
+from megalight.cli import curves
 from megalight.cli.main import main
-from megalight.cli.verbs import plot
 
 MODEL = ["--model=tests.cli.samples.SampleModule", "--data=tests.cli.samples.SampleData"]
 QUIET = [
@@ -36,7 +36,7 @@ def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
         "data:\n  class_path: tests.cli.samples.SampleData\n  init_args: {features: 6}\n"
         f"trainer:\n  default_root_dir: {tmp_path}\n  max_epochs: 2\n  log_every_n_steps: 1\n"
     )
-    assert main(["fit", "-c", str(recipe), SAMPLE_STRATEGY, *QUIET[2:]]) == 0
+    assert main(["fit", "-c", str(recipe), "--trainer.accelerator=cpu", "--trainer.devices=1", *QUIET[2:]]) == 0
     (folder,) = (tmp_path / "lightning_logs").iterdir()
     names = {path.name.partition(".")[0] for path in folder.iterdir()}
     assert {"metrics", "config", "run", "events"} <= names
@@ -44,16 +44,16 @@ def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
     assert config["seed_everything"] == 1234
     assert config["model"]["init_args"]["config"]["size"] == {"hidden_size": 6, "num_layers": 2}
     record = yaml.safe_load((folder / "run.yaml").read_text())
-    assert record["strategy"] == "SampleStrategy"
+    assert record["strategy"] == "MegatronStrategy"
     assert {"python", "megalight", "torch", "lightning"} <= set(record["versions"])
     with (folder / "metrics.csv").open() as lines:
         columns = set(next(csv.reader(lines)))
-    assert {"train_loss", "val_loss", "step_time_s", "memory_gib"} <= columns
+    assert {"train_loss", "val_loss", "step_time_s", "memory_gib", "lr", "grad_norm", "data_wait_percent"} <= columns
     image = tmp_path / "curves.png"
     assert main(["plot", str(tmp_path), "-o", str(image)]) == 0
     assert image.stat().st_size > 5000
     assert capsys.readouterr().out.strip().endswith(str(image))
-    steps, _ = plot.read_curves(plot.find_logs(tmp_path))["train_loss"]
+    steps, _ = curves.read(curves.find_logs(tmp_path))["train_loss"]
     assert steps == list(range(8))
     # the saved configuration runs again
     assert main(["fit", "-c", str(folder / "config.yaml"), "--trainer.max_epochs=1"]) == 0

@@ -1,33 +1,98 @@
+import json
+import os
+
 import pytest
 
-from megalight.cli.verbs.plot import find_logs, read_curves
+from megalight.cli.curves import find_logs, joined, read_runs
+from megalight.cli.main import main
+from megalight.cli.verbs.plot import _lines, comparison, panels
 from megalight.errors import DataError
 
+FIRST = "epoch,step,train_loss,val_loss,lr\n0,0,4.0,,0.1\n0,1,3.0,3.5,0.1\n0,2,9,,\n"
+SECOND = "step,train_loss,tokens_per_s\n2,2.0,10\n3,1.0,30\n"
 
-def write(folder, text):
+
+def write(folder, text, name="metrics.csv"):
     folder.mkdir(parents=True)
-    (folder / "metrics.csv").write_text(text)
-    return folder / "metrics.csv"
+    (folder / name).write_text(text)
+    return folder / name
 
 
-def test_curves_of_a_resumed_run_are_joined(tmp_path):
-    first = write(tmp_path / "version_0", "epoch,step,train_loss,val_loss,lr\n0,0,4.0,,0.1\n0,1,3.0,3.5,0.1\n0,2,9,,\n")
-    second = write(tmp_path / "version_1", "step,train_loss\n2,2.0\n3,1.0\n")
-    assert read_curves([first, second]) == {
-        "train_loss": ([0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0]),
-        "val_loss": ([1], [3.5]),
+@pytest.fixture
+def logs(tmp_path):
+    first, second = write(tmp_path / "version_0", FIRST), write(tmp_path / "version_1", SECOND)
+    os.utime(first.parent, (1, 1))
+    return [first, second]
+
+
+def test_each_run_is_a_curve_with_its_name(logs, tmp_path):
+    assert find_logs(tmp_path) == logs
+    assert find_logs(logs[0]) == find_logs(logs[0].parent) == logs[:1]
+    runs = read_runs(logs)
+    assert [run.name for run in runs] == ["version_0", "version_1"]
+    assert runs[0].curves["train_loss"] == ([0, 1, 2], [4.0, 3.0, 9.0])
+    assert runs[1].curves["train_loss"] == ([2, 3], [2.0, 1.0])
+    lines = [(label, style["color"]) for label, style, _ in _lines(runs, ("train_loss", "val_loss"))]
+    assert lines == [("version_0 train_loss", "C0"), ("version_0 val_loss", "C0"), ("version_1 train_loss", "C1")]
+
+
+def test_a_resumed_run_is_joined_on_request(logs):
+    run = joined(logs)
+    assert run.curves["train_loss"] == ([0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0])
+    assert run.curves["val_loss"] == ([1], [3.5])
+    assert [style["color"] for _, style, _ in _lines([run], ("train_loss", "val_loss"))] == ["C0", "C1"]
+
+
+def test_names_tell_runs_apart(tmp_path):
+    files = [write(tmp_path / name / "version_0", FIRST) for name in ("a", "b")]
+    assert [run.name for run in read_runs(files)] == ["a/version_0", "b/version_0"]
+
+
+def test_json_lines_are_read_too(tmp_path):
+    rows = [{"step": 0, "train_loss": 2.5, "epoch": 0}, {"step": 1, "train_loss": "nan"}]
+    file = write(tmp_path / "run", "".join(json.dumps(row) + "\n" for row in rows), "metrics.jsonl")
+    (run,) = read_runs(find_logs(tmp_path))
+    assert run.curves["train_loss"][1][0] == 2.5
+    assert list(run.curves) == ["train_loss"]
+    file.write_text('{"step": 1')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is not JSON"):
+        read_runs([file])
+
+
+def test_panels_are_what_was_logged(logs):
+    runs = read_runs(logs)
+    assert panels(runs) == {
+        "loss (nats per token)": ("train_loss", "val_loss"),
+        "learning rate": ("lr",),
+        "tokens/s": ("tokens_per_s",),
     }
-    assert read_curves([first], ["lr"]) == {"lr": ([0, 1], [0.1, 0.1])}
-    assert set(find_logs(tmp_path)) == {first, second}
-    assert find_logs(first) == find_logs(first.parent) == [first]
+    assert panels(runs, ["lr"]) == {"lr": ("lr",)}
+    with pytest.raises(DataError, match=r"no run has logged 'train_los'\. Did you mean 'train_loss'\?"):
+        panels(runs, ["train_los"])
+
+
+def test_runs_are_compared_at_their_last_common_step(logs):
+    rows = [line.split() for line in comparison(read_runs(logs))]
+    assert rows[1] == ["version_0", "3", "9.0000", "3.5000", "-", "-"]
+    assert rows[2] == ["version_1", "4", "2.0000", "-", "20", "-"]
+    assert "train_loss at 2" in comparison(read_runs(logs))[0]
+
+
+def test_the_command_draws_and_compares(logs, tmp_path, capsys):
+    image = tmp_path / "curves.svg"
+    assert main(["plot", str(tmp_path), "-o", str(image)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("run")
+    assert out[-1] == str(image)
+    text = image.read_text()
+    for part in ("learning rate", "version_0 val_loss", "version_1"):
+        assert f"<!-- {part} -->" in text
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    log = write(tmp_path / "run", "step,lr\n0,0.1\n")
-    with pytest.raises(DataError, match=r"no column with 'loss' in its name.*lr"):
-        read_curves([log])
-    with pytest.raises(DataError, match="no column 'acc'"):
-        read_curves([log], ["acc"])
+    log = write(tmp_path / "run", "step,accuracy\n0,0.1\n")
+    with pytest.raises(DataError, match=r"'train_loss'.*There are: accuracy"):
+        panels(read_runs([log]))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no metrics\.csv"):
+    with pytest.raises(DataError, match=r"no metrics\.csv or metrics\.jsonl"):
         find_logs(tmp_path / "empty")

@@ -1,21 +1,32 @@
-"""``megalight plot RUN``: draw the loss curves of a CSV log."""
+"""``megalight plot RUN ...``: draw what runs logged, one curve per run, and compare them."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megalight.errors import DataError
 from megalight.imports import require
 
-Curve = tuple[list[int], list[float]]
+if TYPE_CHECKING:
+    from megalight.cli.curves import Curve, Run
+
+PANELS: dict[str, tuple[str, ...]] = {
+    "loss (nats per token)": ("train_loss", "val_loss", "test_loss"),
+    "learning rate": ("lr",),
+    "gradient norm": ("grad_norm",),
+    "tokens/s": ("tokens_per_s",),
+    "memory (GiB)": ("memory_gib",),
+}
+"""Title -> metrics that are drawn in one panel, if a run has them. Without --metric these panels are drawn."""
+
+LINES = ("-", "--", ":", "-.")
 
 
 def describe() -> str:
     """Return the line for the overview."""
-    return "draw the loss curves (or other logged values) of a run as an image"
+    return "draw loss, learning rate, gradient norm, speed and memory of runs, and compare them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,77 +36,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         type=Path,
-        help="log folder of a run, its metrics.csv, or a folder of runs; runs are joined by step, and later ones win",
+        help="log folder of a run, its metrics.csv or metrics.jsonl, or a folder of runs; each run is a curve",
     )
-    parser.add_argument("-o", "--output", type=Path, help="path of the image (default: loss.png in the log folder)")
-    parser.add_argument(
-        "-m", "--metric", action="append", help="column to draw; repeat for more (default: all with 'loss' in the name)"
-    )
+    parser.add_argument("-o", "--output", type=Path, help="path of the image (default: curves.png in the last run)")
+    parser.add_argument("-m", "--metric", action="append", help="metric to draw; repeat for more (default: see above)")
+    parser.add_argument("--join", action="store_true", help="the runs are one that was resumed: later ones win")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the image and print its path."""
-    files = [file for run in arguments.runs for file in find_logs(run)]
-    output = arguments.output or files[-1].parent / "loss.png"
-    plot(read_curves(files, arguments.metric), output)
+    """Write the image, print a comparison of several runs, and print the image's path."""
+    from megalight.cli.curves import find_logs, joined, read_runs
+
+    files = list(dict.fromkeys(file for run in arguments.runs for file in find_logs(run)))
+    runs = [joined(files)] if arguments.join else read_runs(files)
+    output = arguments.output or files[-1].parent / "curves.png"
+    draw(runs, panels(runs, arguments.metric), output)
+    if len(runs) > 1:
+        print("\n".join(comparison(runs)))
     print(output)
     return 0
 
 
-def find_logs(path: Path) -> list[Path]:
-    """Find the ``metrics.csv`` of a run, or all of them in a folder of runs, oldest first.
+def panels(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> dict[str, tuple[str, ...]]:
+    """Return title -> metrics of each panel: one per wanted metric, or :data:`PANELS` as far as they were logged.
 
     Raises:
-        DataError: there is none.
+        DataError: a wanted metric was not logged, or none of the usual ones.
     """
-    if path.is_file():
-        return [path]
-    own = path / "metrics.csv"
-    files = [own] if own.is_file() else sorted(path.rglob("metrics.csv"), key=os.path.getmtime)
-    if not files:
-        raise DataError(f"{path} holds no metrics.csv; give the log folder of a run whose logger is CSVLogger.")
-    return files
+    from megalight.cli.curves import missing
+
+    if wanted:
+        if error := missing(runs, wanted):
+            raise error
+        return {name: (name,) for name in wanted}
+    known = {name for run in runs for name in run.curves}
+    usual = {name for names in PANELS.values() for name in names}
+    losses = sorted(name for name in known if "loss" in name and name not in usual)
+    found = {title: tuple(name for name in names if name in known) for title, names in PANELS.items()}
+    found = {title: names for title, names in found.items() if names} | {name: (name,) for name in losses}
+    if not found and (error := missing(runs, ["train_loss"])):
+        raise error
+    return found
 
 
-def read_curves(files: list[Path], names: list[str] | None = None) -> dict[str, Curve]:
-    """Return column -> (steps, values). If files have the same step, the later file wins.
-
-    Raises:
-        DataError: no file has a requested column, or none has a column with "loss" in its name.
-    """
-    points: dict[str, dict[int, float]] = {}
-    for file in files:
-        with file.open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                for name, value in row.items():
-                    if value and row.get("step") and name not in ("step", "epoch"):
-                        points.setdefault(name, {})[int(float(row["step"]))] = float(value)
-    chosen = names or [name for name in points if "loss" in name]
-    missing = [name for name in chosen if name not in points]
-    if missing or not chosen:
-        what = f"no column {missing[0]!r}" if missing else "no column with 'loss' in its name"
-        raise DataError(
-            f"{files[-1]} has {what}; it has: {', '.join(sorted(points)) or 'none'}. Choose one with --metric."
-        )
-    return {name: _sorted(points[name]) for name in chosen}
-
-
-def _sorted(points: dict[int, float]) -> Curve:
-    steps = sorted(points)
-    return steps, [points[step] for step in steps]
-
-
-def plot(curves: dict[str, Curve], output: Path) -> None:
-    """Draw the curves over the optimizer steps. The suffix of ``output`` sets the image format."""
+def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) -> None:
+    """Draw a panel for each title over the optimizer steps. The suffix of ``output`` sets the image format."""
     require("matplotlib", "megalight plot").use("Agg")
     pyplot = require("matplotlib.pyplot", "megalight plot")
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, (steps, values) in curves.items():
-        axes.plot(steps, values, label=name, marker="o" if len(steps) < 30 else None, markersize=3, linewidth=1.3)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)" if all("loss" in name for name in curves) else "value")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    columns = 1 if len(chosen) == 1 else 2
+    rows = -(-len(chosen) // columns)
+    size = (7 * columns, 3.6 * rows)
+    figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes, (title, names) in zip(grid.flat, chosen.items(), strict=False):
+        for label, style, (steps, values) in _lines(runs, names):
+            marker = "o" if len(steps) < 30 else None
+            axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.3, **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    for axes in grid.flat[len(chosen) :]:
+        axes.set_visible(False)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
     pyplot.close(figure)
+
+
+def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], Curve]]:
+    """Yield label, style and points of the lines of a panel: a colour for each run, a kind of line for each metric."""
+    for place, run in enumerate(runs):
+        for kind, name in enumerate(names):
+            if name in run.curves:
+                parts = [run.name] if len(runs) > 1 or len(names) == 1 else []
+                label = " ".join([*parts, *([name] if len(names) > 1 else [])])
+                colour = f"C{place if len(runs) > 1 else kind}"
+                yield label, {"color": colour, "linestyle": LINES[kind % len(LINES)]}, run.curves[name]
+
+
+def comparison(runs: Sequence[Run]) -> list[str]:
+    """Return a table of the runs: their losses at the last step that all have, lowest validation loss, mean speed."""
+    shared = set.intersection(*(set(run.curves.get("train_loss", ([], []))[0]) for run in runs))
+    step = max(shared, default=None)
+    titles = ["run", "steps", f"train_loss at {step}" if step is not None else "train_loss", "lowest val_loss"]
+    table = [[*titles, "tokens/s", "GiB"]]
+    for run in runs:
+        curves = {name: dict(zip(*curve, strict=True)) for name, curve in run.curves.items()}
+        last = max((max(points) for points in curves.values()), default=-1)
+        speeds = list(curves.get("tokens_per_s", {}).values())
+        table.append(
+            [
+                run.name,
+                str(last + 1),
+                _number(curves["train_loss"][step] if step is not None else None, ".4f"),
+                _number(min(curves.get("val_loss", {}).values(), default=None), ".4f"),
+                _number(sum(speeds) / len(speeds) if speeds else None, ",.0f"),
+                _number(max(curves.get("memory_gib", {}).values(), default=None), ".2f"),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
