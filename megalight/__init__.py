@@ -4,12 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megalight.sharding import fully_shard as fully_shard
     from megalight.training import Training as Training
     from megalight.training import parallelize as parallelize
 
 __version__ = "0.1.0"
 
-_MEMBERS = {"Training": "megalight.training", "parallelize": "megalight.training"}
+_MEMBERS = {
+    "Training": "megalight.training",
+    "fully_shard": "megalight.sharding",
+    "parallelize": "megalight.training",
+}
 
 
 def __getattr__(name: str) -> Any:

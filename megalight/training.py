@@ -24,9 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megalight import checkpoint
-from megalight.checkpoint import SCHEMES
-from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.plain import load_run, save_run
 from megalight.checkpoint.run import Run
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
@@ -217,10 +215,7 @@ class Training:
         Args:
             values: plain values to keep along (``step=100``); :meth:`load` returns them.
         """
-        self.sync_parameters()
-        common = {"values": values, "optimizer": self._run.group_options()}
-        views = SCHEMES[FULLY_RESHARDABLE](self._run.contents(optimizer=True))
-        checkpoint.save(path, views, common=common, rank_state=self._run.rank_state(), scheme=FULLY_RESHARDABLE)
+        save_run(self._run, path, values)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a folder that :meth:`save` wrote, under any layout; returns the values that were kept along.
@@ -228,13 +223,7 @@ class Training:
         Raises:
             CheckpointError: missing, torn, of another model or another optimizer.
         """
-        self.sync_parameters()
-        saved = checkpoint.open(path)
-        saved.fill(self._run.weight_targets(), prefix=self.model.prefix)
-        self.engine.refresh_masters()
-        self._run.resume(saved)
-        self.engine.recast()
-        return dict(saved.common.get("values", {}))
+        return load_run(self._run, path)
 
     @property
     def _run(self) -> Run:

@@ -23,7 +23,7 @@ FLOORS = (
     {"nn"},
     {"parallel"},
     {"optim", "checkpoint"},
-    {"models", "training"},
+    {"models", "training", "sharding"},
     {"plugins", "inference"},
     {"strategies"},
     {"callbacks", "loggers"},

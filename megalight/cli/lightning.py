@@ -30,7 +30,7 @@ from megalight.data.gpt.module import GPTDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.registry import load_plugins
-from megalight.strategies import MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 
 # Lightning uses deprecated functions of jsonargparse; users cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -40,7 +40,7 @@ IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may import from, beside the user's own; jsonargparse refuses all others."""
 
 
-NAMED = (GPTDataModule, BertDataModule, MegatronStrategy)
+NAMED = (GPTDataModule, BertDataModule, MegatronStrategy, MegatronFSDPStrategy)
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 
 

@@ -1,4 +1,4 @@
-"""Strategies on the command line: registered names of MegatronStrategy take its arguments like the class."""
+"""Strategies on the command line: registered names of our strategies take arguments like their classes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ MODE = "megalight"
 """jsonargparse's name for our way to read a configuration."""
 
 FLAG = "--trainer.strategy"
-DEFAULT = {"class_path": f"{MegatronStrategy.__module__.rpartition('.')[0]}.{MegatronStrategy.__name__}"}
+
+
+def _written_out(kind: type) -> dict[str, Any]:
+    return {"class_path": f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}"}
+
+
+DEFAULT = _written_out(MegatronStrategy)
 
 
 def of_name(name: Any) -> dict[str, Any] | None:
-    """Return the class and arguments that a registered name stands for; None if it is not one of MegatronStrategy."""
+    """Return the class and arguments that a registered name stands for; None if it is none of ours."""
     known = isinstance(name, str) and name.lower() in StrategyRegistry
     entry = StrategyRegistry[name.lower()] if known else {}  # its method `get` would make a strategy
-    if entry.get("strategy") is not MegatronStrategy:
+    kind = entry.get("strategy")
+    if not isinstance(kind, type) or not issubclass(kind, MegatronStrategy):
         return None
-    return {**DEFAULT, "init_args": dict(entry["init_params"])}
+    return {**_written_out(kind), "init_args": dict(entry["init_params"])}
 
 
 def in_words(words: Sequence[str]) -> Iterator[str]:

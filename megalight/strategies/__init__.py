@@ -6,6 +6,8 @@ from megalight.parallel.data_parallel import DataParallel as DataParallel
 from megalight.parallel.pipeline.options import Pipeline as Pipeline
 from megalight.strategies.checkpoints.options import Checkpoints as Checkpoints
 from megalight.strategies.checkpoints.whole import load_weights as load_weights
+from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrategy
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
 
 MegatronStrategy.register_strategies(StrategyRegistry)
+MegatronFSDPStrategy.register_strategies(StrategyRegistry)

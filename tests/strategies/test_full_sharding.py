@@ -18,7 +18,7 @@ from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
-from megalight.strategies import MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import contents
 from tests.strategies.training import (
@@ -196,9 +196,9 @@ class Plain(pl.LightningModule):
         return DataLoader(data, batch_size=4)  # type: ignore[arg-type]
 
 
-def _plain(level: str) -> list[float]:
+def _plain(options: dict[str, Any]) -> list[float]:
     module = Plain()
-    strategy = MegatronStrategy(data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
+    strategy = MegatronFSDPStrategy(**options)
     trainer(strategy, max_epochs=2, max_steps=-1, limit_val_batches=0, gradient_clip_val=0.5).fit(module)
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():
@@ -206,7 +206,29 @@ def _plain(level: str) -> list[float]:
 
 
 def test_a_plain_module_without_a_plan() -> None:
-    np.testing.assert_allclose(run(_plain, 2, FULL), run(_plain, 2, "optim"), rtol=1e-12)
+    whole = run(_plain, 2, {"sharding_strategy": "NO_SHARD"})
+    for options in ({}, {"sharding_strategy": "SHARD_GRAD_OP", "reduce_scatter_with_fp32_accumulation": True}):
+        np.testing.assert_allclose(run(_plain, 2, options), whole, rtol=1e-12)
+
+
+def test_arguments_read_like_those_of_lightning() -> None:
+    assert MegatronFSDPStrategy().data_parallel == DataParallel(level=FULL)
+    given = DataParallel(gradient_dtype="bfloat16")
+    strategy = MegatronFSDPStrategy("SHARD_GRAD_OP", ["Block"], True, given, tensor_parallel=2)
+    assert strategy.tensor_parallel == 2
+    assert strategy.data_parallel == DataParallel(
+        level=GRADS, units=("Block",), reduce_scatter_with_fp32_accumulation=True, gradient_dtype="bfloat16"
+    )
+    assert isinstance(pl.Trainer(strategy="megatron_fsdp", accelerator="cpu").strategy, MegatronFSDPStrategy)
+    for options, message in (
+        ({"sharding_strategy": "FULL"}, "must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD.*FULL_SHARD"),
+        ({"auto_wrap_policy": print}, r"is a function; pass the classes to shard"),
+        ({"data_parallel": DataParallel(level="no_shard")}, "Set these as arguments of MegatronFSDPStrategy"),
+        ({"pipeline_parallel": 2}, "level='optim_grads_params' with pipeline_parallel=2"),
+        ({"sharding_strategy": "NO_SHARD", "reduce_scatter_with_fp32_accumulation": True}, "'no_shard' all-reduces"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            MegatronFSDPStrategy(**options)  # type: ignore[arg-type]
 
 
 def _groups() -> None:

@@ -33,6 +33,8 @@ class DataParallel:
         gradient_dtype: dtype of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 if the
             weights are float64.
         reduce_dtype: dtype of gradients during the reduction. None: that of the buffers.
+        reduce_scatter_with_fp32_accumulation: exchange gradients in the dtype of the reduction, and sum them in
+            float32. So bfloat16 gradients take half the bytes, and their sums lose no precision.
         bucket_size: elements of one reduction. None: chosen from the number of replicas.
         edge_bucket_size: the same for the parameters that the model registers first. They are reduced last and gathered
             first, with little or no computation to hide the message. None: ``bucket_size``.
@@ -46,6 +48,7 @@ class DataParallel:
     units: tuple[str | type[nn.Module], ...] = ()
     gradient_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    reduce_scatter_with_fp32_accumulation: bool = False
     bucket_size: int | None = None
     edge_bucket_size: int | None = None
     max_ctas: int | None = None
@@ -56,6 +59,11 @@ class DataParallel:
         if self.level not in get_args(Level):
             raise ConfigurationError(
                 f"data_parallel.level={self.level!r}; it must be one of {', '.join(map(repr, get_args(Level)))}."
+            )
+        if self.reduce_scatter_with_fp32_accumulation and self.level == "no_shard":
+            raise ConfigurationError(
+                "data_parallel.reduce_scatter_with_fp32_accumulation=True needs gradients that are reduce-scattered, "
+                "and level 'no_shard' all-reduces them; use level 'optim', or reduce_dtype='float32'."
             )
         for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
             value = getattr(self, name)
@@ -94,6 +102,7 @@ class DataParallel:
             level=self.level,
             grad_dtype=DTYPES.get(self.gradient_dtype or ""),
             reduce_dtype=DTYPES.get(self.reduce_dtype or ""),
+            reduction="accumulate_fp32" if self.reduce_scatter_with_fp32_accumulation else "sum",
             bucket_size=self.bucket_size,
             edge_bucket_size=self.edge_bucket_size,
             max_ctas=self.max_ctas,

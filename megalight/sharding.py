@@ -1,0 +1,191 @@
+"""Full sharding of any torch module in a plain training loop, without Lightning.
+
+::
+
+    sharded = megalight.fully_shard(model, optimizer)
+    for batch in batches:
+        model(batch).loss.backward()
+        sharded.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    sharded.save("checkpoint")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megalight.checkpoint.plain import load_run, save_run
+from megalight.checkpoint.run import Run
+from megalight.errors import ConfigurationError
+from megalight.optim import shard_optimizer
+from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.initial_values import broadcast_values
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.random import RandomStreams
+from megalight.parallel.run_engine import engine_over
+
+
+def fully_shard(
+    module: nn.Module,
+    optimizer: Optimizer,
+    mesh: ParallelMesh | None = None,
+    *,
+    units: Sequence[str | type[nn.Module]] = (),
+    data_parallel: DataParallel | None = None,
+    average: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> FullyShard:
+    """Shard parameters, gradients and optimizer state of a module over all ranks; module and optimizer stay in use.
+
+    All ranks call this together, after ``torch.distributed.init_process_group``, and then run the module equally often.
+    A module with values gets those of rank 0. One on the meta device is drawn shard by shard, so that no rank ever
+    holds it whole.
+
+    Args:
+        module: changed in place.
+        optimizer: over ``module.parameters()``, in any parameter groups; it updates each element by itself (Adam, SGD).
+        mesh: the ranks; None: all of them hold replicas.
+        units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: repeated layers.
+        data_parallel: further options; the level is ``optim_grads_params`` unless they name another one than ``optim``.
+        average: gradients are means over ranks, for losses that are means over each rank's batch. False: sums.
+        device: of the parameters; None: where they are, or the current GPU for a module on the meta device.
+        dtype: of floating-point parameters; None: as they are. bfloat16 ones get float32 masters.
+        seed: of the initial values of a module on the meta device.
+
+    Raises:
+        ConfigurationError: the optimizer cannot step on shards, or lacks a trainable parameter.
+    """
+    if mesh is None:
+        mesh = ParallelMesh(dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ParallelMesh()
+    if mesh.tp * mesh.cp * mesh.pp > 1:
+        raise ConfigurationError(
+            f"fully_shard got the mesh {mesh.describe()}, and splits no module; use megalight.parallelize and "
+            "megalight.Training with data_parallel=DataParallel(level='optim_grads_params')."
+        )
+    given = data_parallel or DataParallel()
+    level = "optim_grads_params" if given.level == DataParallel.level else given.level
+    return FullyShard(
+        module,
+        optimizer,
+        mesh,
+        replace(given, level=level, units=tuple(units) or given.units),
+        average,
+        torch.device(device) if device is not None else _device_of(module),
+        dtype,
+        seed,
+    )
+
+
+class FullyShard:
+    """A module that :func:`fully_shard` has sharded, with its optimizer.
+
+    Gradients are reduced inside ``backward()`` and kept as shards, so ``parameter.grad`` is None. Backward passes
+    before ``optimizer.step()`` add up. ``optimizer.zero_grad()`` discards gradients; a step does so, too.
+
+    Attributes:
+        model: the module as a parallel model.
+        engine: the data-parallel engine.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        mesh: ParallelMesh,
+        options: DataParallel,
+        average: bool,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        seed: int,
+    ) -> None:
+        self.optimizer = optimizer
+        broadcast_values(module, device)
+        before = list(module.parameters())
+        self.model = ParallelModel(module, mesh)
+        self.model.place(device, dtype)
+        moved = {id(old): new for old, new in zip(before, module.parameters(), strict=True)}
+        for group in optimizer.param_groups:
+            group["params"] = [moved.get(id(parameter), parameter) for parameter in group["params"]]
+        self.model.begin_from(seed)
+        self.engine = engine_over([self.model], [group["params"] for group in optimizer.param_groups], options)
+        shard_optimizer(optimizer, self.engine)
+        self._whole = self.engine.homes_of(module.parameters())
+        # Made once: a copy from the host to the device would make the host wait in every step.
+        self._scale = torch.tensor(1 / mesh.dp, dtype=torch.float64, device=self.engine.device) if average else None
+        self._reduced = False
+        self.engine.zero_grad()
+        module.register_forward_pre_hook(lambda *_: self.engine.sync_parameters(self._whole))
+        optimizer.register_step_pre_hook(lambda *_: self._reduce())
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to a global norm of ``max_norm`` at most; return the norm before, on the device."""
+        self._reduce()
+        norm = self.engine.grad_norm()
+        self.engine.scale_gradients(clip_coefficient(norm, max_norm))
+        return norm
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Make all parameters readable inside, on all ranks together. What is written there is lost."""
+        self.engine.sync_parameters()
+        return self.model.full_parameters()
+
+    def save(self, path: str | os.PathLike[str], **values: Any) -> None:
+        """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
+
+        Args:
+            values: plain values to keep along (``step=100``); :meth:`load` returns them.
+        """
+        save_run(self._run, path, values)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a folder that :meth:`save` wrote on any number of ranks; return the values kept along.
+
+        Raises:
+            CheckpointError: missing, torn, of another model or another optimizer.
+        """
+        return load_run(self._run, path)
+
+    @property
+    def _run(self) -> Run:
+        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)
+
+    def _reduce(self) -> None:
+        """Complete the sums over ranks, once per step."""
+        if self._reduced:
+            return
+        self._reduced = True
+        self.engine.finish_grad_sync()
+        if self._scale is not None:
+            self.engine.scale_gradients(self._scale)
+
+    def _stepped(self) -> None:
+        self.engine.publish()
+        self._zero_grad()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._reduced = False
+        self.engine.zero_grad()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module, or the usual one if it is on the meta device."""
+    device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -1,0 +1,150 @@
+"""Full sharding in a plain torch loop, of models of torch and transformers, where Lightning is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megalight
+from megalight.errors import ConfigurationError
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.mesh import ParallelMesh
+from tests.parallel.test_transformers import llama
+from tests.source import ROOT
+from tests.workers import run
+
+STEPS, WORLD = 3, 2
+
+
+def _model(checkpointing: bool = False) -> Any:
+    torch.manual_seed(4)
+    model = llama(4, 2, tied=True).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    return model
+
+
+def _ids(step: int) -> torch.Tensor:
+    """``[ranks, backward passes, 2, 7]``"""
+    return torch.randint(51, (WORLD, 2, 2, 7), generator=torch.Generator().manual_seed(step))
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+def _by_hand() -> tuple[list[float], list[float], np.ndarray[Any, Any]]:
+    """Mean losses over all ranks, norms and weights of torch alone."""
+    model, losses, norms = _model(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = sum(_loss(model, ids) for ids in _ids(step).flatten(0, 1)) / WORLD
+        total.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return losses, norms, _flat(model)
+
+
+def _flat(model: nn.Module) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+    return found
+
+
+def _steps(sharded: Any, model: Any, steps: range) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in steps:
+        passes = [_loss(model, ids) for ids in _ids(step)[dist.get_rank()]]
+        for loss in passes:
+            loss.backward()
+        total = torch.stack(passes).detach().sum()
+        dist.all_reduce(total)
+        norms.append(float(sharded.clip_grad_norm_(0.5)))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        losses.append(float(total / WORLD))
+    return losses, norms
+
+
+def _trained(checkpointing: Any, path: str) -> tuple[list[float], list[float], np.ndarray[Any, Any]]:
+    model = _model(checkpointing)
+    if dist.get_rank():
+        nn.init.zeros_(model.lm_head.weight)  # rank 0's values count
+    sharded = megalight.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    _loss(model, _ids(9)[0, 0]).backward()
+    sharded.optimizer.zero_grad()  # discards it
+    losses, norms = _steps(sharded, model, range(1))
+    sharded.save(path, step=1)
+    _steps(sharded, model, range(1, 2))
+    assert sharded.load(path) == {"step": 1}
+    for found, more in zip((losses, norms), _steps(sharded, model, range(1, STEPS)), strict=True):
+        found += more
+    with sharded.full_parameters():
+        return losses, norms, _flat(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "reentrant"])
+def test_a_model_of_transformers_trains_as_on_one_device(checkpointing: Any, tmp_path: Path) -> None:
+    """With several backward passes per step, clipping, and a checkpoint in the middle."""
+    losses, norms, weights = _by_hand()
+    for found in run(_trained, WORLD, checkpointing, str(tmp_path / "saved")):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-9)
+        np.testing.assert_allclose(found[1], norms, rtol=1e-9)
+        assert np.linalg.norm(found[2] - weights) <= 1e-9 * np.linalg.norm(weights)
+
+
+def _from_meta(level: str) -> tuple[list[float], np.ndarray[Any, Any], int]:
+    with torch.device("meta"):
+        model = llama(6, 2, tied=False)
+    options = DataParallel(level=level)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sharded = megalight.fully_shard(model, optimizer, data_parallel=options, dtype=torch.bfloat16, seed=5)
+    with sharded.full_parameters():
+        initial = torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]).numpy()
+    return _steps(sharded, model, range(2))[0], initial, sharded.engine.memory()["parameters"]
+
+
+def test_a_model_on_the_meta_device_is_drawn_into_shards() -> None:
+    """The values are those of one device, whatever is sharded."""
+    (alone,) = run(_alone, 1)
+    full, grads = run(_from_meta, WORLD, "optim_grads_params"), run(_from_meta, WORLD, "optim_grads")
+    for (losses, initial, size), (others, _, whole) in zip(full, grads, strict=True):
+        assert losses == others
+        assert np.array_equal(initial, alone)
+        assert size < whole
+
+
+def _alone() -> np.ndarray[Any, Any]:
+    with torch.device("meta"):
+        model = llama(6, 2, tied=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    megalight.fully_shard(model, optimizer, dtype=torch.bfloat16, seed=5)
+    found: np.ndarray[Any, Any] = torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]).numpy()
+    return found
+
+
+def test_the_example_runs_where_lightning_is_not_installed() -> None:
+    code = """
+import runpy, sys
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = sys.modules["lightning_fabric"] = None
+runpy.run_path("examples/fully_shard_llama.py", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "at first" in done.stdout
+
+
+def test_splits_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"splits no module; use megalight\.parallelize"):
+        megalight.fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), ParallelMesh(2, 0, tp=2))
