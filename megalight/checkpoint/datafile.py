@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -70,7 +70,7 @@ class DataFile(OpenFile):
         super().__init__(located(directory, name), f"{name} in checkpoint {directory}", buffer)
         self.record = records[name]
 
-    def verify(self, places: Sequence[tuple[int, int, str]]) -> None:
+    def verify(self, places: Iterable[tuple[int, int, str]]) -> None:
         """Check size, header and the given ``(start, stop, checksum)`` blocks.
 
         Raises:
@@ -82,6 +82,14 @@ class DataFile(OpenFile):
         length = int.from_bytes(self._bytes(8), "little") if size >= 8 else MAX_HEADER + 1
         if length > min(MAX_HEADER, size - 8) or checksum(self._bytes(8 + length)) != self.record.checksum:
             raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
+        self.verify_blocks(places)
+
+    def verify_blocks(self, places: Iterable[tuple[int, int, str]]) -> None:
+        """Check ``(start, stop, checksum)`` blocks.
+
+        Raises:
+            CheckpointError: one differs, or cannot be read.
+        """
         for place in places:
             self.block(*place)
 

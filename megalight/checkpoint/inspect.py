@@ -37,6 +37,7 @@ class Report:
         world_size: ranks that saved it.
         versions: of the software that saved it.
         scheme: in which form tensors were written.
+        layout: the parallel layout that saved it, as text; empty if it is not known.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Report:
     world_size: int
     versions: Mapping[str, str]
     scheme: str
+    layout: str
 
     @property
     def numel(self) -> int:
@@ -95,7 +97,35 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
         world_size=manifest.world_size,
         versions=manifest.versions,
         scheme=manifest.scheme,
+        layout=_layout(common),
     )
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as plain JSON values."""
+    return {
+        "path": str(report.path),
+        "format": report.scheme,
+        "layout": report.layout,
+        "world_size": report.world_size,
+        "versions": dict(report.versions),
+        "saved_at": report.saved_at,
+        "progress": dict(report.progress),
+        "elements": report.numel,
+        "bytes": report.nbytes,
+        "files": dict(report.files),
+        "tensors": {
+            name: {"shape": list(info.shape), "dtype": info.dtype, "shards": len(info.chunks)}
+            | ({"norm": report.norms[name]} if name in report.norms else {})
+            for name, info in sorted(report.tensors.items(), key=lambda item: _natural(item[0]))
+        },
+    }
+
+
+def _layout(common: Any) -> str:
+    known = common.get("megalight", {}) if isinstance(common, dict) else {}
+    layout = known.get("layout", "") if isinstance(known, dict) else ""
+    return layout if isinstance(layout, str) else ""
 
 
 def _progress(common: Any) -> dict[str, int | float | str]:
@@ -117,11 +147,11 @@ def _norms(root: Path, manifest: manifests.Manifest, tensors: Mapping[str, Tenso
                 nbytes = prod(chunk.size) * CODES[info.dtype][1]
                 for (start, stop), digest in zip(blocks(nbytes), chunk.sums, strict=True):
                     raw = np.frombuffer(file.block(chunk.start + start, chunk.start + stop, digest), np.uint8)
-                    squares[info.name] += float(np.square(_floats(raw, info.dtype)).sum())
+                    squares[info.name] += float(np.square(floats(raw, info.dtype)).sum())
     return {name: sqrt(square) for name, square in squares.items()}
 
 
-def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
+def floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
     """The numbers in raw bytes, also of types that numpy lacks. A complex number counts as two."""
     if dtype == "bfloat16":
         return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
@@ -163,7 +193,7 @@ def render(report: Report, depth: int | None = None) -> str:
         "",
         f"{report.path}: {len(report.tensors)} tensors, {report.numel:,} elements, "
         f"{_bytes(report.nbytes)} in {len(report.files)} files",
-        f"saved {saved} by {ranks} as {report.scheme} with {versions}",
+        f"saved {saved} by {ranks}{f' ({report.layout})' if report.layout else ''} as {report.scheme} with {versions}",
     ]
     return "\n".join([*lines, progress] if progress else lines)
 

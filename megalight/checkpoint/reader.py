@@ -26,6 +26,7 @@ from megalight.checkpoint.datafile import DataFile
 from megalight.checkpoint.files import CODES, FileRecord
 from megalight.checkpoint.index import TensorInfo
 from megalight.checkpoint.memory import host_buffer
+from megalight.errors import CheckpointError
 
 
 class Reader(StorageReader):
@@ -63,7 +64,7 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify every block that the plan will read."""
-        wanted: dict[str, set[tuple[int, int, str]]] = {}
+        wanted: dict[str, dict[tuple[int, int, str], str]] = {}
         for item in plan.items:
             info, chunk = self.chunks[item.storage_index]
             width = CODES[info.dtype][1]
@@ -71,11 +72,16 @@ class Reader(StorageReader):
             for number, (start, stop) in enumerate(blocks(prod(chunk.size) * width)):
                 if start < last * width and first * width < stop:
                     place = (chunk.start + start, chunk.start + stop, chunk.sums[number])
-                    wanted.setdefault(chunk.file, set()).add(place)
+                    wanted.setdefault(chunk.file, {})[place] = info.name
 
         def verify(name: str, places: Sequence[tuple[int, int, str]]) -> None:
             with DataFile(self.directory, name, self.records) as file:
-                file.verify(places)
+                file.verify(())
+                for place in places:
+                    try:
+                        file.block(*place)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"{error} They belong to {wanted[name][place]!r}.") from error
 
         in_threads(verify, ((name, sorted(places)) for name, places in sorted(wanted.items())))
         return plan

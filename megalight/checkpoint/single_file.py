@@ -61,4 +61,5 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
         world_size=1,
         versions=versions,
         scheme="one file",
+        layout="",
     )

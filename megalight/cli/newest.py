@@ -9,10 +9,15 @@ from typing import Any
 
 from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish
+from megalight.checkpoint.verify import verify
+from megalight.cli.report import launched
 from megalight.errors import CheckpointError
 
 DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
+
+CHOSEN = "MEGALIGHT_CHOSEN_CHECKPOINT"
+"""Environment variable by which a process tells those that it starts its own id, and which checkpoint it chose."""
 
 LIGHTNINGS = ("best", "hpc")
 """Words for ``--ckpt_path`` that Lightning understands itself."""
@@ -35,7 +40,7 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     if wanted != "last" and (wanted != "auto" or verb != "fit"):
         return str(newest_in(wanted, f"--ckpt_path={wanted}"))
     places = sorted({Path(folder).absolute() for folder in folders})
-    found = _newest(places)
+    found = _newest_undamaged(places)
     if found is not None:
         _log(f"--ckpt_path={wanted}: the newest checkpoint is {found}")
         return str(found)
@@ -63,6 +68,26 @@ def newest_in(path: str | os.PathLike[str], said: str = "") -> Path:
     if found is not None and said:
         _log(f"{said}: the newest checkpoint in it is {found}")
     return folder if found is None else found
+
+
+def _newest_undamaged(places: Iterable[Path]) -> Path | None:
+    """Return the newest checkpoint whose every byte is as it was saved.
+
+    The process that starts the others verifies, and they use its choice. Processes that a cluster starts cannot agree
+    here, so they verify nothing: loading verifies what it reads, and names the checkpoint before it.
+    """
+    chooser, _, path = os.environ.get(CHOSEN, "").partition(":")
+    if launched() and chooser != str(os.getpid()):  # Lightning marks also the process that starts the others
+        return _newest(places) if not chooser else Path(path) if path else None
+    chosen = None
+    for _, found in sorted({each for place in places for each in _finished(place)}, reverse=True):
+        damage = verify(found) if found.is_dir() else []
+        if not damage:
+            chosen = found
+            break
+        _log(f"{found} is damaged and is not used: {damage[0]}")
+    os.environ[CHOSEN] = f"{os.getpid()}:{chosen or ''}"
+    return chosen
 
 
 def _newest(places: Iterable[Path]) -> Path | None:

@@ -41,6 +41,11 @@ def launch_rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or 0) or int(os.environ.get("NODE_RANK") or 0)
 
 
+def launched() -> bool:
+    """Return whether another process started this one as a rank: torchrun, SLURM or Lightning's launcher."""
+    return any(name in os.environ for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+
+
 def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
     """Print an error to stderr.
 

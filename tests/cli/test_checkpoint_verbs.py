@@ -1,4 +1,5 @@
 import io
+import json
 import math
 import os
 import sys
@@ -71,3 +72,18 @@ def test_what_is_no_checkpoint_is_named(verb, tmp_path, capsys):
 def test_sampling_out_of_range_is_refused(saved, capsys):
     assert main(["generate", saved, "-p", "a", "--top-p", "1.5"]) == 2
     assert "top_p is 1.5" in capsys.readouterr().err
+
+
+def test_inspect_verifies_compares_and_writes_json(saved, tmp_path, capsys):
+    assert main(["inspect", saved, "--verify"]) == 0
+    assert capsys.readouterr().out == "every byte is as it was saved\n"
+    assert main(["inspect", saved, "--diff", saved, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["inspect", saved, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "fully_reshardable"
+    file = next((tmp_path / "c" / "data").iterdir())
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    assert main(["inspect", saved, "--verify"]) == 1
+    assert f"data/{file.name}: " in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalight.checkpoint import save
+from megalight.cli import newest
 from megalight.cli.main import main
 from megalight.cli.newest import newest_in, resolve
 from megalight.errors import CheckpointError
@@ -92,3 +93,25 @@ def test_hidden_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wanted", [None, "best", "runs/step=1.ckpt"])
 def test_other_values_stay(wanted: str | None, tmp_path: Path) -> None:
     assert resolve(wanted, "fit", [tmp_path]) == wanted
+
+
+def test_a_damaged_checkpoint_is_not_picked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor by the ranks that this process starts, which do not verify again."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv(newest.CHOSEN, "")
+    for name in ("a", "b"):
+        save(tmp_path / f"{name}.ckpt", {}, common={"step": name})
+    common = tmp_path / "b.ckpt" / "common.json"
+    common.write_bytes(common.read_bytes().replace(b'"b"', b'"c"'))
+    logging.getLogger("lightning.pytorch").propagate = True
+    with caplog.at_level("INFO"):
+        assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
+    assert "b.ckpt is damaged and is not used: common.json" in caplog.text
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    chosen = os.environ[newest.CHOSEN].partition(":")[2]
+    monkeypatch.setenv(newest.CHOSEN, f"1:{chosen}")
+    assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
+    monkeypatch.setenv(newest.CHOSEN, "")
+    assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "b.ckpt")  # a cluster's ranks find out when they load

@@ -21,7 +21,7 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("source", type=Path, help="a checkpoint, or a folder of transformers")
+    parser.add_argument("source", type=Path, help="a checkpoint, a run's folder, or a folder of transformers")
     parser.add_argument("output", type=Path, help="the folder to write")
     parser.add_argument(
         "--to",
@@ -42,9 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
     from megalight.models.folder import is_folder
 
+    arguments.source = newest_in(arguments.source)
     to = arguments.to or ("checkpoint" if is_folder(arguments.source) else "transformers")
     with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
         task = bar.add_task("converting", total=None)

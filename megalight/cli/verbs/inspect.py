@@ -8,7 +8,7 @@ from pathlib import Path
 
 def describe() -> str:
     """Return the line for the overview."""
-    return "show what a checkpoint holds: names, shapes, sizes, norms, versions"
+    return "show what a checkpoint holds, verify it, or compare it with another"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,16 +16,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's folder (its newest one)")
     parser.add_argument("--norms", action="store_true", help="also read and verify all data, and show the norms")
     parser.add_argument("--depth", type=int, help="show only this many parts of the names, with sums of the rest")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--diff", type=Path, metavar="OTHER", help="show how the tensors of another checkpoint differ")
+    what.add_argument("--verify", action="store_true", help="read every byte, and name each damaged file and tensor")
+    parser.add_argument("--json", action="store_true", help="write JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report. Only ``--norms`` reads more than metadata. Torch is needed for single files alone."""
+    """Print the report. Only ``--norms``, ``--diff`` and ``--verify`` read more than metadata.
+
+    Torch is needed for single files alone.
+
+    Returns:
+        1 if ``--verify`` found damage, or ``--diff`` a difference.
+    """
+    import json
+    from dataclasses import asdict
+
     from megalight.checkpoint.inspect import describe as read
-    from megalight.checkpoint.inspect import render
+    from megalight.checkpoint.inspect import render, to_json
     from megalight.cli.newest import newest_in
 
     path = newest_in(arguments.checkpoint)
+    if arguments.verify or arguments.diff:
+        from megalight.checkpoint.diff import diff
+        from megalight.checkpoint.verify import verify
+
+        found = verify(path) if arguments.verify else diff(path, newest_in(arguments.diff))
+        nothing = "every byte is as it was saved" if arguments.verify else "the tensors are equal"
+        plain = [json.dumps([asdict(each) for each in found], indent=2)] if arguments.json else list(map(str, found))
+        print("\n".join(plain) or nothing)
+        return int(bool(found))
     if path.is_file():
         from megalight.checkpoint.single_file import describe as read
-    print(render(read(path, norms=arguments.norms), arguments.depth))
+    report = read(path, norms=arguments.norms)
+    print(json.dumps(to_json(report), indent=2) if arguments.json else render(report, arguments.depth))
     return 0
