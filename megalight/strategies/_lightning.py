@@ -27,6 +27,7 @@ __all__ = [
     "log",
     "skip_backward",
     "sync_layers",
+    "trainer_of",
     "zero_grad",
 ]
 
@@ -51,6 +52,7 @@ USED = {
     "trainer._results": "where LightningModule.log puts values",
     "trainer._logger_connector.should_reset_tensors": "whether they are those of an earlier epoch",
     "trainer._logger_connector._current_fx": "the hook that logged last, noted by LightningModule.log",
+    "module._trainer": "the field behind module.trainer, which may be None",
     "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
 
@@ -74,6 +76,11 @@ def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
     else:
         results.update_metrics(key, value, 1)
         connector._current_fx = fx
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """Return the module's trainer, or None. ``module.trainer`` would raise."""
+    return module._trainer
 
 
 def sync_layers(strategy: ParallelStrategy, module: pl.LightningModule) -> None:

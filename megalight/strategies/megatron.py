@@ -194,9 +194,11 @@ class MegatronStrategy(FolderCheckpoints):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Check module and callbacks before anything is built."""
-        if model.trainer.state.fn == TrainerFn.FITTING:
-            ordinary.check_manual(self, model)
-        refusals.check_callbacks(model.trainer)
+        trainer = _lightning.trainer_of(model)
+        if trainer is not None:  # without one there is nothing to check yet
+            if trainer.state.fn == TrainerFn.FITTING:
+                ordinary.check_manual(self, model)
+            refusals.check_callbacks(trainer)
         if model is not self._setup_of:
             self._setup_of = None
         super().connect(model)
@@ -343,14 +345,14 @@ class MegatronStrategy(FolderCheckpoints):
             self.sync_parameters()
         return output
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward where Lightning's loop does so. On shards, :meth:`training_step` has run it already.
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Run before the backward of Lightning's own loop, for optimizers of whole parameters.
 
         Raises:
-            ConfigurationError: optimization is on shards.
+            ConfigurationError: optimization is on shards, and :meth:`training_step` runs the backward itself.
         """
         if self.engine is None and self._setup_of is not None:
-            return super().backward(*args, **kwargs)
+            return
         raise ConfigurationError(
             "something called backward on MegatronStrategy, whose training_step has done it already; a callback that "
             "toggles Lightning's backward (StochasticWeightAveraging does) cannot be used with it."

@@ -13,6 +13,7 @@ from megalight.checkpoint import remove
 from megalight.errors import ConfigurationError
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
+from megalight.strategies.checkpoints.edits import Edits, edits_of
 from megalight.strategies.checkpoints.hyperparameters import keep_plain
 from megalight.strategies.checkpoints.resuming import Resumed, open_folder
 from megalight.strategies.checkpoints.saving import save
@@ -26,11 +27,13 @@ class FolderCheckpoints(MeshStrategy):
         _setup_of: the module whose model is set up. None before that.
         _resumed: the checkpoint from which the run resumes, or None.
         _left_out: names of hyperparameters that are not saved, after a warning.
+        _given: the ``state_dict`` that hooks of a save were given. None after the save.
     """
 
     _setup_of: pl.LightningModule | None
     _resumed: Resumed | None
     _left_out: set[str]
+    _given: dict[str, Any] | None = None
 
     def sync_parameters(self) -> None:
         """Wait until every parameter has the values of the last optimizer step."""
@@ -41,7 +44,9 @@ class FolderCheckpoints(MeshStrategy):
         """Return this rank's part, not copied. :meth:`save_checkpoint` does not use it: it writes canonical tensors."""
         self.sync_parameters()
         assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
+        state = self.lightning_module.state_dict()
+        self._given = dict(state)
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer on whole parameters, else nothing: shards are saved by canonical name."""
@@ -53,9 +58,11 @@ class FolderCheckpoints(MeshStrategy):
         if storage_options is not None:
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
         self.sync_parameters()
-        path = self.broadcast(str(filepath))
+        path, given, self._given = self.broadcast(str(filepath)), self._given, None
+        edits = Edits() if given is None else edits_of(given, checkpoint.get("state_dict", given))
+        edits.check(self)
         with self._sharded():
-            save(self, keep_plain(checkpoint, self._left_out), path)
+            save(self, keep_plain(checkpoint, self._left_out), path, edits)
         self._tell("on_checkpoint_written", path)
 
     @contextmanager
@@ -75,12 +82,13 @@ class FolderCheckpoints(MeshStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder. Tensors are read later, directly into the parameters."""
         self._resumed = Resumed(open_folder(str(checkpoint_path)))
-        return self._resumed.for_lightning()
+        return self._resumed.for_lightning(self)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read weights if the split model exists. If not, :meth:`setup` reads them later."""
         assert self._resumed is not None
         self._resumed.strict = strict
+        self._resumed.take(checkpoint.get("state_dict", {}))
         if self._setup_of is not None:
             self.read_weights()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
 from megalight.parallel.source import Source
+from megalight.strategies.checkpoints.edits import Edits, SavedWeights, holds_whole_model, prefix_of, write
 from megalight.strategies.checkpoints.saving import ORDINARY
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -53,29 +54,44 @@ class Resumed:
     Attributes:
         saved: the opened and verified checkpoint.
         strict: whether every tensor of the model must be in the checkpoint.
+        weights: the ``state_dict`` that hooks are given.
+        edits: what hooks changed in it.
     """
 
     saved: checkpoint.Checkpoint
     strict: bool = True
+    weights: SavedWeights | None = None
+    edits: Edits = field(default_factory=Edits)
 
-    def for_lightning(self) -> dict[str, Any]:
-        """Return the entries that Lightning restores itself."""
+    def for_lightning(self, strategy: MeshStrategy) -> dict[str, Any]:
+        """Return the entries that Lightning restores itself, and ``state_dict`` for hooks."""
         common = dict(self.saved.common)
         options, whole = common.pop("optimizer", None), common.pop(ORDINARY, None)
         states = whole if options is None else [options]
-        return {**common, "state_dict": {}, **({} if states is None else {"optimizer_states": states})}
+        self.weights = SavedWeights(self.saved, prefix_of(strategy), holds_whole_model(strategy))
+        return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Note how hooks have changed the ``state_dict``."""
+        if self.weights is not None:
+            self.edits = self.weights.edits(state)
 
     def read_model(self, strategy: MeshStrategy) -> None:
         """Read weights into the local parameters. Float32 weights are read from the masters, if it has any."""
         assert strategy.parallel_model is not None
         model = strategy.parallel_model
         model.clear_padding()
+        self.edits.check(strategy)
         targets = strategy.run.weight_targets()
         if not holds_base(self.saved.common):
             assert strategy.lightning_module is not None
             model.read(base_of(strategy.lightning_module, self.saved))
             targets = [target for target in targets if target.name in model.added]
-        FullPrecision(self.saved).fill(targets, strict=self.strict, prefix=CANONICAL_PREFIX)
+        prefix = prefix_of(strategy)
+        edited = {prefix + key for key in (*self.edits.changed, *self.edits.removed)}
+        targets = [target for target in targets if target.name not in edited]
+        FullPrecision(self.saved).fill(targets, strict=self.strict and not self.edits, prefix=CANONICAL_PREFIX)
+        write(self.edits, model, prefix, self.strict)
 
     def read_optimizer(self, strategy: MeshStrategy) -> None:
         """Read masters, optimizer state, group options and random states.

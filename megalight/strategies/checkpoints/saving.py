@@ -6,6 +6,7 @@ from typing import Any
 
 from megalight import __version__, checkpoint
 from megalight.imports import version
+from megalight.strategies.checkpoints.edits import Edits, prefix_of
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 NOT_STORED = ("state_dict", "optimizer_states")
@@ -14,8 +15,8 @@ ORDINARY = "ordinary_optimizers"
 """Entry with the states of optimizers of whole parameters, in torch's form."""
 
 
-def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
-    """Write a checkpoint, with optimizer state if Lightning's entries have it."""
+def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edits) -> None:
+    """Write a checkpoint, with optimizer state if Lightning's entries have it, and with the edits of hooks."""
     common = {name: value for name, value in entries.items() if name not in NOT_STORED}
     common["megalight"] = {
         "version": __version__,
@@ -31,9 +32,10 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str) -> None:
     saves_base = getattr(strategy.lightning_module, "saves_base", True)
     only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
     scheme = strategy.checkpoints.format
+    contents = edits.of(strategy.run.contents(optimizer=resumable, only=only), prefix_of(strategy))
     checkpoint.save(
         path,
-        checkpoint.SCHEMES[scheme](strategy.run.contents(optimizer=resumable, only=only)),
+        checkpoint.SCHEMES[scheme](contents),
         common=common,
         rank_state=strategy.run.rank_state(),
         files=_files(strategy),
