@@ -14,6 +14,7 @@ from megalight.callbacks.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.run_record import RunRecord
 from megalight.callbacks.stragglers import Stragglers
+from megalight.callbacks.summary import WholeModelSummary
 from megalight.callbacks.throughput import Throughput
 from megalight.callbacks.timers import Timers
 from megalight.callbacks.transformers_export import TransformersExport
@@ -36,4 +37,5 @@ __all__ = [
     "Throughput",
     "Timers",
     "TransformersExport",
+    "WholeModelSummary",
 ]

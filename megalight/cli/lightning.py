@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,10 +15,10 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from megalight.callbacks import OptimizerMonitor, RunRecord, StepProgress, Throughput
+from megalight.callbacks import OptimizerMonitor, RunRecord, StepProgress, Throughput, WholeModelSummary
 from megalight.cli import newest, strategies
 from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import debugging, reported, tell
@@ -40,6 +38,12 @@ IMPORTABLE = ["megalight", "lightning", "torch", "torchmetrics", "transformers"]
 """Packages that a configuration file may import from, beside the user's own; jsonargparse refuses all others."""
 
 
+ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
+"""Callbacks of every run."""
+
+REPLACED: dict[type[pl.Callback], type[pl.Callback]] = {ProgressBar: StepProgress, ModelSummary: WholeModelSummary}
+"""Lightning's default callbacks -> ours in their place, where they are not disabled."""
+
 NAMED = (GPTDataModule, BertDataModule, MegatronStrategy, MegatronFSDPStrategy)
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 
@@ -52,8 +56,6 @@ def run(words: Sequence[str]) -> int:
     load_plugins()
     for family in families():
         family.module()  # imported, so that it can be called by its bare name
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_without_tips)
-    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)  # Lightning 2.6 under torch 2.13
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError), _refusals_of_lightning():
         MegalightCLI(args=list(words))
     return 0
@@ -70,11 +72,6 @@ def _refusals_of_lightning() -> Iterator[None]:
             raise
         hint = "(arguments of the Trainer are set by --trainer.NAME=...)"
         raise ConfigurationError(f"{str(error).strip()}\n{hint}") from error
-
-
-def _without_tips(record: logging.LogRecord) -> bool:
-    """Drop Lightning's advertisements from its log."""
-    return "Tip: For seamless" not in record.getMessage()
 
 
 @dataclass(frozen=True)
@@ -171,15 +168,16 @@ class MegalightCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Create the trainer with our default callbacks, each unless the user gives their own."""
         given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
-        own_bar = any(isinstance(each, ProgressBar) for each in (given if isinstance(given, list) else [given]))
-        trainer = super().instantiate_trainer(**kwargs)  # Lightning adds its own bar to the user's callbacks
+        own = [*given] if isinstance(given, list) else [given]  # Lightning appends to the list itself
+        trainer = super().instantiate_trainer(**kwargs)  # adds Lightning's own bar and summary
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         present = {type(callback) for callback in callbacks}
-        added: list[pl.Callback] = [make() for make in (Throughput, OptimizerMonitor, RunRecord) if make not in present]
-        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
-        if bars and not own_bar:
-            callbacks.remove(bars[0])
-            added.append(StepProgress())
+        added: list[pl.Callback] = [make() for make in ADDED if make not in present]
+        for kind, ours in REPLACED.items():
+            theirs = [callback for callback in callbacks if isinstance(callback, kind)]
+            if theirs and not any(isinstance(each, kind) for each in own):
+                callbacks.remove(theirs[0])
+                added.append(ours())
         callbacks[:0] = added  # in front: ModelCheckpoint must stay last
         return trainer
 

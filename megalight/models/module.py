@@ -57,7 +57,6 @@ class MegalightModule(pl.LightningModule):
         self.transforms: list[ModelTransform] = []
         self.saves_base = True
         self.token_multiple = 1
-        self._means = nn.ModuleDict()  # Lightning logs only metrics that are submodules
 
     def build_model(self) -> nn.Module:
         """Build the whole one-device model. Do not read weight values: it must work under ``torch.device("meta")``."""
@@ -187,6 +186,8 @@ class MegalightModule(pl.LightningModule):
         A strategy with ``reduces_totals`` has already summed the totals over its ranks, so they are not reduced again.
         """
         reduced = getattr(self.trainer.strategy, "reduces_totals", False)
+        if not hasattr(self, "_means"):
+            self._means = nn.ModuleDict()  # Lightning logs only metrics that are submodules
         for name, (total, count) in totals.items():
             key = f"{stage}_{name}/{dataloader_idx}"
             if key not in self._means:
@@ -212,7 +213,7 @@ class MegalightModule(pl.LightningModule):
         self._forget("test")
 
     def _forget(self, stage: str) -> None:
-        for key, ratio in self._means.items():
+        for key, ratio in getattr(self, "_means", {}).items():
             if key.startswith(f"{stage}_"):
                 cast(Ratio, ratio).reset()
 

@@ -8,6 +8,8 @@ from megalight.strategies.checkpoints.options import Checkpoints as Checkpoints
 from megalight.strategies.checkpoints.whole import load_weights as load_weights
 from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrategy
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
+from megalight.strategies.noise import silence
 
 MegatronStrategy.register_strategies(StrategyRegistry)
 MegatronFSDPStrategy.register_strategies(StrategyRegistry)
+silence()

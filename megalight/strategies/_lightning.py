@@ -63,8 +63,8 @@ def fire(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     call._call_lightning_module_hook(trainer, hook, *args)
 
 
-def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
-    """Do ``module.log(name, value, batch_size=1)`` for a 0-dim tensor without a graph.
+def log(module: pl.LightningModule, name: str, value: Tensor, prog_bar: bool = False) -> None:
+    """Do ``module.log(name, value, prog_bar, batch_size=1)`` for a 0-dim tensor without a graph.
 
     Only the first call in a hook uses ``module.log``. Later calls write to the same place directly, because
     ``module.log`` repeats its checks and copies its records, which takes a millisecond.
@@ -72,7 +72,7 @@ def log(module: pl.LightningModule, name: str, value: Tensor) -> None:
     results, fx, connector = module.trainer._results, module._current_fx_name, module.trainer._logger_connector
     key, own = f"{fx}.{name}", type(module).log is not pl.LightningModule.log
     if own or fx is None or results is None or key not in results or connector.should_reset_tensors(fx):
-        module.log(name, value, batch_size=1)
+        module.log(name, value, prog_bar=prog_bar, batch_size=1)
     else:
         results.update_metrics(key, value, 1)
         connector._current_fx = fx

@@ -169,6 +169,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._resumed: Resumed | None = None
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
+        self._foreign_bar = False
         self._left_out: set[str] = set()
 
     # ------------------------------------------------------------------ ranks and launching
@@ -254,6 +255,8 @@ class MegatronStrategy(FolderCheckpoints):
             self.parallel_model.fill()
             self.engine = self.precision.clip_by_norm = self.precision.clip_by_value = None
             return
+        bar = trainer.progress_bar_callback
+        self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self._make_engine()
         self._ended = False
@@ -331,7 +334,8 @@ class MegatronStrategy(FolderCheckpoints):
         _lightning.fire(trainer, "on_after_backward")
         if not own_steps(self._stepper.module, "training_step"):
             for name, value in {"loss": self.report.loss, **self.report.metrics}.items():
-                _lightning.log(self._stepper.module, f"train_{name}", value)
+                shown = name == "loss" and self._foreign_bar
+                _lightning.log(self._stepper.module, f"train_{name}", value, shown)
         return output
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

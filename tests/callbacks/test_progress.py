@@ -2,10 +2,14 @@ import re
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 
 from megalight.callbacks import StepProgress
 from megalight.errors import ConfigurationError
-from tests.callbacks.tiny import Tiny, tiny_trainer
+from megalight.models.gpt import GPTConfig
+from megalight.models.gpt.module import GPTModule
+from megalight.strategies import MegatronStrategy
+from tests.callbacks.tiny import LENGTH, Tiny, tiny_trainer
 
 
 def fit(**options):
@@ -65,6 +69,25 @@ def test_the_bar_shows_the_same(capsys):
     assert "12/12" in text
     for part in ("loss=", "tok/s=", "s/step=", "val_loss="):
         assert part in text
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightnings_own_bar_shows_the_loss_too(accumulate):
+    class Bar(TQDMProgressBar):
+        shown = ()
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            super().on_train_batch_end(trainer, pl_module, *args)
+            self.shown = self.get_metrics(trainer, pl_module)
+
+    bar = Bar()
+    module = GPTModule(GPTConfig(num_layers=1, hidden_size=8, num_heads=1, vocab_size=5, max_sequence_length=LENGTH))
+    strategy = MegatronStrategy()
+    fit_options = {"callbacks": [bar], "strategy": strategy, "enable_progress_bar": True}
+    tiny_trainer(**fit_options, accumulate_grad_batches=accumulate, log_every_n_steps=1).fit(
+        module, Tiny().train_dataloader(), Tiny().val_dataloader()
+    )
+    assert float(bar.shown["train_loss"]) == pytest.approx(float(strategy.report.loss), rel=1e-2)
 
 
 def test_a_disabled_bar_says_nothing(capsys):

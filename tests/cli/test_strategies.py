@@ -13,6 +13,7 @@ WORDS = ["--model=tests.cli.samples.SampleModule", "--trainer.accelerator=cpu", 
 def test_names_are_written_out():
     assert list(in_words(["--trainer.strategy=megatron", "--x=1"])) == [CLASS, "--x=1"]
     assert list(in_words(["--trainer.strategy", "Megatron", "-c", "a"])) == [CLASS, "-c", "a"]
+    assert list(in_words(["--trainer.strategy=megatron_fsdp"])) == [CLASS.replace("Megatron", "MegatronFSDP")]
     assert list(in_words(["--trainer.strategy=megatron_notebook"])) == [CLASS, "--trainer.strategy.start_method=fork"]
 
 
