@@ -8,7 +8,15 @@ from typing import Any, Self, get_args, get_type_hints
 
 from megalight.errors import ConfigurationError, nearest
 
-UNBINDING = {"dropout", "backends", "init"}
+UNBINDING = {
+    "dropout",
+    "backends",
+    "init",
+    "moe.balance",
+    "moe.router.jitter",
+    "moe.router.expert_bias_rate",
+    "moe.router.force_balance",
+}
 """Settings that may differ between the runs of one model, because its weights do not depend on them."""
 
 
@@ -156,7 +164,7 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path
     """List the settings that weights depend on and that differ, as ``name is ours here and theirs in <where>``."""
     found = []
     for name in sorted(set(ours) | set(theirs)):
-        if not path and name in UNBINDING:
+        if path + name in UNBINDING:
             continue
         mine, other = ours.get(name), theirs.get(name)
         if isinstance(mine, dict) and isinstance(other, dict):

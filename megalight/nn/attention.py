@@ -90,6 +90,7 @@ class Attention(nn.Module):
         proj_bias: whether the projection back has a bias.
         q_norm: norm over the features of each query head, or None.
         k_norm: norm over the features of each key head, or None.
+        norm_whole: the norms are over the features of all heads together.
         rotary: name of the rotary table in the context. None means no rotation.
         std: standard deviation of the initial ``qkv`` weights.
         proj_std: standard deviation of the initial ``proj`` weights.
@@ -107,6 +108,7 @@ class Attention(nn.Module):
         proj_bias: bool = False,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        norm_whole: bool = False,
         rotary: str | None = None,
         std: float = 0.02,
         proj_std: float = 0.02,
@@ -119,6 +121,7 @@ class Attention(nn.Module):
         self.qkv = Linear(hidden_size, (queries, keys, values), bias=qkv_bias, std=std)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.norm_whole = norm_whole
         self.inner = inner
         self.proj = Linear(num_heads * head_dim, hidden_size, bias=proj_bias, std=proj_std)
 
@@ -147,6 +150,11 @@ class Attention(nn.Module):
             return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
         parts = torch.split(qkv, self.qkv.section_sizes, dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         return (q, k, v) if rotary is None else (rotary.rotate(q), rotary.rotate(k), v)
+
+    def _normed(self, heads: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is None:
+            return heads
+        out: Tensor = norm(heads.flatten(1)).view_as(heads) if self.norm_whole else norm(heads)
+        return out

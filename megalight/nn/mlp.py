@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "geglu": ("gelu", True),
     "geglu_tanh": ("gelu_tanh", True),
     "reglu": ("relu", True),
+    "quick_geglu": ("quick_gelu", True),
     "silu": ("silu", False),
     "gelu": ("gelu", False),
     "gelu_tanh": ("gelu_tanh", False),
@@ -44,18 +45,31 @@ class Activation(nn.Module):
     Args:
         name: a key of :data:`ACTIVATIONS`.
         backend: backend of the activation op.
+        offset: added to ``up``; for gated activations.
+        clamp: limits ``gate`` from above, and ``up`` from both sides, before that; for gated activations.
+
+    Raises:
+        ConfigurationError: no such activation, or ``offset`` or ``clamp`` for one that is not gated.
     """
 
-    def __init__(self, name: str, backend: str = "auto") -> None:
+    def __init__(self, name: str, backend: str = "auto", *, offset: float = 0.0, clamp: float | None = None) -> None:
         super().__init__()
+        if (offset or clamp is not None) and not is_gated(name):
+            raise ConfigurationError(
+                f"offset={offset} and clamp={clamp} belong to gated activations, and {name!r} is none. Leave them out, "
+                "or choose a gated one, such as quick_geglu."
+            )
+        self.offset = offset
+        self.clamp = clamp
         self.gated = is_gated(name)
         self.kind = ACTIVATIONS[name][0]
         self.backend = backend
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``. ``weights [...]`` multiply rows."""
-        function = gated if self.gated else activation
-        return function(x, self.kind, backend=self.backend, weights=weights)
+        if not self.gated:
+            return activation(x, self.kind, backend=self.backend, weights=weights)
+        return gated(x, self.kind, backend=self.backend, weights=weights, offset=self.offset, clamp=self.clamp)
 
     def extra_repr(self) -> str:
         """Return the function, for printing."""

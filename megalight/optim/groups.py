@@ -29,7 +29,7 @@ class GroupRule:
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter usually decays: biases, norms and other one-dimensional parameters do not."""
-    return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
+    return parameter.ndim > 1 and not name.endswith("bias")
 
 
 def parameter_groups(

@@ -7,7 +7,7 @@ from megalight.errors import MegalightError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.flops import flops_per_token, num_parameters
 from megalight.models.gpt.presets import PRESETS, preset
-from megalight.nn.moe import MoEConfig, RouterConfig
+from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 PUBLISHED_PARAMETERS = {
     "gpt2_small": 124_439_808,
@@ -25,7 +25,20 @@ PUBLISHED_PARAMETERS = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "olmoe_1b_7b": 6_919_161_856,
 }
+PUBLISHED_ACTIVE = {
+    "mixtral_8x7b": 12.9,
+    "mixtral_8x22b": 39.2,
+    "qwen3_30b_a3b": 3.3,
+    "qwen3_235b_a22b": 22.2,
+    "olmoe_1b_7b": 1.3,
+}
+"""In billions, as the model cards say."""
 PUBLISHED_GIGAFLOPS = [
     ("llama3_8b", 4096, 48.25),
     ("llama3_8b", 8192, 51.47),
@@ -54,6 +67,11 @@ def test_parameters(name):
     assert num_parameters(preset(name)) == PUBLISHED_PARAMETERS[name] == built_parameters(preset(name))
 
 
+@pytest.mark.parametrize("name", PUBLISHED_ACTIVE)
+def test_active_parameters(name):
+    assert num_parameters(preset(name), active=True) / 1e9 == pytest.approx(PUBLISHED_ACTIVE[name], abs=0.08)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -75,6 +93,24 @@ def test_arithmetic_equals_the_module(bias, activation, norm, qk_norm):
         attention=AttentionConfig(qkv_bias=bias, proj_bias=not bias, qk_norm=qk_norm),
     )
     assert num_parameters(config) == built_parameters(config)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_everything_beside_experts_counts(activation):
+    moe = MoEConfig(
+        num_experts=6,
+        pattern=(False, True),
+        router=RouterConfig(top_k=3, bias=True, score="sigmoid", expert_bias=True),
+        shared=SharedConfig(ffn_hidden_size=7, gate=True),
+        bias=True,
+    )
+    sizes = {"num_layers": 3, "hidden_size": 24, "num_heads": 4, "vocab_size": 101, "max_sequence_length": 17}
+    config = GPTConfig(**sizes, activation=activation, mlp_bias=True, moe=moe)
+    assert num_parameters(config) == built_parameters(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    idle = sum(p.numel() for p in model.layers["1"].mlp.experts.parameters()) // 2
+    assert num_parameters(config, active=True) == num_parameters(config) - idle
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])

@@ -65,6 +65,7 @@ class AttentionConfig:
         qkv_bias: whether the projection to queries, keys and values has biases.
         proj_bias: whether the projection back has a bias.
         qk_norm: whether to normalise the features of each query and key head.
+        qk_norm_whole: normalise the features of all query heads together, and those of all key heads (OLMoE).
         scale: factor of the scores. None means ``1 / sqrt(head_dim)``.
         softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
         window: how many earlier tokens a token sees in layers with a window. None: no layer has a window.
@@ -74,6 +75,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     proj_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
@@ -81,6 +83,10 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window_pattern", tuple(self.window_pattern))
+        require(
+            self.qk_norm or not self.qk_norm_whole,
+            "attention.qk_norm_whole=true without attention.qk_norm; set both, or neither.",
+        )
         require(self.scale is None or self.scale > 0, f"attention.scale is {self.scale}; it must be above 0, or null.")
         require(
             self.softcap is None or self.softcap > 0,
@@ -107,6 +113,7 @@ class BackendConfig:
     norm: str = "auto"
     rotary: str = "auto"
     activation: str = "auto"
+    experts: str = "auto"
     cross_entropy: str = "auto"
 
 
@@ -171,7 +178,12 @@ class GPTConfig(ModelConfig):
             self.logit_softcap is None or self.logit_softcap > 0,
             f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
         )
-        is_gated(self.activation)
+        gated = is_gated(self.activation)
+        require(
+            gated or self.moe is None or not (self.moe.glu_offset or self.moe.clamp),
+            f"moe.glu_offset and moe.clamp belong to gated activations, and activation is {self.activation!r}. Leave "
+            "them out, or choose a gated one, such as quick_geglu.",
+        )
         object.__setattr__(self, "mixer_pattern", tuple(self.mixer_pattern))
         require(bool(self.mixer_pattern), "mixer_pattern is empty; give one entry per layer of the pattern.")
         for mixer in self.mixer_pattern:

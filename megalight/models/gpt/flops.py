@@ -23,27 +23,36 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
     projections = 3 if is_gated(config.activation) else 2
     dense, experts = projections * h * config.ffn_hidden_size, 0
     if (moe := config.moe) is not None:
-        count = moe.router.top_k if active else moe.num_experts
-        experts = projections * h * config.expert_ffn_hidden_size * count + h * moe.num_experts
+        width = config.expert_ffn_hidden_size * (moe.router.top_k if active else moe.num_experts)
+        experts = h * moe.num_experts
+        if moe.shared is not None:
+            width += moe.shared.ffn_hidden_size
+            experts += h if moe.shared.gate else 0
+        experts += projections * h * width
     layers = range(config.num_layers)
     return sum(mixers[config.mixer_of(i)] + (experts if config.has_experts(i) else dense) for i in layers)
 
 
-def _vector_parameters(config: GPTConfig) -> int:
+def _vector_parameters(config: GPTConfig, active: bool) -> int:
     """Return the number of norm weights and biases in all layers."""
     norms = 2 * _norm_parameters(config, config.hidden_size)
     attention = 0
     if config.attention.qk_norm:
-        attention += 2 * _norm_parameters(config, config.head_dim)
+        heads = config.num_heads + config.num_kv_heads if config.attention.qk_norm_whole else 2
+        attention += _norm_parameters(config, config.head_dim * heads)
     if config.attention.qkv_bias:
         attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.attention.proj_bias:
         attention += config.hidden_size
-    mlp = 0
-    if config.mlp_bias:
-        mlp += config.ffn_hidden_size * (2 if is_gated(config.activation) else 1) + config.hidden_size
-    dense = sum(not config.has_experts(layer) for layer in range(config.num_layers))
-    return config.num_layers * norms + dense * mlp + len(_attention_layers(config)) * attention
+    wide = 2 if is_gated(config.activation) else 1
+    mlp = config.ffn_hidden_size * wide + config.hidden_size if config.mlp_bias else 0
+    experts = 0
+    if (moe := config.moe) is not None:
+        each = config.expert_ffn_hidden_size * wide + config.hidden_size if moe.bias else 0
+        experts = (moe.router.top_k if active else moe.num_experts) * each
+        experts += moe.num_experts if moe.router.bias else 0
+    layers = sum(experts if config.has_experts(layer) else mlp for layer in range(config.num_layers))
+    return config.num_layers * norms + layers + len(_attention_layers(config)) * attention
 
 
 def _attention_layers(config: GPTConfig) -> list[int]:
@@ -59,7 +68,7 @@ def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     if config.position.kind == "learned":
         tables += config.max_sequence_length * config.hidden_size
-    layers = _matmul_parameters(config, active) + _vector_parameters(config)
+    layers = _matmul_parameters(config, active) + _vector_parameters(config, active)
     return tables + layers + _norm_parameters(config, config.hidden_size)
 
 

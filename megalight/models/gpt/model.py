@@ -14,6 +14,7 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.lengths import check_length
 from megalight.nn import (
     MLP,
+    Activation,
     Attention,
     Embedding,
     InnerAttention,
@@ -65,6 +66,7 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
         dropout=config.dropout.attention,
         backend=config.backends.attention,
     )
+    normed, whole = config.attention.qk_norm, config.attention.qk_norm_whole
     return Attention(
         config.hidden_size,
         config.num_heads,
@@ -73,8 +75,9 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
         inner,
         qkv_bias=config.attention.qkv_bias,
         proj_bias=config.attention.proj_bias,
-        q_norm=build_norm(config, config.head_dim) if config.attention.qk_norm else None,
-        k_norm=build_norm(config, config.head_dim) if config.attention.qk_norm else None,
+        q_norm=build_norm(config, config.head_dim * (config.num_heads if whole else 1)) if normed else None,
+        k_norm=build_norm(config, config.head_dim * (config.num_kv_heads if whole else 1)) if normed else None,
+        norm_whole=whole,
         rotary=ROTARY if config.position.kind == "rope" else None,
         std=config.init.std,
         proj_std=config.residual_std,
@@ -105,19 +108,31 @@ def build_mlp(config: GPTConfig) -> MLP:
 
 def build_experts(config: GPTConfig) -> MoE:
     """Build a router and its experts."""
-    moe = config.moe
+    moe, std, down_std = config.moe, config.init.std, config.residual_std
     assert moe is not None
-    router = Router(config.hidden_size, moe.num_experts, moe.router, moe.balance, moe.capacity, std=config.init.std)
     experts = Experts(
         moe.num_experts,
         config.hidden_size,
         config.expert_ffn_hidden_size,
+        Activation(config.activation, config.backends.activation, offset=moe.glu_offset, clamp=moe.clamp),
+        bias=moe.bias,
+        weigh_input=moe.weigh_input,
+        std=std,
+        down_std=down_std,
+        backend=config.backends.experts,
+    )
+    router = Router(config.hidden_size, moe.num_experts, moe.router, moe.balance, moe.capacity, std=std)
+    if moe.shared is None:
+        return MoE(router, experts)
+    shared = MLP(
+        config.hidden_size,
+        moe.shared.ffn_hidden_size,
         config.activation,
-        std=config.init.std,
-        down_std=config.residual_std,
+        std=std,
+        down_std=down_std,
         backend=config.backends.activation,
     )
-    return MoE(router, experts)
+    return MoE(router, experts, shared, Linear(config.hidden_size, 1, std=std) if moe.shared.gate else None)
 
 
 def build_layer(config: GPTConfig, index: int) -> TransformerLayer:

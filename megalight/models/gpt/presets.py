@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry
 
@@ -80,6 +83,57 @@ def qwen3(
     )
 
 
+def mixtral(num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int, length: int) -> GPTConfig:
+    """Configure Mixtral (https://huggingface.co/mistralai): 8 experts, 2 for each token."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=32000,
+        max_sequence_length=length,
+        norm=NormConfig(eps=1e-5),
+        position=PositionConfig(base=1000000.0),
+        moe=MoEConfig(num_experts=8, router=RouterConfig(top_k=2), balance=BalanceConfig(aux_loss=0.02)),
+    )
+
+
+def qwen3_moe(
+    num_layers: int, hidden_size: int, num_heads: int, ffn_hidden_size: int, expert_ffn_hidden_size: int
+) -> GPTConfig:
+    """Configure a Qwen3 with 128 experts, 8 for each token (https://huggingface.co/Qwen)."""
+    return replace(
+        qwen3(num_layers, hidden_size, num_heads, ffn_hidden_size),
+        num_kv_heads=4,
+        moe=MoEConfig(
+            num_experts=128,
+            ffn_hidden_size=expert_ffn_hidden_size,
+            router=RouterConfig(top_k=8),
+            balance=BalanceConfig(global_aux_loss=1e-3),
+        ),
+    )
+
+
+def olmoe() -> GPTConfig:
+    """Configure OLMoE (https://huggingface.co/allenai/OLMoE-1B-7B-0924): 64 experts, 8 for each token."""
+    return GPTConfig(
+        num_layers=16,
+        hidden_size=2048,
+        num_heads=16,
+        ffn_hidden_size=1024,
+        vocab_size=50304,
+        max_sequence_length=4096,
+        norm=NormConfig(eps=1e-5),
+        attention=AttentionConfig(qk_norm=True, qk_norm_whole=True),
+        moe=MoEConfig(
+            num_experts=64,
+            router=RouterConfig(top_k=8, pre_softmax=True),
+            balance=BalanceConfig(aux_loss=0.01, z_loss=0.001),
+        ),
+    )
+
+
 for _name, _config in {
     "gpt2_small": gpt2(12, 768, 12),
     "gpt2_medium": gpt2(24, 1024, 16),
@@ -96,5 +150,10 @@ for _name, _config in {
     "qwen3_8b": qwen3(36, 4096, 32, 12288),
     "qwen3_14b": qwen3(40, 5120, 40, 17408),
     "qwen3_32b": qwen3(64, 5120, 64, 25600),
+    "mixtral_8x7b": mixtral(32, 4096, 32, 14336, 32768),
+    "mixtral_8x22b": mixtral(56, 6144, 48, 16384, 65536),
+    "qwen3_30b_a3b": qwen3_moe(48, 2048, 32, 6144, 768),
+    "qwen3_235b_a22b": qwen3_moe(94, 4096, 64, 12288, 1536),
+    "olmoe_1b_7b": olmoe(),
 }.items():
     PRESETS.register(_name)(_config)

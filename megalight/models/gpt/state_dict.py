@@ -1,4 +1,4 @@
-"""Conversion of weights and configurations from ``transformers`` (Llama, Mistral, Qwen, GPT-2) to ours and back.
+"""Conversion of weights and configurations from ``transformers`` (Llama, Mistral, Qwen, OLMoE, GPT-2) to ours and back.
 
 Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
 from megalight.models.weights import Theirs, WeightMap
 from megalight.ops.rotary import RotaryScaling
 
@@ -55,7 +56,7 @@ def weight_map(config: GPTConfig) -> WeightMap:
     tied = config.tie_embeddings
     if config.position.kind != "learned":
         return WeightMap(
-            {ours: Theirs(theirs) for ours, theirs in LLAMA.items()},
+            {ours: Theirs(theirs) for ours, theirs in (LLAMA | expert_places(config)).items()},
             root="model.",
             copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
             left_out=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -138,8 +139,12 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
 
 
 def _settings(config: GPTConfig) -> dict[str, Any]:
-    """Return plain values with the windows of all layers, because different patterns can mean the same windows."""
+    """Return plain values with the entries of all layers, because different patterns can mean the same layers."""
     values = config.to_dict()
+    if config.moe is not None:
+        values["moe"]["pattern"] = [config.has_experts(layer) for layer in range(config.num_layers)]
+        values["moe"]["ffn_hidden_size"] = config.expert_ffn_hidden_size
+        del values["moe"]["balance"]  # losses are the user's choice
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
     del values["attention"]["window_pattern"]
     return values
@@ -167,12 +172,18 @@ def _llama(values: Mapping[str, Any]) -> GPTConfig:
         attention=AttentionConfig(
             qkv_bias=bias or kind == "qwen2",
             proj_bias=bias,
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe", "olmoe"),
+            qk_norm_whole=kind == "olmoe",
             window=window,
             window_pattern=pattern,
         ),
         dropout=DropoutConfig(attention=values.get("attention_dropout", 0.0)),
     )
+
+
+def _moe(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert Mixtral, Qwen3-MoE and OLMoE."""
+    return with_experts(_llama(values), values)
 
 
 def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
@@ -207,6 +218,9 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "mixtral": _moe,
+    "qwen3_moe": _moe,
+    "olmoe": _moe,
     "gpt2": _gpt2,
 }
 
@@ -264,6 +278,23 @@ def _to_qwen3(config: GPTConfig) -> dict[str, Any]:
     return {**_to_qwen(config), "attention_bias": config.attention.proj_bias}
 
 
+def _to_mixtral(config: GPTConfig) -> dict[str, Any]:
+    return {"sliding_window": None, **_to_llama(config), **experts_to("mixtral", config)}
+
+
+def _to_qwen3_moe(config: GPTConfig) -> dict[str, Any]:
+    return {
+        **_to_llama(config),
+        "use_sliding_window": config.attention.window is not None,
+        "attention_bias": config.attention.proj_bias,
+        **experts_to("qwen3_moe", config),
+    }
+
+
+def _to_olmoe(config: GPTConfig) -> dict[str, Any]:
+    return {**_to_llama(config), "attention_bias": config.attention.proj_bias, **experts_to("olmoe", config)}
+
+
 def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
     return {
         "n_layer": config.num_layers,
@@ -288,6 +319,9 @@ WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
     "mistral": _to_mistral,
     "qwen2": _to_qwen,
     "qwen3": _to_qwen3,
+    "mixtral": _to_mixtral,
+    "qwen3_moe": _to_qwen3_moe,
+    "olmoe": _to_olmoe,
     "gpt2": _to_gpt2,
 }
 
@@ -297,6 +331,9 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 
@@ -314,9 +351,11 @@ def _activation(name: str, known: Mapping[str, str]) -> str:
 
 def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
     """Convert the window. Theirs counts the token itself, ours does not."""
-    if values["model_type"] == "mistral":
-        window = values.get("sliding_window", 4096)  # their default
+    if values["model_type"] in ("mistral", "mixtral"):
+        window = values.get("sliding_window", 4096 if values["model_type"] == "mistral" else None)  # their defaults
         return (None if window is None else window - 1), (True,)
+    if values["model_type"] == "qwen3_moe":
+        return (values["sliding_window"] - 1 if values.get("use_sliding_window") else None), (True,)
     kinds = tuple(kind == "sliding_attention" for kind in values.get("layer_types") or ())
     if not any(kinds):
         return None, (True,)

@@ -4,6 +4,7 @@ from megalight.nn.moe.config import BalanceConfig as BalanceConfig
 from megalight.nn.moe.config import CapacityConfig as CapacityConfig
 from megalight.nn.moe.config import MoEConfig as MoEConfig
 from megalight.nn.moe.config import RouterConfig as RouterConfig
+from megalight.nn.moe.config import SharedConfig as SharedConfig
 from megalight.nn.moe.dispatch import Dispatcher as Dispatcher
 from megalight.nn.moe.dispatch import Grouped as Grouped
 from megalight.nn.moe.dispatch import LocalDispatcher as LocalDispatcher

@@ -147,6 +147,23 @@ class CapacityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedConfig:
+    """A feed-forward network that all tokens pass through, beside the experts (https://arxiv.org/abs/2401.06066).
+
+    Attributes:
+        ffn_hidden_size: its inner width. That of several shared experts is the sum of theirs.
+        gate: multiply its output by a sigmoid of one learned projection of the input.
+    """
+
+    ffn_hidden_size: int
+    gate: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.ffn_hidden_size
+        _require(size >= 1, f"moe.shared.ffn_hidden_size is {size}; it must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Feed-forward layers that are mixtures of experts.
 
@@ -157,6 +174,13 @@ class MoEConfig:
         router: how the router chooses.
         balance: losses that keep the experts equally busy.
         capacity: limits the number of tokens of each expert. None: no token is dropped.
+        shared: a network for all tokens, whose output is added. None: there is none.
+        bias: whether the projections of the experts have biases.
+        glu_offset: added to the second factor of a gated activation (1 in GPT-OSS).
+        clamp: limits the first factor's argument from above, and the second factor from both sides, before that. None:
+            no limit.
+        weigh_input: multiply the input of an expert by the router's weight, instead of its activation (Llama 4). Only
+            for ``top_k=1``.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -168,6 +192,11 @@ class MoEConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     capacity: CapacityConfig | None = None
+    shared: SharedConfig | None = None
+    bias: bool = False
+    glu_offset: float = 0.0
+    clamp: float | None = None
+    weigh_input: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", tuple(self.pattern))
@@ -178,6 +207,12 @@ class MoEConfig:
             self.router.top_k <= self.num_experts,
             f"moe.router.top_k={self.router.top_k} is above moe.num_experts={self.num_experts}; lower the one or raise "
             "the other.",
+        )
+        _require(self.clamp is None or self.clamp > 0, f"moe.clamp is {self.clamp}; it must be above 0, or null.")
+        _require(
+            not self.weigh_input or self.router.top_k == 1,
+            f"moe.weigh_input=true with moe.router.top_k={self.router.top_k}: the weights must multiply "
+            "activations. Set top_k=1, or leave weigh_input out.",
         )
         balance = self.balance
         _require(

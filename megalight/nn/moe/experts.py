@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import joined
-from megalight.nn.init import Initializer, Normal
+from megalight.nn.init import Constant, Initializer, Normal
 from megalight.nn.mlp import Activation
 from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
-from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear import grouped_bias, grouped_linear
 
 
 class Experts(nn.Module):
-    """Feed-forward layers ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` if gated, without biases.
+    """Feed-forward layers ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` if gated.
 
     Each expert has its own canonical tensors, named by its index: ``experts.3.up.weight``.
 
@@ -24,57 +24,86 @@ class Experts(nn.Module):
         num_experts: ``E``.
         hidden_size: ``h``.
         ffn_hidden_size: ``f``, the inner width.
-        activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS`.
+        act: the activation.
+        bias: whether all projections have biases.
+        weigh_input: multiply inputs by the router's weights, instead of activations.
         std: standard deviation of the initial ``up``.
         down_std: standard deviation of the initial ``down``.
-        backend: backend of the activation op.
+        backend: backend of the products (:mod:`megalight.ops.grouped_linear`). ``loop``: one expert after the other.
 
     Attributes:
         up: ``[E, f, h]``. If gated, ``[E, 2 f, h]``: each expert's gate, then its up.
         down: ``[E, h, f]``.
-        inner_dims: the dim of each parameter's canonical tensors that counts the inner width.
+        up_bias: ``[E, f]`` or ``[E, 2 f]``; and
+        down_bias: ``[E, h]``. None without biases.
+        inner_dims: the dim of each parameter's canonical tensors that counts the inner width; None: no dim does.
         dispatcher: brings tokens to their experts and back.
     """
 
-    inner_dims: ClassVar[dict[str, int]] = {"up": 0, "down": 1}
+    inner_dims: ClassVar[dict[str, int | None]] = {"up": 0, "down": 1, "up_bias": 0, "down_bias": None}
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
         num_experts: int,
         hidden_size: int,
         ffn_hidden_size: int,
-        activation: str = "swiglu",
+        act: Activation,
         *,
+        bias: bool = False,
+        weigh_input: bool = False,
         std: float = 0.02,
         down_std: float = 0.02,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.act = Activation(activation, backend)
+        self.act = act
+        self.weigh_input = weigh_input
+        self.backend = backend
         self.dispatcher: Dispatcher = LocalDispatcher()
-        width = ffn_hidden_size * (2 if self.act.gated else 1)
+        width = ffn_hidden_size * (2 if act.gated else 1)
         self.up = nn.Parameter(torch.empty(num_experts, width, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
-        self.initializers: dict[str, Initializer] = {"up": Normal(std), "down": Normal(down_std)}
+        for name, size in (("up_bias", width), ("down_bias", hidden_size)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, size)) if bias else None)
+        zero = Constant(0.0)
+        self.initializers: dict[str, Initializer] = {
+            "up": Normal(std),
+            "down": Normal(down_std),
+            "up_bias": zero,
+            "down_bias": zero,
+        }
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors of each expert; see :mod:`megalight.nn.canonical`."""
-        count, hidden, width = self.down.shape
-        for expert in map(str, range(count)):
-            if local == "down":
-                yield joined(path, expert, "down.weight"), (hidden, width)
-                continue
-            if self.act.gated:
-                yield joined(path, expert, "gate.weight"), (width, hidden)
-            yield joined(path, expert, "up.weight"), (width, hidden)
+        projection, _, bias = local.partition("_")
+        leaf, shape = bias or "weight", tuple(getattr(self, local).shape[1:])
+        names = ["gate", "up"] if projection == "up" and self.act.gated else [projection]
+        for expert in map(str, range(len(self))):
+            for name in names:
+                yield joined(path, expert, name, leaf), (shape[0] // len(names), *shape[1:])
 
     def forward(self, copies: Grouped) -> Tensor:
-        """Return each copy's output ``[R, h]``, weighted: the weight multiplies the activation.
+        """Return each copy's output ``[R, h]``, weighted: the weight multiplies the activation, or the input.
 
         An expert without copies gets a gradient of zeros.
         """
-        wide = grouped_linear(copies.tokens, self.up, copies.offsets, copies.sizes)
-        return grouped_linear(self.act(wide, weights=copies.probs), self.down, copies.offsets, copies.sizes)
+        tokens, weights = copies.tokens, copies.probs
+        if self.weigh_input:
+            tokens = (tokens * weights.unsqueeze(1)).to(tokens.dtype)
+        wide = self._product(tokens, self.up, copies)
+        if self.up_bias is not None:
+            wide = grouped_bias(wide, self.up_bias, copies.offsets)
+        narrow = self.act(wide) if self.weigh_input else self.act(wide, weights=weights)
+        out = self._product(narrow, self.down, copies)
+        if self.down_bias is None:
+            return out
+        # a weight on the activation is one on the output, so it multiplies the bias too
+        return grouped_bias(out, self.down_bias, copies.offsets, None if self.weigh_input else weights)
+
+    def _product(self, x: Tensor, weight: Tensor, copies: Grouped) -> Tensor:
+        return grouped_linear(x, weight, copies.offsets, copies.sizes, self.backend)
 
     def __len__(self) -> int:
         return len(self.up)

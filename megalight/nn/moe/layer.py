@@ -5,21 +5,40 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalight.nn.context import LayerContext
+from megalight.nn.linear import Linear
+from megalight.nn.mlp import MLP
 from megalight.nn.moe.experts import Experts
 from megalight.nn.moe.router import Router
 
 
 class MoE(nn.Module):
-    """Sends each token through some experts, and adds up their outputs, weighted by the router."""
+    """Sends each token through some experts, and adds up their outputs, weighted by the router.
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    Args:
+        router: chooses the experts of each token.
+        experts: the experts.
+        shared: a network for all tokens, whose output is added.
+        shared_gate: ``h -> 1``; the sigmoid of its output multiplies that of ``shared``.
+    """
+
+    def __init__(
+        self, router: Router, experts: Experts, shared: MLP | None = None, shared_gate: Linear | None = None
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """``[T, h] -> [T, h]``."""
         routes = self.router(hidden, context)
         dispatcher = self.experts.dispatcher
         copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(len(hidden)))
-        return dispatcher.combine(self.experts(copies), memo)
+        out = dispatcher.combine(self.experts(copies), memo)
+        return out if self.shared is None else out + self._for_all(hidden)
+
+    def _for_all(self, hidden: Tensor) -> Tensor:
+        assert self.shared is not None
+        out: Tensor = self.shared(hidden)
+        return out if self.shared_gate is None else out * self.shared_gate(hidden).sigmoid()

@@ -45,7 +45,13 @@ class Expert(Style):
                 f"{shared.mesh.tp} times. Switch sequence_parallel on, or set tp=1."
             )
 
-        def rule(dim: int, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        if shared.mesh.etp > 1 and experts.down_bias is not None:
+            raise LayoutError(
+                f"{name}: etp={shared.mesh.etp} divides experts with biases, and each of its ranks would add them. Set "
+                "etp=1, or leave the biases out."
+            )
+
+        def rule(dim: int | None, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             return split.stack(parts, shape, mesh, dim)
 
         here = copy.copy(experts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megalight.errors import LayoutError
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 
@@ -16,5 +17,11 @@ class HeadRegion(Style):
     """A module that works on this rank's attention heads (QK-norm): its weights' gradients are summed over ``tp``."""
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """Keep the module."""
+        """Keep the module; a norm over all heads together is refused, as no rank has all of them."""
+        around = splitter.model.get_submodule(name.rpartition(".")[0])
+        if splitter.shared.mesh.tp > 1 and getattr(around, "norm_whole", False):
+            raise LayoutError(
+                f"{name} normalises the features of all heads together, and tp={splitter.shared.mesh.tp} divides the "
+                "heads. Set tp=1; experts may still be divided."
+            )
         splitter.keep(name, module, partial=True)

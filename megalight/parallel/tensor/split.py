@@ -62,14 +62,14 @@ def along(part: Part, dim: int, mesh: ParallelMesh) -> ShardSpec:
     return ShardSpec((Piece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
 
 
-def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim: int) -> ShardSpec:
+def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim: int | None) -> ShardSpec:
     """Split a parameter ``[E, ...]`` of stacked experts: whole experts over ``ep``, and one dim of each over ``etp``.
 
     Args:
         parts: equally many of each expert, expert by expert.
         shape: shape of the parameter.
         mesh: the mesh of ranks.
-        dim: the dim of each part that ``etp`` divides.
+        dim: the dim of each part that ``etp`` divides; None: no dim, and there is one rank along ``etp``.
 
     Raises:
         LayoutError: ``ep`` does not divide the experts, or ``etp`` their inner width.
@@ -77,21 +77,20 @@ def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim
     count, ep = shape[0], mesh.ep
     if count % ep:
         raise LayoutError(f"{parts[0].parameter} holds {count} experts, and ep={ep} does not divide them. Lower ep.")
-    width = parts[0].shape[dim]
-    if width % mesh.etp:
-        raise LayoutError(
-            f"{parts[0].name} has an inner width of {width}, and etp={mesh.etp} does not divide it. Lower etp."
-        )
     each, here = len(parts) // count, count // ep
-    size, offset = list(parts[0].shape), [0] * len(parts[0].shape)
-    size[dim] //= mesh.etp
-    offset[dim] = mesh.rank("etp") * size[dim]
+    size, offset, local = list(parts[0].shape), [0] * len(parts[0].shape), list(shape[1:])
+    if dim is not None:
+        if size[dim] % mesh.etp:
+            raise LayoutError(
+                f"{parts[0].name} has an inner width of {size[dim]}, and etp={mesh.etp} does not divide it. Lower etp."
+            )
+        size[dim] //= mesh.etp
+        offset[dim] = mesh.rank("etp") * size[dim]
+        local[dim] //= mesh.etp
     mine = parts[mesh.rank("ep") * here * each :][: here * each]
     pieces = (
         Piece(part.name, part.shape, tuple(offset), tuple(size), place * prod(size)) for place, part in enumerate(mine)
     )
-    local = list(shape[1:])
-    local[dim] //= mesh.etp
     return ShardSpec(tuple(pieces), (here, *local), EXPERT_DATA_AXES)
 
 

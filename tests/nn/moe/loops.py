@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.nn import LayerContext
+from megalight.nn import Activation, LayerContext
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise
 from megalight.nn.moe import BalanceConfig, Experts, MoE, Router, RouterConfig
@@ -25,7 +25,7 @@ def layer(
     balance: BalanceConfig | None = None,
 ) -> MoE:
     router = Router(WIDTH, num_experts, config, balance, std=0.5)
-    moe = MoE(router, Experts(num_experts, WIDTH, 6, activation, std=0.5, down_std=0.5)).double()
+    moe = MoE(router, Experts(num_experts, WIDTH, 6, Activation(activation), std=0.5, down_std=0.5)).double()
     initialise(moe, 3)
     return moe
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialise
-from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
+from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig, SharedConfig
 from megalight.nn.moe.sinkhorn import sinkhorn
 from megalight.nn.side_losses import KeptSideLosses, SideLosses, ZeroSideLosses
 from tests.nn.moe.loops import WIDTH, context, layer
@@ -188,6 +188,8 @@ def test_the_bias_stays_in_float32() -> None:
             {"capacity": CapacityConfig(factor=1.0)},
             "moe.router.sinkhorn=true with moe.capacity",
         ),
+        ({}, {"weigh_input": True}, "moe.weigh_input=true with moe.router.top_k=2"),
+        ({}, {"clamp": 0.0}, "moe.clamp is 0.0; it must be above 0"),
         ({}, {"num_experts": 0}, "moe.num_experts is 0"),
         ({}, {"pattern": (False,)}, "at least one entry must be true"),
         ({}, {"ffn_hidden_size": -1}, "moe.ffn_hidden_size is -1"),
@@ -203,5 +205,7 @@ def test_coefficients_and_capacities_that_cannot_work() -> None:
         BalanceConfig(seq_aux_loss=-1)
     with pytest.raises(ConfigurationError, match=r"moe.capacity.factor is 0; it must be above 0"):
         CapacityConfig(factor=0)
+    with pytest.raises(ConfigurationError, match=r"moe.shared.ffn_hidden_size is 0; it must be at least 1"):
+        SharedConfig(ffn_hidden_size=0)
     with pytest.raises(ConfigurationError, match=r"moe.capacity.keep is 'last'"):
         CapacityConfig(factor=1, keep="last")  # type: ignore[arg-type]

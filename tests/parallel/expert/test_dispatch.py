@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.nn.init import initialise as initialise_whole
 from megalight.parallel.apply import parallelize
@@ -26,7 +27,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import check_cover
 from megalight.types import PackedSequences
-from tests.parallel.expert.model import CONFIG, build
+from tests.parallel.expert.model import CONFIG, MOE, build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
 from tests.workers import run
@@ -123,6 +124,20 @@ def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, etp: int, tied
         with patch.object(ParallelMesh, "group"):  # stages with tied weights make a group at once
             specs.append(ParallelModel(root, mesh, options).specs)
     check_cover(mesh, specs)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "config", "message"),
+    [
+        ({"tp": 2}, replace(CONFIG, attention=AttentionConfig(qk_norm=True, qk_norm_whole=True)), "all heads together"),
+        ({"etp": 2}, replace(CONFIG, moe=replace(MOE, bias=True)), "etp=2 divides experts with biases"),
+    ],
+)
+def test_models_that_cannot_be_divided(degrees: dict[str, int], config: GPTConfig, message: str) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    with pytest.raises(LayoutError, match=message):
+        parallelize(model, gpt_plan(model), ParallelMesh(4, **degrees), sequence_parallel="tp" in degrees)
 
 
 @pytest.mark.parametrize(

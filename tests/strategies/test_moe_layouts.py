@@ -1,0 +1,141 @@
+"""Experts in many layouts: each run equals that of one device, gradients tensor by tensor.
+
+The layouts cover all pairs of values of the options below. ``make test`` runs a few that cover the most pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
+from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.recompute import Recompute
+from megalight.strategies import Pipeline
+from tests.strategies.training import (
+    BASE,
+    Gradients,
+    assert_same_gradients,
+    assert_same_run,
+    by_hand,
+    fit,
+)
+from tests.workers import run
+
+CONFIG = replace(
+    BASE,
+    num_layers=4,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=12,
+        pattern=(False, True, True),  # a stage may have experts in both of its layers, or in one
+        router=RouterConfig(top_k=2, bias=True),
+        balance=BalanceConfig(aux_loss=0.1, seq_aux_loss=0.05, z_loss=0.01),
+        shared=SharedConfig(ffn_hidden_size=8, gate=True),
+        clamp=0.3,
+        glu_offset=0.5,
+    ),
+)
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "world": (2, 4),
+    "ep": (1, 2, 4),
+    "etp": (1, 2),
+    "tp": (1, 2),
+    "cp": (1, 2),
+    "pipeline": ("none", "plain", "interleaved", "zero_bubble"),
+    "dispatcher": ("all_to_all", "all_gather"),
+    "again": ("nothing", "layers", "act", "experts"),
+    "level": ("optim", "no_shard"),
+}
+RECOMPUTE = {
+    "nothing": Recompute(),
+    "layers": Recompute(granularity="full"),
+    "act": Recompute(granularity="selective", modules=("mlp.experts.act",)),
+    "experts": Recompute(granularity="selective", modules=("mlp", "attention_norm")),
+}
+
+
+def possible(layout: dict[str, Any]) -> bool:
+    pp = 1 if layout["pipeline"] == "none" else 2
+    divides = layout["world"] % (layout["tp"] * layout["cp"] * pp) == 0
+    return divides and layout["world"] % (layout["ep"] * layout["etp"] * pp) == 0 and layout["ep"] * layout["etp"] > 1
+
+
+def pairs(layout: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return set(combinations(layout.items(), 2))
+
+
+def covering(count: int) -> Iterator[dict[str, Any]]:
+    """Layouts that each add the most new pairs of values; then those that repeat pairs least."""
+    every = [dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())]
+    left = [layout for layout in every if possible(layout)]
+    times: dict[tuple[Any, ...], int] = {}
+    for _ in range(count):
+        best = max(left, key=lambda layout: sum(0.1 ** times.get(pair, 0) for pair in pairs(layout)))
+        left.remove(best)
+        for pair in pairs(best):
+            times[pair] = times.get(pair, 0) + 1
+        yield best
+
+
+def name_of(layout: dict[str, Any]) -> str:
+    return "-".join(f"{name}{value}" if isinstance(value, int) else value for name, value in layout.items())
+
+
+def options_of(layout: dict[str, Any]) -> dict[str, Any]:
+    pipelines: dict[str, dict[str, Any]] = {
+        "none": {},
+        "plain": {"pipeline_parallel": 2},
+        "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        "zero_bubble": {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")},
+    }
+    return {
+        "expert_parallel": layout["ep"],
+        "expert_tensor_parallel": layout["etp"],
+        "tensor_parallel": layout["tp"],
+        "sequence_parallel": layout["tp"] > 1,
+        "context_parallel": layout["cp"],
+        "expert": ExpertOptions(layout["dispatcher"]),
+        "recompute": RECOMPUTE[layout["again"]],
+        **pipelines[layout["pipeline"]],
+    }
+
+
+@functools.cache
+def expected() -> dict[str, Any]:
+    return by_hand(CONFIG, 2, micro_batch_size=1)
+
+
+def _fit(layout: dict[str, Any]) -> dict[str, Any]:
+    gradients = Gradients()
+    options = {"level": layout["level"]}
+    found = fit(CONFIG, 2, options, extra_callbacks=[gradients], micro_batch_size=1, **options_of(layout))
+    return {**found, "gradients": gradients.first}
+
+
+LAYOUTS = list(covering(40))
+FEW = 6
+
+
+def marked(number: int, layout: dict[str, Any]) -> Any:
+    return pytest.param(layout, marks=[pytest.mark.full] * (number >= FEW), id=name_of(layout))
+
+
+@pytest.mark.parametrize("layout", [marked(number, layout) for number, layout in enumerate(LAYOUTS)])
+def test_the_same_run_as_on_one_device(layout: dict[str, Any]) -> None:
+    found = run(_fit, layout["world"], layout)
+    assert all(rank["losses"] == found[0]["losses"] for rank in found)
+    assert_same_run(found[0], expected())
+    assert_same_gradients(found[0]["gradients"], expected()["gradients"])
+
+
+def test_the_layouts_cover_all_possible_pairs() -> None:
+    every = [dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())]
+    wanted = set().union(*(pairs(layout) for layout in every if possible(layout)))
+    assert len(LAYOUTS) == 40
+    assert set().union(*map(pairs, LAYOUTS)) == wanted
