@@ -28,7 +28,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     (
         "gemm",
-        r"gemm|gemv|nvjet|cutlass|xmma|cublas|matmul|split_?k|wgrad|wgmma|triton_tem|^_accumulate$"
+        r"gemm|gemv|nvjet|cutlass|xmma|cublas|matmul|split_?k|wgrad|wgmma|triton_tem|^_(accumulate|product|weight_gradient)$"
         r"|aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|mkldnn_linear)",
     ),
 )

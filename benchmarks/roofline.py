@@ -4,8 +4,8 @@
 
 per GPU and optimizer step, for a replica with ``t = mbs micro seq`` tokens on ``tp pp cp`` GPUs with equal work:
 
-- products: ``6 W t`` operations for the ``W`` matmul weights (with the head, without the embedding). In FP8, products
-  of layers run at the FP8 rate, and those of the head at the bf16 rate.
+- products: ``6 W t`` operations for the ``W`` matmul weights that a token passes (with the head, without the embedding;
+  of experts, ``k``). In FP8, products of layers run at the FP8 rate, and those of the head at the bf16 rate.
 - attention: ``6 L H d s t``, causal, at the rate measured for forward and backward with 128 features per head.
 - activations: the bytes that ops other than products move. Elements per token and layer, of 2 bytes in bf16:
 
@@ -14,11 +14,14 @@ per GPU and optimizer step, for a replica with ``t = mbs micro seq`` tokens on `
   | norm with residual, two of them | 8 h each | forward reads 2, writes 2; backward reads 3, writes 1 |
   | rotary on packed q, k, v | 4 (H + 2 Hkv) d | forward and backward each read and write once |
   | SwiGLU | 8 f | forward reads 2, writes 1; backward reads 3, writes 2 |
+  | with experts: SwiGLU | 8 k f | as above, for each of ``k`` experts |
+  | with experts: permute and unpermute | 4 (1 + k) h | forward and backward read a token and write ``k``, and back |
   | casts, in FP8 only | 2 (4 h + H d + (H + 2 Hkv) d + 3 f) | inputs and gradients of products are read, and written |
   | | | straight and transposed in 1 byte each |
 
   and once, after the layers, a norm (8 h) and cross entropy (3 V: statistics read, the gradient reads and writes).
 - accumulation: each product that adds to a float32 gradient reads and writes it, 8 bytes per weight and micro-batch.
+  Experts' weights are divided over ``ep`` GPUs.
 - optimizer: per weight, the norm of gradients reads 4 bytes, and zeroing them writes 4. On the shard, Adam reads
   gradient, moments and master, and writes moments, master and the bf16 weight: 30 bytes.
 
@@ -76,7 +79,8 @@ class Roofline:
 def activation_bytes_per_token(step: Step) -> float:
     """Return the bytes that element-wise ops move for one token in the whole model, forward and backward."""
     qkv, attended = (step.heads + 2 * step.kv) * step.head_dim, step.heads * step.head_dim
-    layer = 2 * 8 * step.hidden + 4 * qkv + 8 * step.ffn
+    layer = 2 * 8 * step.hidden + 4 * qkv
+    layer += 8 * step.topk * step.ffn + 4 * (1 + step.topk) * step.hidden if step.experts else 8 * step.ffn
     size = 4 if step.precision == "fp32" else 2
     moved = size * (step.layers * layer + 8 * step.hidden + 3 * step.vocab)
     if step.precision == "fp8":
@@ -90,15 +94,17 @@ def activation_bytes_per_token(step: Step) -> float:
 def roofline(step: Step, rates: Rates, replicas: int = 1) -> Roofline:
     """Return the minimum time of a step on each GPU. The optimizer state is sharded over ``replicas``."""
     share = step.tokens_per_gpu
-    layers, head = step.layers * step.layer_weights, step.hidden * step.vocab
+    layers, head = step.layers * step.active_weights, step.hidden * step.vocab
     fast = rates.gemm_fp8 if step.precision == "fp8" else rates.gemm
-    weights = step.weights / (step.tp * step.pp)
-    state = 30 * weights / (step.cp * replicas) + 8 * weights
+    # Experts have ep times fewer replicas, so their optimizer state takes as much of each GPU as without ep.
+    split = step.tp * step.pp
+    saved = step.layers * step.expert_weights * (1 - 1 / step.ep)
+    state = 30 * step.weights / (split * step.cp * replicas) + 8 * (step.weights - saved) / split
     return Roofline(
         products=6 * share * (layers / fast + head / rates.gemm),
         attention=share * step.attention_flops_per_token / rates.attention,
         activations=share * activation_bytes_per_token(step) / rates.memory,
-        accumulation=8 * step.micro * step.matmul_weights / (step.tp * step.pp) / rates.memory,
+        accumulation=8 * step.micro * (step.matmul_weights - saved) / split / rates.memory,
         optimizer=state / rates.memory,
         flops=share * step.flops_per_token,
     )

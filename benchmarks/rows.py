@@ -47,6 +47,8 @@ NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
 LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-46-9].mlp"
 """Every fifth layer stores the first product of its MLP. There is no memory for more."""
+MIXTRAL = "layers=4 experts=8 topk=2"
+QWEN3_MOE = "hidden=2048 ffn=768 heads=32 kv=4 dim=128 experts=128 topk=8 vocab=151936"
 NO_GAPS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """These rows need nearly all memory for blocks of many sizes, so fragmentation would leave too little."""
 
@@ -92,6 +94,38 @@ ROWS: dict[str, Row] = {
         peers=("hf-compile", "mcore-te"),
         figures={"mcore-te": 530, "hf-compile": 409},
     ),
+    "mixtral-4l": _row(
+        "Mixtral 8x7B cut to 4 layers, balanced routes",
+        f"{MIXTRAL} mbs=1",
+        aim=480,
+        peers=("mcore-te",),
+        figures={"mcore-te": 394},
+    ),
+    "mixtral-4l-mbs2": _row(
+        "the same, micro-batches of two sequences", MIXTRAL, aim=480, peers=("mcore-te",), figures={"mcore-te": 431}
+    ),
+    "qwen3-moe-8l": _row(
+        "Qwen3-30B-A3B cut to 8 layers, balanced routes",
+        f"layers=8 {QWEN3_MOE}",
+        aim=220,
+        peers=("mcore-te",),
+        figures={"mcore-te": 144},
+    ),
+    **{
+        f"qwen3-moe-24l-ep4-{name}": _row(
+            f"Qwen3-30B-A3B cut to 24 layers, EP=4, {about}",
+            f"layers=24 {QWEN3_MOE} ep=4 {words}",
+            gpus=4,
+            aim=aim,
+            peers=("mcore-te",),
+            figures={"mcore-te": figure},
+        )
+        for name, about, words, aim, figure in (
+            ("mbs2", "balanced routes", "mbs=2", 300, 217),
+            ("mbs4", "balanced routes", "mbs=4", 340, 294),
+            ("natural", "the router's own routes", "mbs=2 natural=1", 200, 125),
+        )
+    },
     "125m": _row("125M, micro-batches of 1024 tokens: bound by launches", SMALL, peers=("hf", "hf-compile")),
     "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
     "8b-16l-dp2": _row("the first row on two GPUs, DP=2", "", gpus=2, against=("8b-16l-bf16", 0.96)),
@@ -187,6 +221,7 @@ ROWS: dict[str, Row] = {
     },
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
+    "tiny-moe-cpu-ep2": _row("tiny experts, EP=2", f"{TINY} experts=4 ep=2", gpus=2),
     "tiny-cpu-tp2": _row("the same, TP=2 with SP", f"{TINY} tp=2", gpus=2),
 }
 """Name -> row, in the order of the table."""

@@ -19,7 +19,9 @@ class Step:
     ``schedule`` belong to the pipeline, and ``kind`` is the kind of context parallelism. ``overlap`` belongs to tensor
     parallelism; ``keep`` then stores gathered inputs. ``recompute`` names modules inside every layer. ``recipe`` is for
     FP8: ``+primary`` after it stores weights as codes, ``+transformer_engine`` uses that package. ``backends`` are
-    named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs.
+    named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as many of
+    width ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so
+    that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``).
     """
 
     layers: int = 16
@@ -47,11 +49,16 @@ class Step:
     recipe: str = "tensorwise"
     backends: tuple[str, ...] = ()
     graph: bool = False
+    experts: int = 0
+    topk: int = 2
+    ep: int = 1
+    natural: bool = False
+    dim: int = 0
     device: str = "cuda"
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.dim or self.hidden // self.heads
 
     @property
     def model_ranks(self) -> int:
@@ -68,9 +75,25 @@ class Step:
         return self.tokens / self.model_ranks
 
     @property
+    def dense_weights(self) -> int:
+        """Number of elements in the matrices of one layer that every token passes: attention, and MLP or router."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv)
+        return attention + (self.hidden * self.experts if self.experts else 3 * self.hidden * self.ffn)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of elements in the matrices of all experts of one layer."""
+        return 3 * self.hidden * self.ffn * self.experts
+
+    @property
     def layer_weights(self) -> int:
-        """Number of elements in the four matrices of one layer."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv) + 3 * self.hidden * self.ffn
+        """Number of elements in the matrices of one layer."""
+        return self.dense_weights + self.expert_weights
+
+    @property
+    def active_weights(self) -> int:
+        """Number of elements in the matrices of one layer that one token passes."""
+        return self.dense_weights + (3 * self.hidden * self.ffn * self.topk if self.experts else 0)
 
     @property
     def matmul_weights(self) -> int:
@@ -89,8 +112,9 @@ class Step:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs: 6 x matmul weights (with the head, without the input embedding) + causal attention."""
-        return 6.0 * self.matmul_weights + self.attention_flops_per_token
+        """Model FLOPs: 6 x the matmul weights that a token passes (with the head, without the input embedding) + causal
+        attention."""
+        return 6.0 * (self.layers * self.active_weights + self.hidden * self.vocab) + self.attention_flops_per_token
 
     def but(self, text: str) -> Step:
         """Return this step with other values, such as ``"pp=4 vpp=2 recompute=mlp.act,mlp_norm"``."""
@@ -152,7 +176,7 @@ def only_of(step: Step, allowed: Iterable[str]) -> str | None:
     plain = Step()
     asked = [
         name
-        for name in ("tp", "pp", "vpp", "cp", "layout", "schedule", "kind", "recompute", "graph")
+        for name in ("tp", "pp", "vpp", "cp", "layout", "schedule", "kind", "recompute", "graph", "experts", "ep")
         if name not in allowed and getattr(step, name) != getattr(plain, name)
     ]
     return f"this runner has no {', '.join(asked)}" if asked else None

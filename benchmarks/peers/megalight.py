@@ -21,6 +21,8 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialise
+from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.ops.choice import use_backends
 from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions
@@ -36,6 +38,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
 
 TRAINER_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
 PLUGINS = ("transformer_engine", "apex", "flash_attn")
+AUX_LOSS = 1e-2
 CHECKED_STEPS = 6
 GRAPH_WARMUP = 2
 LEARNING_RATE = 6e-4
@@ -114,6 +117,16 @@ def config_of(step: Step) -> GPTConfig:
         ffn_hidden_size=step.ffn,
         vocab_size=step.vocab,
         max_sequence_length=step.seq,
+        head_dim=step.head_dim,
+        moe=mixture_of(step) if step.experts else None,
+    )
+
+
+def mixture_of(step: Step) -> MoEConfig:
+    return MoEConfig(
+        num_experts=step.experts,
+        router=RouterConfig(top_k=step.topk, force_balance=not step.natural),
+        balance=BalanceConfig(aux_loss=AUX_LOSS),
     )
 
 
@@ -127,6 +140,8 @@ def twin(step: Step) -> Step:
         kv=kv,
         heads=heads,
         hidden=heads * step.head_dim,
+        dim=0,
+        natural=True,  # forced routes differ from rank to rank
         ffn=min(step.ffn, 2 * heads * step.head_dim),
         vocab=min(step.vocab, 4096),
         seq=min(step.seq, 256 * step.cp),
@@ -186,6 +201,7 @@ def train(
         pipeline_layout=step.layout,
         pipeline=Pipeline(schedule=step.schedule),
         tensor=TensorOptions(overlap=step.overlap, keep_gathered=step.keep),
+        expert_parallel=step.ep,
         context_parallel=step.cp,
         context=ContextOptions(step.kind, inner=2 if step.kind == "all_to_all_ring" else None),
         recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,
@@ -253,8 +269,9 @@ def by_hand(step: Step) -> list[float]:
     for _ in range(CHECKED_STEPS):
         mean = 0.0
         for row in rows:
-            loss = model(row[:-1], sequences, labels=row[1:]).losses.mean() / len(rows)
-            loss.backward()
+            with collecting(KeptSideLosses()) as side:
+                loss = model(row[:-1], sequences, labels=row[1:]).losses.mean() / len(rows)
+            torch.stack([loss, *(value / len(rows) for value in side.values.values())]).sum().backward()
             mean += float(loss.detach())
         losses.append(mean)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -36,7 +36,9 @@ class Runner:
             return "this runner has bf16 and fp8"
         if step.precision == "fp8" and not self.te:
             return "FP8 needs TransformerEngine's layers"
-        return only_of(step, ("tp",))
+        if step.experts and not self.te:
+            return "experts need TransformerEngine's grouped products"
+        return only_of(step, ("tp", "experts", "ep"))
 
     def check(self, step: Step) -> dict[str, Any]:
         return {}
@@ -47,7 +49,9 @@ class Runner:
 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         with process_group("nccl"):
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=step.tp)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=step.tp, expert_model_parallel_size=step.ep
+            )
             model_parallel_cuda_manual_seed(1)
             train = self.build(step)
             batches = micro_batches(step, parallel_state.get_data_parallel_rank())
@@ -70,7 +74,9 @@ class Runner:
         replicated = world_size() > step.tp
         config = self.config(step)
         layers = (
-            specs.get_gpt_layer_with_transformer_engine_spec()
+            specs.get_gpt_layer_with_transformer_engine_spec(
+                num_experts=step.experts or None, moe_grouped_gemm=bool(step.experts)
+            )
             if self.te
             else specs.get_gpt_layer_local_spec(normalization="RMSNorm")
         )
@@ -143,6 +149,7 @@ class Runner:
             ffn_hidden_size=step.ffn,
             num_attention_heads=step.heads,
             num_query_groups=step.kv,
+            kv_channels=step.head_dim,
             normalization="RMSNorm",
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
@@ -162,7 +169,27 @@ class Runner:
             cross_entropy_fusion_impl="te" if self.te else "native",
             fp8="hybrid" if step.precision == "fp8" else None,
             fp8_recipe="tensorwise" if step.precision == "fp8" else "delayed",
+            **self.experts(step),
         )
+
+    def experts(self, step: Step) -> dict[str, Any]:
+        """Return the settings of layers with experts."""
+        if not step.experts:
+            return {}
+        return {
+            "num_moe_experts": step.experts,
+            "moe_ffn_hidden_size": step.ffn,
+            "moe_router_topk": step.topk,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_permute_fusion": True,
+            "moe_router_fusion": True,
+            "moe_router_dtype": "fp32",
+            "moe_router_force_load_balancing": not step.natural,
+            "expert_model_parallel_size": step.ep,
+        }
 
 
 def micro_batches(step: Step, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

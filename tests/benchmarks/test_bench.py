@@ -47,7 +47,7 @@ def test_a_row_from_end_to_end(tmp_path, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["tiny-cpu-dp2", "tiny-cpu-tp2"])
+@pytest.mark.parametrize("name", ["tiny-cpu-dp2", "tiny-cpu-tp2", "tiny-moe-cpu-ep2"])
 def test_a_row_of_two_processes(name, tmp_path):
     ours, *others = run([name], tmp_path)["rows"]
     assert ours["checks"]["twin_difference"] < 1e-5

@@ -67,3 +67,28 @@ def test_the_first_row_on_an_h200():
     assert found.attention == pytest.approx(6 * 16 * 4096 * 4096 * 32768 / 514e12, rel=1e-6)
     assert found.tflops == pytest.approx(596, abs=2)
     assert found.record()["seconds"] == found.seconds
+
+
+def test_experts_by_hand():
+    step = replace(SMALL, experts=6, topk=2)
+    layer = 192 + 8 * 6 + 6 * 480  # attention, router, experts
+    assert step.layer_weights == layer
+    active = 192 + 8 * 6 + 2 * 480
+    found = roofline(step, UNIT)
+    assert found.products == 6 * (3 * active + HEAD) * TOKENS
+    assert found.flops == found.products + found.attention
+    assert found.accumulation == 8 * (3 * layer + HEAD) * 5
+    assert found.optimizer == 38 * (3 * layer + 2 * HEAD)
+    plain = roofline(SMALL, UNIT)
+    assert found.activations - plain.activations == 2 * 3 * (8 * 20 + 4 * 3 * 8) * TOKENS
+    spread = roofline(replace(step, ep=3), UNIT, replicas=3)
+    experts = 3 * 6 * 480
+    assert spread.accumulation == pytest.approx(8 * (3 * layer + HEAD - experts * 2 / 3) * 5)
+    assert spread.optimizer == pytest.approx(30 * step.weights / 3 + 8 * (step.weights - experts * 2 / 3))
+
+
+def test_mixture_of_the_published_shapes():
+    """Mixtral 8x7B has 46.7 billion parameters, of which a token passes 12.9."""
+    step = Step(layers=32, experts=8)
+    assert step.weights / 1e9 == pytest.approx(46.7, abs=0.05)
+    assert (32 * step.active_weights + 2 * 4096 * 32000) / 1e9 == pytest.approx(12.9, abs=0.05)
