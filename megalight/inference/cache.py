@@ -94,8 +94,8 @@ class Cache:
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
                 raise ConfigurationError(
-                    f"layers.{name} is a {type(layer).__name__} without make_state(slots), so nothing is known of what "
-                    "it keeps of earlier tokens; give it that method, as megalight.nn.TransformerLayer has it."
+                    f"layers.{name} ({type(layer).__name__}) has no method make_state(slots), so the cache cannot keep "
+                    "what it needs of earlier tokens; define it, as megalight.nn.TransformerLayer does."
                 )
             self.states[name] = layer.make_state(self)  # type: ignore[operator]
 

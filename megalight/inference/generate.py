@@ -143,7 +143,7 @@ def _check(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], max_new_t
     if max_new_tokens < 1:
         raise ConfigurationError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     if not prompts or not all(prompts):
-        raise DataError("a prompt has no token; give at least one prompt, each of at least one token.")
+        raise DataError("a prompt is empty, or there is none; give at least one prompt, each with at least one token.")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.max_sequence_length:
         raise DataError(

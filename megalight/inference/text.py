@@ -56,7 +56,7 @@ def load_model(
 
 def _check_generates(known: Family, path: str | os.PathLike[str]) -> None:
     if not known.generates:
-        raise CheckpointError(f"{path} holds a {known.name} model, which writes no text.")
+        raise CheckpointError(f"{path} holds a {known.name} model, which does not generate text.")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _tokenizer_folder(path: str | os.PathLike[str]) -> os.PathLike[str]:
     if is_folder(path):
         return Path(path)
     if Path(path).is_file():
-        raise CheckpointError(f"{path} holds no tokenizer; name the one that the model was trained with (--tokenizer).")
+        raise CheckpointError(f"{path} holds no tokenizer; name the one of its model by tokenizer (--tokenizer).")
     opened = checkpoint.open(path)
     try:
         opened.file(TOKENIZER)

@@ -157,7 +157,7 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
     try:
         return cls(**built)
     except TypeError as error:
-        raise ConfigurationError(f"{cls.__name__} cannot be made of keys {sorted(values)}: {error}.") from error
+        raise ConfigurationError(f"{cls.__name__} cannot be made from keys {sorted(values)}: {error}.") from error
 
 
 def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path: str = "") -> list[str]:

@@ -216,7 +216,7 @@ def _files(folder: Path) -> list[str]:
     for name in names:
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder / name} does not exist; weights are read from safetensors files alone. Load the model with "
+                f"{folder / name} does not exist; weights are only read from safetensors files. Load the model with "
                 "transformers and save it again with save_pretrained, or copy the folder again."
             )
     return names

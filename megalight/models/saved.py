@@ -60,7 +60,7 @@ def saved_model(
         whole = holds_base(opened.common)
         if not whole:
             if base is None:
-                raise needs_base(opened, "name the folder that training began with (--base)")
+                raise needs_base(opened, "name the weights that training began with by base (--base)")
             model.read(initial_source(base, known, config), process_group=group)
         model.read(opened, only_added=not whole, process_group=group)
     return model
@@ -131,7 +131,7 @@ def holds_base(common: Mapping[str, Any]) -> bool:
 
 def needs_base(opened: Checkpoint, step: str) -> CheckpointError:
     """Make the error for a checkpoint that holds only adapters, if no base is given."""
-    return CheckpointError(f"checkpoint {opened.path} holds adapters alone; {step}.")
+    return CheckpointError(f"checkpoint {opened.path} holds only adapters; {step}.")
 
 
 def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:

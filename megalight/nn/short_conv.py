@@ -39,7 +39,7 @@ class CausalConv(nn.Module):
         """
         if sequences.context is not None:
             raise LayoutError(
-                "these tokens are a share of their sequences, and a convolution sees no other share. Give it whole "
+                "a convolution needs whole sequences, and these tokens are only a part of theirs. Give it whole "
                 "sequences, or use a model without convolutions."
             )
         # columns as a list, the token's own first

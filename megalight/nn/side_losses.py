@@ -161,4 +161,4 @@ def current() -> SideLosses:
 
 @cache
 def _tell_lost(name: str) -> None:
-    log.warning("nobody collects the side loss %r: call the layers inside megalight.nn.side_losses.collecting", name)
+    log.warning("the side loss %r has no effect: call the layers inside megalight.nn.side_losses.collecting", name)

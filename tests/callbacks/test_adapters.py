@@ -165,7 +165,7 @@ def test_adapters_alone_beside_their_base(base: str, tmp_path: Path, capsys: pyt
     assert all(np.array_equal(value, kept[name]) for name, value in final.items() if "lora" not in name)
     assert main(["merge", path, "-o", str(tmp_path / "m")]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "holds adapters alone; name the folder that training began with (--base)" in said
+    assert "holds only adapters; name the weights that training began with by --base" in said
     assert main(["merge", path, "-o", str(tmp_path / "m"), "--base", base]) == 0
     tokens, sequences = torch.arange(9), PackedSequences.of_lengths([4, 5])
     logits = load_model(path, base=base)(tokens, sequences).logits
@@ -174,7 +174,7 @@ def test_adapters_alone_beside_their_base(base: str, tmp_path: Path, capsys: pyt
     assert module.config == CONFIGS["gqa"]
     load_weights(module, path)
     torch.testing.assert_close(module.model(tokens, sequences).logits, logits)
-    with pytest.raises(CheckpointError, match=r"holds adapters alone; give the module the folder"):
+    with pytest.raises(CheckpointError, match=r"holds only adapters; give the module the folder"):
         load_weights(GPTModule(CONFIGS["gqa"]), path)
     with pytest.raises(CheckpointError, match="has adapters; merge them first"):
         GPTModule(CONFIGS["gqa"], weights=path).initial_weights()
@@ -286,7 +286,7 @@ def test_with_graphs(scope: str) -> None:
 def test_a_layer_that_trains_nothing_is_not_recorded_alone() -> None:
     (found,) = run(graphs, 1, "layer", 2, UPPER)
     assert not found["replays"]
-    assert "layers.0 returns tensors without gradients" in found["reasons"][0]
+    assert "layers.0 must return at least one tensor" in found["reasons"][0]
 
 
 class Plain(pl.LightningModule):

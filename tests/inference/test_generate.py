@@ -132,7 +132,7 @@ def test_bad_requests_are_refused():
         generate(model, PROMPTS, max_new_tokens=34)
     generate(model, PROMPTS[2:3], max_new_tokens=33)
     for prompts in ([], [[1], []]):
-        with pytest.raises(DataError, match="has no token"):
+        with pytest.raises(DataError, match="a prompt is empty"):
             generate(model, prompts, max_new_tokens=1)
     with pytest.raises(DataError, match="token 61 is outside"):
         generate(model, [[60, 61]], max_new_tokens=1)

@@ -86,7 +86,7 @@ def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
     with pytest.raises(MegalightError, match="unknown model family 'rnn'; known: bert, gpt"):
         load_model(tmp_path / "strange")
     save(tmp_path / "silent", build(), common={"model": {"family": "bert", "config": {}}})
-    with pytest.raises(CheckpointError, match="holds a bert model, which writes no text"):
+    with pytest.raises(CheckpointError, match="holds a bert model, which does not generate text"):
         load_model(tmp_path / "silent")
 
 
@@ -107,5 +107,5 @@ def test_a_folder_of_transformers_is_enough(tmp_path, tokenizer_files):
     assert writer.complete(["the quick"], max_new_tokens=6, temperature=0) == [text]
     bert = transformers.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
     transformers.BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
-    with pytest.raises(CheckpointError, match="holds a bert model, which writes no text"):
+    with pytest.raises(CheckpointError, match="holds a bert model, which does not generate text"):
         load_model(tmp_path / "bert")

@@ -142,7 +142,7 @@ def test_presets():
         ({"num_layers": 0}, "num_layers is 0"),
         ({"num_token_types": 0}, "num_token_types is 0"),
         ({"norm_eps": 0.0}, r"norm_eps is 0\.0"),
-        ({"activation": "swiglu"}, "which gates"),
+        ({"activation": "swiglu"}, "which is gated"),
         ({"activation": "gelo"}, "did you mean"),
         ({"dropout": {"hiden": 0.1}}, "'dropout.hiden'"),
         ({"dropout": {"hidden": 1.0}}, r"dropout\.hidden is 1\.0"),

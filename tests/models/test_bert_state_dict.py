@@ -200,7 +200,7 @@ def test_bad_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds a list"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="safetensors files alone"):
+    with pytest.raises(CheckpointError, match="only read from safetensors files"):
         Folder(tmp_path, WeightMap({"a": Theirs("a")}), "")
     save_file({"a": torch.zeros(100)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()

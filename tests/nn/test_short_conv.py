@@ -84,7 +84,7 @@ def test_is_continued_from_its_state() -> None:
 
 def test_bad_input_is_refused() -> None:
     conv, (share, _) = CausalConv(2, 3), PackedSequences.of_lengths([8]).zigzag(0, 2)
-    with pytest.raises(LayoutError, match="a share of their sequences"):
+    with pytest.raises(LayoutError, match="a convolution needs whole sequences"):
         conv(torch.ones(4, 2), share)
     sizes = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_sequence_length": 9}
     with pytest.raises(ConfigurationError, match=r"mixer_pattern is 'convs'.*Did you mean 'conv'"):

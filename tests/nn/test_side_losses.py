@@ -128,7 +128,7 @@ def test_a_lost_loss_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             out = context.side_losses.attach("a lost one", weight, torch.ones(2))
     assert not out.requires_grad
-    assert caplog.text.count("nobody collects the side loss 'a lost one'") == 1
+    assert caplog.text.count("the side loss 'a lost one' has no effect") == 1
 
 
 def test_a_loss_is_a_scalar() -> None:

@@ -76,5 +76,5 @@ def test_every_mixer_reads_the_table_that_it_names() -> None:
 
 def test_a_layer_that_cannot_say_what_it_keeps_is_refused() -> None:
     layers = nn.ModuleDict({"0": Stack(Attention(8, 2, 2, 4, InnerAttention())).layers["0"], "1": nn.Linear(3, 3)})
-    with pytest.raises(ConfigurationError, match=r"layers\.1 is a Linear without make_state\(slots\)"):
+    with pytest.raises(ConfigurationError, match=r"layers\.1 \(Linear\) has no method make_state\(slots\)"):
         Cache(layers, 1, 4)

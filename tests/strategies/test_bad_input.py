@@ -196,7 +196,10 @@ WORDS = {
     ),
     "no micro-batch": ([f"{STRATEGY}micro_batch_size=0"], ["micro_batch_size=0", "at least 1"]),
     "vocabulary": ([f"{MODEL}vocab_size=200"], ["270 tokens", "vocab_size is 200", "raise vocab_size"]),
-    "sequence": ([f"{DATA}sequence_length=32"], ["sequence_length=32", "max_sequence_length=16", "lower the one"]),
+    "sequence": (
+        [f"{DATA}sequence_length=32"],
+        ["sequence_length=32", "max_sequence_length=16", "lower it, or raise"],
+    ),
     "no sequence": ([f"{DATA}sequence_length=0"], ["sequence_length is 0", "at least 1"]),
     "heads in the model": ([f"{MODEL}num_heads=5"], ["num_heads", "5", "hidden_size"]),
     "split": ([f"{DATA}split=a,b"], ["a,b"]),
@@ -225,7 +228,7 @@ WORDS = {
     "another tokenizer": ([f"{DATA}tokenizer={{root}}/other.tokenizer.json"], ["made with the tokenizer", "Use "]),
     "more ranks than heads": (
         ["--trainer.devices=8", f"{STRATEGY}tensor_parallel=8"],
-        ["consists of 4 units", "tp=8", "tp must divide it"],
+        ["consists of 4 units", "tp=8", "tp must divide this number"],
     ),
     "no readers": ([f"{DATA}num_workers=-1"], ["num_workers is -1", "at least 0"]),
     "a negative timeout": ([f"{STRATEGY}timeout_seconds=-5"], ["timeout_seconds=-5", "above 0"]),

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
-    parser.add_argument("--base", type=Path, help="weights that training began with, where it holds adapters alone")
+    parser.add_argument("--base", type=Path, help="the weights that training began with, for a checkpoint of adapters")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("checkpoint", type=Path, help="the checkpoint's folder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--base", type=Path, help="weights that training began with, where it holds adapters alone")
+    parser.add_argument("--base", type=Path, help="the weights that training began with, for a checkpoint of adapters")
 
 
 def run(arguments: argparse.Namespace) -> int:

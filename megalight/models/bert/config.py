@@ -59,7 +59,7 @@ class BertConfig(ModelConfig):
         require(self.norm_eps > 0, f"norm_eps is {self.norm_eps}; it must be above 0.")
         require(
             not is_gated(self.activation),
-            f"activation is {self.activation!r}, which gates; BERT takes a plain one, such as gelu.",
+            f"activation is {self.activation!r}, which is gated; BERT needs one that is not, such as gelu.",
         )
 
     @property

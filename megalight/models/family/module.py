@@ -126,7 +126,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         if length is not None and length > self.config.max_sequence_length:
             raise DataError(
                 f"data.sequence_length={length} is longer than the model's "
-                f"max_sequence_length={self.config.max_sequence_length}; lower the one or raise the other."
+                f"max_sequence_length={self.config.max_sequence_length}; lower it, or raise max_sequence_length."
             )
         vocabulary = getattr(datamodule, "vocab_size", None)
         if vocabulary is not None and vocabulary > self.config.vocab_size:

@@ -167,7 +167,7 @@ class GPTConfig(ModelConfig):
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; each key-value head "
-            "serves equally many query heads, so choose a divisor.",
+            "serves the same number of query heads, so choose a divisor.",
         )
         require(
             self.position.kind != "rope" or self.rotary_dim >= 2,

@@ -95,7 +95,7 @@ def recordable(value: Any) -> str | None:
     if isinstance(value, Tensor):
         return None
     if signature((value,)) is None:
-        return f"an argument of type {type(value).__name__}, whose parts cannot be seen"
+        return f"an argument of type {type(value).__name__}, whose contents cannot be inspected"
     if any(tensor.requires_grad for tensor in tensors_of(value)):
         return f"an argument of type {type(value).__name__} that holds a tensor with a gradient"
     return None

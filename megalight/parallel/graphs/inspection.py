@@ -17,11 +17,11 @@ HOST_READS = {
     "_local_scalar_dense": "reads a value of a tensor (.item(), int(), float(), if)",
     "is_nonzero": "reads a value of a tensor (if)",
     "equal": "compares tensors on the host (torch.equal)",
-    "nonzero": "makes a tensor whose size follows from values (nonzero)",
-    "masked_select": "makes a tensor whose size follows from values (masked_select)",
-    "_unique2": "makes a tensor whose size follows from values (unique)",
-    "unique_dim": "makes a tensor whose size follows from values (unique)",
-    "unique_consecutive": "makes a tensor whose size follows from values (unique_consecutive)",
+    "nonzero": "makes a tensor whose size depends on values (nonzero)",
+    "masked_select": "makes a tensor whose size depends on values (masked_select)",
+    "_unique2": "makes a tensor whose size depends on values (unique)",
+    "unique_dim": "makes a tensor whose size depends on values (unique)",
+    "unique_consecutive": "makes a tensor whose size depends on values (unique_consecutive)",
 }
 """Ops that make the host wait for the device, with a description for messages."""
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
@@ -77,7 +77,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in HOST_READS:
             self.note(HOST_READS[name], place())
         elif name == "repeat_interleave" and kwargs.get("output_size") is None and not isinstance(args[-1], int):
-            self.note("makes a tensor whose size follows from values (repeat_interleave)", place())
+            self.note("makes a tensor whose size depends on values (repeat_interleave)", place())
         elif name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         ):

@@ -152,8 +152,8 @@ class IterationGraphs:
         seen = signature(list(micro_batches))
         if seen is None:
             self._refuse(
-                f"a batch of type {type(micro_batches[0]).__name__} holds objects whose parts cannot be seen; make it "
-                "of tensors, numbers, texts, dicts, tuples, lists and dataclasses"
+                f"a batch of type {type(micro_batches[0]).__name__} holds objects whose contents cannot be "
+                "inspected; use tensors, numbers, strings, dicts, tuples, lists and dataclasses"
             )
             return None
         full = key, seen, self.engine.main_gradients.first, self.fingerprint()

@@ -120,7 +120,7 @@ class ModuleGraphs:
         now = self._fingerprint()
         if self.graphs and (self._off or now != self._recorded_under):
             if not self._off:
-                log.info("modules changed their mode or the place of their tensors: CUDA graphs are recorded anew")
+                log.info("a module changed its mode or moved its tensors: CUDA graphs are recorded again")
             self.drop()
         self._recorded_under = now
 
@@ -222,7 +222,7 @@ class ModuleGraphs:
     def _tell_other(self, name: str) -> None:
         if not self._other:
             self._other = True
-            self.refuse(f"{name} is called with arguments of another form than it was recorded with")
+            self.refuse(f"{name} is called with arguments of a different form than when it was recorded")
 
     def _refuse(self, reason: str) -> None:
         self._off = True

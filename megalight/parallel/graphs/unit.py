@@ -68,7 +68,7 @@ class Unit:
         self._structure = self._forward.result
         self.outputs = tensors_of(self._structure)
         if not self.outputs or not all(output.requires_grad for output in self.outputs):
-            raise MegalightError(f"{self.name} returns tensors without gradients beside others, or none")
+            raise MegalightError(f"{self.name} must return at least one tensor, and all of them need gradients")
         self.gradients = [torch.empty_like(output) for output in self.outputs]
         self._backward = recorder.record(self._differentiate, generators, pool, settle=False)
 
@@ -134,8 +134,8 @@ class Unit:
         """Replay the backward: gradients of the outputs -> gradients of the leaves."""
         if not self.forwarded:
             raise MegalightError(
-                f"the backward of {self.name} ran twice for one forward, or after its memory went to another "
-                "micro-batch; layers recorded as CUDA graphs can be differentiated once."
+                f"the backward of {self.name} ran twice for one forward, or after another micro-batch took its memory; "
+                "a layer that is recorded as a CUDA graph has one backward per forward."
             )
         assert self._backward is not None
         self.forwarded = False

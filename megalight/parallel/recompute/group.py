@@ -79,8 +79,8 @@ class Member(Override):
             return result
         if group.expected is None or not _same(args, kwargs, *group.expected):
             raise ConfigurationError(
-                f"{self.name} is recomputed together with the layer before it, but is not called with exactly what "
-                "that one returned, first, and with the same other arguments; choose recompute.num_layers=1."
+                f"{self.name} is recomputed together with the layer before it. So it must get the output of that layer "
+                "as its first argument, and the same other arguments; here it does not. Choose recompute.num_layers=1."
             )
         if self.place == len(group.members) - 1:
             group.expected = None

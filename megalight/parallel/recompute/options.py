@@ -42,16 +42,16 @@ class Recompute:
         if not full and (self.method is not None or self.num_layers is not None):
             raise ConfigurationError(
                 f"recompute.granularity={self.granularity!r} with method={self.method!r}, "
-                f"num_layers={self.num_layers}: both belong to granularity='full'; leave them out, or choose that."
+                f"num_layers={self.num_layers}: they need granularity='full'; set it, or leave them out."
             )
         if self.granularity != "selective" and self.modules:
             raise ConfigurationError(
-                f"recompute.granularity={self.granularity!r} with modules={list(self.modules)}: modules belong to "
-                "granularity='selective'; leave them out, or choose that."
+                f"recompute.granularity={self.granularity!r} with modules={list(self.modules)}: they need "
+                "granularity='selective'; set it, or leave them out."
             )
         if self.granularity == "selective" and not self.modules:
             raise ConfigurationError(
-                "recompute.granularity='selective' names no modules; name some, as in "
+                "recompute.granularity='selective' needs modules; name some, for example "
                 "modules=['attention_norm', 'mlp_norm', 'mlp.act']."
             )
         if full:

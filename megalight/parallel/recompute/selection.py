@@ -19,10 +19,10 @@ Layer: TypeAlias = tuple[int, nn.Module]
 DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)
 """Modules whose output the next linear layer can compute again."""
 USELESS: dict[tuple[type[nn.Module], ...], str] = {
-    (Linear, ColumnLinear, RowLinear, nn.Linear): "a linear layer keeps its input alone, and so would its recompute",
+    (Linear, ColumnLinear, RowLinear, nn.Linear): "a linear layer keeps only its input, and so would its recompute",
     (nn.Dropout, ParallelDropout): "dropout keeps a mask, and its recompute would keep its input, which is larger",
-    (Embedding, nn.Embedding): "an embedding keeps token ids alone",
-    (nn.ModuleDict, nn.ModuleList): "it is a container, which nobody calls",
+    (Embedding, nn.Embedding): "an embedding keeps only token ids",
+    (nn.ModuleDict, nn.ModuleList): "it is a container, which is never called",
 }
 """Module types for which recompute saves nothing, and why."""
 
@@ -50,7 +50,7 @@ def selected(layer: Layer, patterns: Sequence[str]) -> list[tuple[str, nn.Module
 
 def _why_useless(module: nn.Module) -> str | None:
     if getattr(module, "inplace", False):
-        return "it overwrites its input, which is then not there for a second run"
+        return "it overwrites its input, so it cannot run a second time"
     return next((reason for types, reason in USELESS.items() if isinstance(module, types)), None)
 
 

@@ -123,7 +123,7 @@ def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> in
         return 1
     if may_share and tp % units == 0:
         return tp // units
-    rule = "tp must divide it, or be divided by it" if may_share else "tp must divide it"
+    rule = "tp must divide this number, or be a multiple of it" if may_share else "tp must divide this number"
     degrees = [d for d in range(1, max(units, tp) + 1) if units % d == 0 or (may_share and d % units == 0)]
     below = [d for d in degrees if d <= tp][-4:]
     raise LayoutError(

@@ -130,7 +130,7 @@ def test_what_cannot_be_seen_is_refused(steps: Steps) -> None:
     batches = [{"x": torch.ones(2, 3).double(), "weight": 1.0, "more": Opaque()}]
     steps.engine.zero_grad()
     steps.graphs("train", batches, steps.passes)
-    assert "type dict holds objects whose parts cannot be seen" in steps.reasons[0]
+    assert "type dict holds objects whose contents cannot be inspected" in steps.reasons[0]
     assert not any(steps(4) for _ in range(4)), "once and for all"
 
 

@@ -153,7 +153,7 @@ def test_other_forms_run_eagerly_and_come_back() -> None:
     assert steps(rows=6) == 0
     assert steps(power=2) == 0
     assert steps() == 12
-    assert steps.reasons == ["layers.0 is called with arguments of another form than it was recorded with"]
+    assert steps.reasons == ["layers.0 is called with arguments of a different form than when it was recorded"]
 
 
 def test_a_change_of_the_model_is_recorded_anew() -> None:
@@ -187,7 +187,7 @@ def test_a_backward_needs_its_forward() -> None:
     steps.engine.zero_grad()
     loss = steps.model(torch.ones(5, 3).double(), torch.ones(4).double(), 1)
     loss.backward(retain_graph=True)
-    with pytest.raises(MegalightError, match="can be differentiated once"):
+    with pytest.raises(MegalightError, match="has one backward per forward"):
         loss.backward()
 
 

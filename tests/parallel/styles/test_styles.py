@@ -120,7 +120,7 @@ def test_channels_are_split() -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (mnn.CausalConv(6, 3), r"it\.weight consists of 6 units .*tp=4: tp must divide it"),
+        (mnn.CausalConv(6, 3), r"it\.weight consists of 6 units .*tp=4: tp must divide this number"),
         (nn.Conv1d(8, 8, 3, groups=8), r"it \(Conv1d\) does not state how weight is drawn"),
     ],
 )

@@ -19,11 +19,11 @@ from megalight.parallel.tensor.overlap.spec import OverlapSpec, Product
 def pieces_why_not(spec: OverlapSpec) -> str | None:
     """Return why a layer cannot be cut into pieces: pieces are plain products, written directly to their place."""
     if spec.low_precision:
-        return "has no products in 8 or 4 bits, whose scales may span all rows; plain has"
+        return "has no products in 8 or 4 bits, because their scales may span all rows; plain has them"
     if spec.autocast:
-        return "has no autocast: its products have the type of their operands"
+        return "does not support autocast: its products have the dtype of their operands"
     if spec.dtype not in (None, spec.weight_dtype):
-        return f"needs inputs of the weight's type, {spec.weight_dtype}, not {spec.dtype}"
+        return f"needs inputs of the weight's dtype, {spec.weight_dtype}, not {spec.dtype}"
     return None
 
 

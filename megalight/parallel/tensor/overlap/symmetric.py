@@ -36,7 +36,7 @@ def why_not(spec: OverlapSpec) -> str | None:
     if (reason := memory.why_not(spec.device)) is not None:
         return reason
     if not spec.sequence_parallel:
-        return "needs sequence parallelism: without it sums go to all ranks, which pipelined overlaps"
+        return "needs sequence parallelism; without it, pipelined overlaps the all-reduce"
     if spec.weight_dtype not in HALF:
         return f"serves bfloat16 and float16, not {spec.weight_dtype}"
     if spec.group is not None and (reason := memory.unreachable(spec.group)) is not None:

@@ -68,7 +68,7 @@ def test_refusals(make: Any, message: str) -> None:
     [
         ("pipelined", {"low_precision": True}, "8 or 4 bits"),
         ("pipelined", {"autocast": True}, "autocast"),
-        ("pipelined", {"dtype": torch.float32}, "needs inputs of the weight's type"),
+        ("pipelined", {"dtype": torch.float32}, "needs inputs of the weight's dtype"),
         ("symmetric", {"device": "cpu"}, "needs tensors on cuda"),
         ("symmetric", {"sequence_parallel": False}, "needs sequence parallelism"),
         ("symmetric", {"weight_dtype": torch.float32}, "serves bfloat16 and float16"),
