@@ -18,10 +18,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from megalight.callbacks import OptimizerMonitor, RunRecord, StepProgress, Throughput, WholeModelSummary
+from megalight.callbacks import OptimizerMonitor, Preemption, RunRecord, StepProgress, Throughput, WholeModelSummary
 from megalight.cli import newest, strategies
 from megalight.cli.explain import Given, explain, rules
-from megalight.cli.report import debugging, reported, tell
+from megalight.cli.report import PREEMPTED, debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule
 from megalight.data.gpt.module import GPTDataModule
@@ -49,7 +49,10 @@ NAMED = (GPTDataModule, BertDataModule, MegatronStrategy, MegatronFSDPStrategy)
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one of Lightning's verbs, for example ``["fit", "-c", "recipe.yaml", ...]``. Returns the exit code."""
+    """Run one of Lightning's verbs, for example ``["fit", "-c", "recipe.yaml", ...]``. Returns the exit code.
+
+    It is 75 for a run that ``Preemption`` stopped: start it again with ``--ckpt_path=auto`` to complete it.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
@@ -57,8 +60,9 @@ def run(words: Sequence[str]) -> int:
     for family in families():
         family.module()  # imported, so that it can be called by its bare name
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError), _refusals_of_lightning():
-        MegalightCLI(args=list(words))
-    return 0
+        cli = MegalightCLI(args=list(words))
+    stops = (callback for callback in cli.trainer.callbacks if isinstance(callback, Preemption))  # type: ignore[attr-defined]
+    return PREEMPTED if any(callback.preempted for callback in stops) else 0
 
 
 @contextmanager

@@ -22,6 +22,9 @@ ALIKE = (ConfigurationError, LayoutError, BackendError)
 PATIENCE_SECONDS = 4.0
 """How long another rank waits for rank 0 to fail first, before it prints its own error."""
 
+PREEMPTED = 75
+"""Exit code of a run that a signal stopped after it saved: the code of temporary failures in sysexits.h."""
+
 _PARENT = os.getppid()
 
 _FLAG_OF_ARGUMENT = re.compile(r"\b\w+(?:=[^\s()]+)? \((--[a-z][\w-]*)\)")

@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.plugins import ClusterEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -16,6 +18,7 @@ from megalight.cli.explain import subclasses
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
+from megalight.strategies.mesh_strategy import MeshStrategy
 
 DEFAULT_LOG_INTERVAL = 50
 """Lightning's ``log_every_n_steps``, if none is given."""
@@ -50,6 +53,8 @@ class MegalightTrainer(pl.Trainer):
             logger = "csv,tensorboard" if has("tensorboard") else "csv"
         if isinstance(logger, str):
             logger = named_loggers(logger, kwargs.get("default_root_dir") or ".")
+        if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
+            kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
 
     @property
@@ -98,6 +103,18 @@ def check_strategy_name(name: str) -> None:
         "Give a strategy class (such as MegatronStrategy, with its arguments under trainer.strategy), or a registered "
         "name such as auto, ddp, megatron."
     )
+
+
+def with_slurm(plugins: Any) -> list[Any]:
+    """Return the plugins with SLURM's environment, without Lightning's requeueing, unless an environment is given.
+
+    Lightning saves and requeues inside a signal handler, which MegatronStrategy refuses;
+    :class:`~megalight.callbacks.Preemption` saves at the end of a step.
+    """
+    given = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]
+    if any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+        return given
+    return [*given, SLURMEnvironment(auto_requeue=False)]
 
 
 def check_values(arguments: Mapping[str, Any]) -> None:

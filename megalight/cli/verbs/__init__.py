@@ -14,7 +14,7 @@ TRAINER_VERBS = {
 }
 """Verbs of Lightning's Trainer, with the line that ``megalight --help`` shows."""
 
-VERBS = ("prepare", "generate", "merge", "convert", "inspect", "plot", "doctor", "bench")
+VERBS = ("prepare", "recipes", "launch", "generate", "merge", "convert", "inspect", "plot", "doctor", "bench")
 """Our own verbs: the modules of this package."""
 
 

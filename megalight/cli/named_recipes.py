@@ -1,0 +1,179 @@
+"""Named recipes: every preset on 1, 4 and 8 GPUs of 80 GB, made from its size. Tests split each one on a fake mesh.
+
+A recipe's name is ``PRESET-pretrain-NxGPU`` or ``PRESET-lora-NxGPU``. A preset that does not fit has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalight.errors import ConfigurationError, nearest
+from megalight.models.family import Family, families
+from megalight.models.gpt import GPTConfig
+from megalight.models.gpt.flops import num_parameters
+
+GPUS = (1, 4, 8)
+PURPOSES = ("pretrain", "lora")
+
+STATE_BYTES = 60e9
+"""Weights, gradients and optimizer state that a GPU of 80 GB may hold; the rest is for activations."""
+
+ACTIVATION_BYTES = 12e9
+"""Activations that may be kept. Above it, whole layers are recomputed."""
+
+TRAINED_BYTES, SHARDED_BYTES, FROZEN_BYTES = 6, 12, 2
+"""Bytes of a parameter: bf16 weight and fp32 gradient; fp32 master and Adam's moments, over the replicas; frozen."""
+
+BYTES_PER_ACTIVATION = 34
+"""Bytes that a layer keeps per token and hidden feature with flash attention (Korthikanti et al. 2022, eq. 2)."""
+
+SEQUENCE = 4096
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A preset on a number of GPUs.
+
+    Attributes:
+        name: name of the recipe.
+        parameters: parameters of the model.
+        tensor_parallel: GPUs that share every layer.
+        configuration: what the YAML file holds.
+    """
+
+    name: str
+    parameters: int
+    tensor_parallel: int
+    configuration: dict[str, Any]
+
+    def describe(self) -> str:
+        """Return one line for a listing."""
+        gpus = self.configuration["trainer"]["devices"]
+        replicas = gpus // self.tensor_parallel
+        recompute = ", recompute" if "recompute" in _options(self.configuration) else ""
+        return f"{self.parameters / 1e9:5.1f} B parameters, TP={self.tensor_parallel} x DP={replicas}{recompute}"
+
+
+def recipes() -> dict[str, Recipe]:
+    """Return all named recipes by name, in the order of families, presets, purposes and GPUs."""
+    found: dict[str, Recipe] = {}
+    for known in families():
+        for preset in sorted(known.presets):
+            parameters = count_parameters(known, known.presets[preset])
+            for purpose in PURPOSES if known.name == "gpt" else PURPOSES[:1]:
+                for gpus in GPUS:
+                    if (recipe := make(known, preset, parameters, purpose, gpus)) is not None:
+                        found[recipe.name] = recipe
+    return found
+
+
+def named(name: str) -> Recipe:
+    """Return the recipe of this name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    known = recipes()
+    if name not in known:
+        raise ConfigurationError(
+            f"{name!r} names no recipe.{nearest(name, known)} `megalight recipes` lists them; a preset that does not "
+            "fit on a number of GPUs has none."
+        )
+    return known[name]
+
+
+def count_parameters(known: Family, config: Any) -> int:
+    """Return the number of parameters of a model: by arithmetic, or from the model, built without memory."""
+    if isinstance(config, GPTConfig):
+        return num_parameters(config)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in known.model(config).parameters())
+
+
+def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -> Recipe | None:
+    """Make one recipe: the least tensor parallelism with which the model fits; None if none does."""
+    config = known.presets[preset]
+    lora = purpose == "lora"
+    degrees = [degree for degree in (1, 2, 4, 8) if gpus % degree == 0 and _divides(config, degree)]
+    for degree in degrees:
+        each = FROZEN_BYTES if lora else TRAINED_BYTES + SHARDED_BYTES / (gpus // degree)
+        if each * parameters / degree <= STATE_BYTES:
+            break
+    else:
+        return None
+    batch = 16 if lora else 256
+    sequence = min(SEQUENCE, config.max_sequence_length)
+    kept = BYTES_PER_ACTIVATION * sequence * config.hidden_size * config.num_layers / degree
+    options: dict[str, Any] = {"tensor_parallel": degree, "micro_batch_size": 1}
+    if degree > 1:
+        options["sequence_parallel"] = True
+    if kept > ACTIVATION_BYTES:
+        options["recompute"] = {"granularity": "full"}
+    else:
+        fits = 2 ** max(0, min(4, int(ACTIVATION_BYTES // kept).bit_length() - 1))
+        options["micro_batch_size"] = min(fits, batch * degree // gpus)
+    name = f"{preset}-{purpose}-{gpus}xGPU"
+    trainer = {
+        "default_root_dir": f"runs/{name}",
+        "accelerator": "gpu",
+        "devices": gpus,
+        "precision": "bf16-mixed",
+        "max_steps": 1000 if lora else 100_000,
+        "val_check_interval": 200 if lora else 1000,
+        "limit_val_batches": 20,
+        "log_every_n_steps": 10,
+        "gradient_clip_val": 1.0,
+        "strategy": {"class_path": "megalight.strategies.MegatronStrategy", "init_args": options},
+        "callbacks": _callbacks(lora),
+    }
+    model = {"config": preset, "optimizer": _optimizer(parameters, lora)}
+    if lora:
+        model = {"weights": f"weights/{preset}", "optimizer": model["optimizer"]}
+    module, data = known.module(), {"gpt": "gpt.module.GPTDataModule", "bert": "bert.module.BertDataModule"}[known.name]
+    return Recipe(
+        name,
+        parameters,
+        degree,
+        {
+            "seed_everything": 1234,
+            "trainer": trainer,
+            "model": {"class_path": f"{module.__module__}.{module.__name__}", "init_args": model},
+            "data": {
+                "class_path": f"megalight.data.{data}",
+                "init_args": {"data": "data/text", "global_batch_size": batch, "sequence_length": sequence},
+            },
+        },
+    )
+
+
+def _divides(config: Any, degree: int) -> bool:
+    groups = getattr(config, "num_kv_heads", config.num_heads)
+    return bool(config.num_heads % degree == 0 and (groups % degree == 0 or degree % groups == 0))
+
+
+def _optimizer(parameters: int, lora: bool) -> dict[str, Any]:
+    """Adam as in published runs of this size (Llama 3, GPT-3): the larger the model, the lower the rate."""
+    rate = 2e-4 if lora else 6e-4 if parameters < 1e9 else 3e-4 if parameters < 20e9 else 1.5e-4
+    schedule = {"class_path": "megalight.optim.Cosine", "init_args": {"warmup": 50 if lora else 2000}}
+    return {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0 if lora else 0.1, "schedule": schedule}
+
+
+def _callbacks(lora: bool) -> list[dict[str, Any]]:
+    every = {"every_n_train_steps": 200 if lora else 1000, "save_top_k": 2, "monitor": "step", "mode": "max"}
+    saving = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {**every, "save_last": True},
+    }
+    adapters = {
+        "class_path": "megalight.callbacks.Adapters",
+        "init_args": {"rank": 16, "targets": ["attention.*", "mlp.*"], "alpha": 32, "save_base": False},
+    }
+    return [adapters, saving] if lora else [saving]
+
+
+def _options(configuration: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = configuration["trainer"]["strategy"]["init_args"]
+    return options

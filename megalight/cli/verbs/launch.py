@@ -1,0 +1,102 @@
+"""``megalight launch --slurm|--torchrun -- fit ...``: print a script that starts a run on several machines."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from megalight.cli.report import PREEMPTED
+
+
+def describe() -> str:
+    """Return the line for the overview."""
+    return "print a SLURM or torchrun script: megalight launch --slurm -- fit -c mine.yaml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--slurm", action="store_true", help="a job script for sbatch, which is requeued and resumes")
+    which.add_argument("--torchrun", action="store_true", help="a script to run on every machine")
+    parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each machine (default: 8)")
+    parser.add_argument("--time", default="24:00:00", help="time limit of the job (default: 24:00:00)")
+    parser.add_argument("--grace", type=int, default=300, help="seconds from the signal to the end (default: 300)")
+    parser.add_argument("--partition", help="partition of the cluster")
+    parser.add_argument("--name", default="megalight", help="name of the job (default: megalight)")
+    parser.add_argument("command", nargs="+", metavar="-- fit ...", help="the command, after --")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    from megalight.cli.verbs import TRAINER_VERBS
+    from megalight.errors import ConfigurationError, nearest
+
+    verb = arguments.command[0]
+    if verb not in TRAINER_VERBS:
+        raise ConfigurationError(
+            f"{verb!r} is not run on several machines.{nearest(verb, TRAINER_VERBS)} After --, give "
+            f"{', '.join(TRAINER_VERBS)} and its options."
+        )
+    for name in ("nodes", "gpus", "grace"):
+        if getattr(arguments, name) < 1:
+            raise ConfigurationError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
+    print((slurm if arguments.slurm else torchrun)(arguments), end="")
+    return 0
+
+
+def slurm(arguments: argparse.Namespace) -> str:
+    """Return a job script. SLURM signals it before the time limit; it saves, is requeued, and goes on from there."""
+    partition = f"#SBATCH --partition={arguments.partition}\n" if arguments.partition else ""
+    return f"""#!/bin/bash
+# Start it with: sbatch THIS_FILE. The run is stopped in time, saved, requeued and resumed until it is complete.
+#SBATCH --job-name={arguments.name}
+#SBATCH --nodes={arguments.nodes}
+#SBATCH --ntasks-per-node={arguments.gpus}
+#SBATCH --gpus-per-node={arguments.gpus}
+#SBATCH --time={arguments.time}
+{partition}#SBATCH --signal=USR1@{arguments.grace}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -u
+export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
+
+srun --kill-on-bad-exit=1 {_command("python -m megalight", arguments, preemption=True)}
+code=$?
+
+if [ "$code" -eq {PREEMPTED} ]; then  # it saved because of the signal, and is not complete
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def torchrun(arguments: argparse.Namespace) -> str:
+    """Return a script for every machine. The first argument is its number, the second the address of machine 0."""
+    return f"""#!/bin/bash
+# Run it on each of {arguments.nodes} machines: bash THIS_FILE NUMBER ADDRESS
+#   NUMBER: 0 to {arguments.nodes - 1}, a different one on each machine; ADDRESS: name or address of machine 0.
+# If the run stops, start the script again on all machines: it goes on from the newest checkpoint.
+set -eu
+number="${{1:-0}}"
+address="${{2:-localhost}}"
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"
+
+exec torchrun --nnodes={arguments.nodes} --nproc-per-node={arguments.gpus} --node-rank="$number" \\
+  --rdzv-backend=c10d --rdzv-id={shlex.quote(arguments.name)} --rdzv-endpoint="$address:29500" \\
+  -m {_command("megalight", arguments, preemption=False)}
+"""
+
+
+def _command(program: str, arguments: argparse.Namespace, *, preemption: bool) -> str:
+    """Return the command with what the launch decides, unless the user has said it."""
+    words = list(arguments.command)
+    added = {"--trainer.num_nodes": str(arguments.nodes), "--trainer.devices": str(arguments.gpus)}
+    if words[0] == "fit":
+        added["--ckpt_path"] = "auto"
+        if preemption:
+            added["--trainer.callbacks+"] = "megalight.callbacks.Preemption"
+    said = {word.partition("=")[0] for word in words}
+    options = [f"{name}={value}" for name, value in added.items() if name not in said]
+    return " \\\n  ".join([f"{program} {shlex.join(words)}", *options])
