@@ -12,6 +12,7 @@ from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
 from megalight.callbacks.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
+from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord
 from megalight.callbacks.stragglers import Stragglers
 from megalight.callbacks.summary import WholeModelSummary
@@ -31,6 +32,7 @@ __all__ = [
     "OptimizerMonitor",
     "Preemption",
     "ProfilerWindow",
+    "Retention",
     "RunRecord",
     "StepProgress",
     "Stragglers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,8 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._root = publish.resolve(path)
+        lock = publish.reading(self._root)
+        self._unlock = weakref.finalize(self, _close, lock)
         self.manifest = manifests.read(self._root)
         if self.manifest.scheme not in SCHEMES:
             raise CheckpointError(
@@ -48,6 +51,10 @@ class Checkpoint:
         manifests.check_files(self._root, self.manifest)
         what = f"{path}/{indices.NAME}"
         self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(indices.NAME), what), what)
+
+    def release(self) -> None:
+        """Let others remove the checkpoint. Until this is called, or the object is gone, they wait."""
+        self._unlock()
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -138,6 +145,11 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         return Checkpoint(path)
     except CheckpointError as error:
         raise type(error)(f"{error}{_alternative(path)}") from error
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _alternative(path: Path) -> str:

@@ -78,16 +78,42 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return next(reversed(finished(directory)), None)
 
 
-def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint: gone at once under its name, then deleted. Nothing happens when it is not there."""
+def remove(path: str | os.PathLike[str]) -> bool:
+    """Remove a checkpoint: gone at once under its name, then deleted. Nothing happens when it is not there.
+
+    Returns:
+        False if somebody reads it: then it stays.
+    """
     path = Path(path)
     trash = _temporary(path, "removed")
     try:
-        os.rename(resolve(path), trash)
+        lock = _lock(resolve(path))
+    except BlockingIOError:
+        return False
     except FileNotFoundError:
-        return
-    sync_directory(path.parent)
-    _delete(trash)
+        return True
+    try:
+        os.rename(resolve(path), trash)
+        sync_directory(path.parent)
+        _delete(trash)
+    except FileNotFoundError:
+        pass
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return True
+
+
+def reading(root: Path) -> int | None:
+    """Lock a checkpoint's folder for reading: nobody removes it until the returned descriptor is closed.
+
+    Returns:
+        None where the file system has no locks, or where it is being removed: then reading fails with its own message.
+    """
+    try:
+        return _lock(root, fcntl.LOCK_SH)
+    except OSError:
+        return None
 
 
 class Partial:
@@ -174,7 +200,7 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     """Lock a folder; None where its file system cannot.
 
     Raises:
@@ -182,7 +208,7 @@ def _lock(folder: Path) -> int | None:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise

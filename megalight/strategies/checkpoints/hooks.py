@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from megalight.strategies.checkpoints.hyperparameters import keep_plain
 from megalight.strategies.checkpoints.resuming import Resumed, open_folder
 from megalight.strategies.checkpoints.saving import save
 from megalight.strategies.mesh_strategy import MeshStrategy
+
+log = logging.getLogger(__name__)
 
 
 class FolderCheckpoints(MeshStrategy):
@@ -108,16 +111,18 @@ class FolderCheckpoints(MeshStrategy):
             self._resumed.read_ordinary(self, self.optimizers)
             return
         self._resumed.read_optimizer(self)
+        self._resumed.saved.release()
         self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a folder atomically, or a file."""
+        """Delete a folder atomically, unless another process reads it, or a file."""
         if not self.is_global_zero:
             return
         if os.path.isfile(filepath):
             os.remove(filepath)
-        else:
-            remove(str(filepath))
+        elif not remove(str(filepath)):
+            log.warning("%s is being read, so it is not removed", filepath)
+            return
         self._tell("on_checkpoint_removed", str(filepath))
 
     def _tell(self, event: str, path: str) -> None:

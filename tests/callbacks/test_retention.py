@@ -1,0 +1,109 @@
+"""Which checkpoints are kept, by every rule, over runs; never one that is read, damaged or linked to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megalight import checkpoint
+from megalight.callbacks import Retention
+from megalight.callbacks.retention import ENTRY
+from megalight.errors import ConfigurationError
+from megalight.strategies import MegatronStrategy
+from tests.callbacks.test_transformers_export import pl_trainer
+from tests.strategies.test_weights import OPTIONS
+from tests.strategies.training import ADAM, BASE, WithData
+
+METRICS = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: None, 6: 6.0, 7: 2.0, 8: 9.0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step, metric in METRICS.items():
+        common = {"global_step": step, ENTRY: {"monitor": "loss", "metric": metric}}
+        checkpoint.save(tmp_path / f"step={step}.ckpt", {}, common=common)
+    return tmp_path
+
+
+RULES: list[tuple[dict[str, Any], set[int]]] = [
+    ({}, {8}),
+    ({"last": 3}, {6, 7, 8}),
+    ({"best": 2, "monitor": "loss"}, {2, 7, 8}),
+    ({"best": 2, "monitor": "loss", "mode": "max"}, {6, 8}),
+    ({"best": 2, "monitor": "another"}, {8}),
+    ({"every_n_steps": 3}, {3, 6, 8}),
+    ({"milestones": [1, 4, 99], "every_n_steps": 6}, {1, 4, 6, 8}),
+]
+
+
+@pytest.mark.parametrize(("rules", "kept"), RULES, ids=str)
+def test_every_rule(rules: dict[str, Any], kept: set[int], folder: Path) -> None:
+    assert {each.step for each in Retention(**rules).removable(folder)} == METRICS.keys() - kept
+
+
+def test_last_links_and_damage_are_left_alone(folder: Path) -> None:
+    checkpoint.save(folder / "last.ckpt", {}, common={"global_step": 8})
+    (folder / "newest.ckpt").symlink_to("step=2.ckpt")
+    common = folder / "step=3.ckpt" / "common.json"
+    common.write_bytes(common.read_bytes().replace(b"3", b"4"))
+    assert {each.step for each in Retention().removable(folder)} == {1, 4, 5, 6, 7}
+
+
+READER = """
+import sys
+from megalight import checkpoint
+opened = checkpoint.open(sys.argv[1])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_checkpoint_that_is_read_is_not_removed(folder: Path) -> None:
+    path = folder / "step=1.ckpt"
+    words = [sys.executable, "-c", READER, str(path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "open\n"
+        assert not checkpoint.remove(path)
+        assert checkpoint.is_complete(path)
+        reader.kill()
+    assert checkpoint.remove(path)  # a reader that was killed holds nothing
+    assert not path.exists()
+    opened = checkpoint.open(folder / "step=2.ckpt")
+    assert not checkpoint.remove(folder / "step=2.ckpt")
+    opened.release()
+    assert checkpoint.remove(folder / "step=2.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:You.re resuming from a checkpoint")
+def test_a_run_keeps_the_last_two_and_multiples_also_after_a_resume(tmp_path: Path) -> None:
+    def fit(steps: int, resume: str | None) -> set[str]:
+        save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [save, Retention(last=2, every_n_steps=3)]
+        options = {**OPTIONS, "enable_checkpointing": True}
+        module = WithData(BASE, optimizer=ADAM)
+        module.steps = 8
+        pl_trainer(MegatronStrategy(), callbacks=callbacks, max_steps=steps, **options).fit(module, ckpt_path=resume)
+        return {path.name for path in tmp_path.iterdir()}
+
+    assert fit(5, None) == {"step=3.ckpt", "step=4.ckpt", "step=5.ckpt"}
+    assert fit(8, str(tmp_path / "step=5.ckpt")) == {"step=3.ckpt", "step=6.ckpt", "step=7.ckpt", "step=8.ckpt"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"last": 0}, "last must be at least 1"),
+        ({"best": 2}, "name the metric"),
+        ({"every_n_steps": 0}, "every_n_steps is 0"),
+        ({"mode": "least"}, "mode is 'least'"),
+    ],
+)
+def test_rules_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Retention(**arguments)
