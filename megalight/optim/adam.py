@@ -83,12 +83,14 @@ class Adam(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
+        # The factor is that of this step's clipping.
         self.grad_scale = None
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
+            # A step count on the host needs no kernel and no wait; a graph needs it on the device to count its replays.
             device = parameter.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter)

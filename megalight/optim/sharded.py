@@ -93,6 +93,7 @@ class Sharding:
             [shard.master for shard in engine.shards if shard.group == number] for number in range(len(groups))
         ]
         self._frozen = [parameter for shown in self._shown for parameter in shown if not parameter.requires_grad]
+        # Read all states before any is dropped: state of the parameters and of the shards is in one dict.
         states = [_flat_state(optimizer, engine, index) for index in range(len(engine.shards))]
         optimizer.state.clear()
         for shard, state in zip(engine.shards, states, strict=True):
@@ -154,6 +155,7 @@ class Sharding:
             )
         for group, masters in zip(self.optimizer.param_groups, self._masters, strict=True):
             group["params"] = masters
+            # These are names of parameters, and a master stands for many of them.
             group.pop("param_names", None)
 
     def _leave(self) -> None:
@@ -222,6 +224,7 @@ def _flat_state(optimizer: Optimizer, engine: DataParallelEngine, index: int) ->
         low, high = max(shard.start, slot.start), min(shard.stop, slot.stop)
         for key, value in optimizer.state.get(info.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == info.parameter.shape and key not in SCALARS:
+                # Padding is stepped like any element, so its state must be finite.
                 target = flat.setdefault(key, value.new_zeros(shard.numel))
                 assert isinstance(target, Tensor)
                 if low < high:

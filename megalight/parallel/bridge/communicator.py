@@ -168,6 +168,7 @@ class BridgeCommunicator:
                 type of device, or ``parts`` do not sum to the rows.
         """
         lane = self._ends("send_forward", source=True)
+        # Both sides go through the tensors by name, also if replicas list them in different orders.
         tensors = dict(sorted(tensors.items()))
         header = {name: spec_of(name, tensor, self.batch_dim, self._device) for name, tensor in tensors.items()}
         rows = rows_of(header, parts or {}, len(lane.destinations))
@@ -175,6 +176,7 @@ class BridgeCommunicator:
             for place, replica in enumerate(lane.destinations):
                 own = {name: spec.with_rows(rows[name][place]) for name, spec in header.items()}
                 self._keep(send_header(own, replica, self._headers))
+            # Headers go first: receivers allocate the tensors before the data comes.
             self._keep(send_rows(tensors, header, rows, lane.destination_leaders, self._forward))
         self._remember(tensors, header, rows)
 
@@ -220,6 +222,8 @@ class BridgeCommunicator:
         message = self._oldest("send_backward")
         given = {name: tensor.grad for name, tensor in message.tensors.items()} if grads is None else grads
         answer = checked_gradients(given, message.tensors)
+        # Ranks along cp saw different tokens, so their gradients are terms of a sum. Ranks along tp have equal ones, so
+        # only those with tp rank 0 take part; the leader is one. The caller may still read its gradients: sum copies.
         if self._context is not None and self.dest_mesh.rank("tp") == 0:
             answer = {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in answer.items()}
             for grad in answer.values():
@@ -277,6 +281,7 @@ class BridgeCommunicator:
         self._sending = [sending for sending in self._sending if not sending.done]
 
     def _remember(self, tensors: Mapping[str, Tensor], header: Header, rows: Rows) -> None:
+        # The header tells it: tensors that arrive do not require gradients yet.
         wanted = {name: tensor for name, tensor in tensors.items() if header[name].gradient}
         if wanted:
             self._crossed.append(_Crossed(wanted, header, rows))

@@ -65,6 +65,7 @@ def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, .
     for rank in mesh.members:
         if mesh.rank("pp", of=rank) == stage:
             replicas[mesh.rank("dp", of=rank)].append(rank)
+    # Neighbouring replicas form a run, so rows keep the order in which the source read them.
     length = mesh.dp // count
     return [tuple(map(tuple, replicas[first : first + length])) for first in range(0, mesh.dp, length)]
 

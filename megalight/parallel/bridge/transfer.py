@@ -57,6 +57,7 @@ def send_header(header: Header, peers: Sequence[int], group: ProcessGroup) -> Se
     """Start to send a header to global ranks."""
     text = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
     length = torch.tensor([text.numel()])
+    # The receiver cannot know the length of the text, so it comes first. Both stay in `parts` until they are sent.
     parts = [(peer, tensor) for peer in peers for tensor in (length, text)]
     return Sending(_start(dist.isend, parts, group), parts)
 
@@ -74,6 +75,7 @@ def send_rows(
     tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
 ) -> Sending:
     """Start to send each global rank in ``peers`` its rows."""
+    # A split along a dim other than 0 is strided, and messages are contiguous. The copies live as long as the sends.
     parts = [(peer, part.contiguous()) for peer, part in _cut(tensors, header, rows, peers)]
     return Sending(_start(dist.isend, parts, group), parts)
 
@@ -83,6 +85,7 @@ def start_receive_rows(
 ) -> Receiving:
     """Start to receive the rows of ``tensors`` from each global rank in ``peers``."""
     parts = _cut(tensors, header, rows, peers)
+    # Contiguous rows are received in place; others land in a buffer, and `wait` copies them.
     buffers = [part if part.is_contiguous() else part.new_empty(part.shape) for _, part in parts]
     landing = [(peer, buffer) for (peer, _), buffer in zip(parts, buffers, strict=True)]
     strided = [(part, buffer) for (_, part), buffer in zip(parts, buffers, strict=True) if buffer is not part]

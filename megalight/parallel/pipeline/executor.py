@@ -179,7 +179,9 @@ class _Run:
             sent = self.executor.edges.activations_out.send(list(outputs.values()))
             self.sent[Kind.FORWARD, chunk, index] = sent
             flight.form = tuple(entry for entry in form if entry.requires_grad)
+            # An edge keeps the graph alive, but not the output itself, whose memory the message alone still needs.
             flight.outputs = [get_gradient_edge(outputs[entry.name]) for entry in flight.form]
+        # Without gradients nothing comes back, so there is nothing to remember.
         if torch.is_grad_enabled():
             self.flights[chunk, index] = flight
 
@@ -210,6 +212,7 @@ class _Run:
             _, gradients = self.gradients.take()
             if gradients and (sent := self.sent.pop((Kind.FORWARD, chunk, index), None)):
                 sent.wait()  # it has arrived, since its gradient is here; gloo reports this only in a wait
+            # There are none if no output needs one. The previous stage then gets zeros.
             if gradients:
                 torch.autograd.backward(flight.outputs, gradients)
         wanted = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
@@ -218,6 +221,7 @@ class _Run:
             # The previous stage expects a gradient of every input, also of one that this stage did not use.
             found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
             self.sent[Kind.INPUT_GRADIENT, chunk, index] = self.executor.edges.gradients_out.send(found)
+        # With deferred weight gradients the flight lives on, so free what only this action needed.
         flight.inputs, flight.outputs, flight.loss = {}, [], None
 
     # ------------------------------------------------------------------ forms of messages
@@ -282,6 +286,7 @@ class _Run:
 
 def layer_of(error: Exception, chunk: nn.Module) -> int | None:
     """Return the global index of the layer in whose forward an error occurred, or None."""
+    # A traceback goes from the outermost call inwards, so the first layer in it is one of the model's own.
     names = {id(layer): index for index, layer in layers_of(chunk).items()}
     called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((names[id(module)] for module in called if id(module) in names), None)

@@ -54,6 +54,7 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
             hooks; a module whose ``forward`` other code has replaced.
     """
     for module in chunk.modules():
+        # A forward on the instance hides that of the class; deleting it brings the class's back.
         if isinstance(module.__dict__.get("forward"), Override):
             del module.forward
     if recompute.granularity == "none":

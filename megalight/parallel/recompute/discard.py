@@ -37,6 +37,7 @@ class Discarding(Override):
             )
         pair = pair or residual is not None
         y, kept = self.plain(x, residual, pair=True, **kwargs) if pair else (self.plain(x, **kwargs), x)
+        # A linear layer that reads the recipe, in this first pass, sets it back to False.
         if self.unread is None:
             self.unread = True
         y = attach_recipe(y, Recipe(_again(self.plain, x.device.type, kwargs), (kept,), self._was_read))
@@ -48,6 +49,7 @@ class Discarding(Override):
 
 def _again(function: Callable[..., Tensor], device: str, kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     """Bind ``function`` to the current autocast state."""
+    # The backward runs outside autocast, and the output must come out in the same dtype.
     enabled = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device)
 

@@ -28,6 +28,7 @@ def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...],
     """Run ``function(*args, **kwargs)`` under ``torch.utils.checkpoint``, which keeps the inputs only."""
     call = _Call(function, args)
     kept = [tensor for part, arg in zip(call.parts, args, strict=True) for tensor in part.kept(arg)]
+    # The non-reentrant form allows keyword arguments, and inputs that need no gradients.
     return checkpoint(call, *kept, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
 
@@ -45,6 +46,7 @@ class _Call:
         self.args: Sequence[Any] | None = [arg if recipe_of(arg) is None else arg.view_as(arg) for arg in args]
 
     def __call__(self, *kept: Any, **kwargs: Any) -> Any:
+        # The first run has the real arguments. They are dropped, because only the kept tensors may stay in memory.
         args, self.args = self.args, None
         if args is None:
             rest = iter(kept)
@@ -72,6 +74,7 @@ class _Part:
         if self.keys is not None:
             return dict(zip(self.keys, kept, strict=True))
         if self.make is not None:
+            # It is a leaf. It needs a gradient if the first one did: both runs must save the same tensors.
             return self.make(*kept).requires_grad_(self.needs_grad)
         return kept[0]
 
@@ -84,6 +87,7 @@ class Draws:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         parts = [part for module in modules for part in module.modules()]
+        # RReLU draws although it has no probability.
         self.always = any(
             isinstance(part, nn.RReLU) or type(part).__module__.partition(".")[0] not in ("megalight", "torch")
             for part in parts
