@@ -382,6 +382,13 @@ class ParallelModel:
         named.update({name: buffer for name, buffer in self.root.named_buffers() if name in persistent})
         return named
 
+    def describe_new(self) -> None:
+        """Describe tensors that were added or renamed after the split (by pruning), if this rank holds all of them."""
+        if self.mesh.tp * self.mesh.pp * self.mesh.ep * self.mesh.etp == 1:
+            for name, tensor in self.tensors().items():
+                if name not in self.specs:
+                    self.specs[name] = ShardSpec.replicated(self.prefix + name, tuple(tensor.shape))
+
     def layers(self) -> dict[int, nn.Module]:
         """Return the layers on this rank by global index."""
         return layers_of(self.root)

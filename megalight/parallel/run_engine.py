@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def engine_over(
-    models: Sequence[ParallelModel], groups: Sequence[Iterable[nn.Parameter]], options: DataParallel
+    models: Sequence[ParallelModel],
+    groups: Sequence[Iterable[nn.Parameter]],
+    options: DataParallel,
+    *,
+    some: bool = False,
 ) -> DataParallelEngine:
     """Create the data-parallel engine of one training run. It takes over the storage of the parameters.
 
@@ -31,6 +35,7 @@ def engine_over(
         models: the trainable parts of the run, each on a mesh over the same ranks. If there are several, the engine
             names a parameter by its part's name and its local name.
         groups: the parameters of each group of the optimizer.
+        some: whether trainable parameters may be in no group. They then stay as they are, with a warning.
 
     Raises:
         ConfigurationError: a parameter of the optimizer belongs to no part, a trainable one is in no group, or pipeline
@@ -67,10 +72,13 @@ def engine_over(
     ]
     if missing:
         others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
-        raise ConfigurationError(
+        text = (
             f"{missing[0]} requires gradients, but the optimizer does not hold it{others}. Add it to a parameter "
             "group, or freeze it with requires_grad_(False)."
         )
+        if not some:
+            raise ConfigurationError(text)
+        log.warning(text)
     for model in models:
         _check_equal_groups(model.mesh, len(groups))
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.

@@ -1,8 +1,9 @@
-"""Clipping of gradients that are sharded over ranks."""
+"""Clipping and unscaling of gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch
 
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.trace import spanned
@@ -25,3 +26,11 @@ def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
     for shard in engine.shards:
         if shard.master.grad is not None:  # the batch was not skipped
             shard.master.grad.clamp_(-limit, limit)
+
+
+def unscale(engine: DataParallelEngine, scale: float) -> bool:
+    """Divide gradients by the loss scale. Return whether all of them are finite, on every rank. The host waits."""
+    finite = bool(torch.isfinite(engine.grad_norm()))  # the norm is over all ranks, so they agree
+    if engine.gradients:
+        torch._foreach_mul_(engine.gradients, 1 / scale)
+    return finite

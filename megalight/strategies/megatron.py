@@ -34,7 +34,7 @@ from megalight.strategies import _lightning, launchers, ordinary, refusals, setu
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
-from megalight.strategies.clipping import clip_by_norm, clip_by_value
+from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
 from megalight.strategies.even_loader import even
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
@@ -268,10 +268,13 @@ class MegatronStrategy(FolderCheckpoints):
             self.engine.attach_gather_hooks(self.parallel_model.root)
         self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
         self.precision.clip_by_value = partial(clip_by_value, self.engine)
+        self.precision.unscale = partial(unscale, self.engine)
 
     def _follow_optimizer(self) -> None:
-        """Make a new engine if a callback or the module has added parameters to the optimizer or unfrozen some."""
+        """Follow what user code did between steps: it may have replaced memory, or added or unfrozen parameters."""
         assert self.engine is not None and self._stepper is not None
+        if self._whole_between_steps:
+            self.engine.reattach()
         sharding = sharding_of(self.optimizers[0])
         if sharding is None or not sharding.changed:
             return
@@ -327,7 +330,9 @@ class MegatronStrategy(FolderCheckpoints):
             _lightning.zero_grad(trainer, self.optimizers[0])
             self._stepper.zero_grad()
         sync = not self._accumulating
-        output, report = self._stepper.train(args, trainer.global_step, 1.0 / window, sync)
+        scaling = self.precision.loss_scale
+        scale = (1.0 if scaling is None else scaling.scale) / window
+        output, report = self._stepper.train(args, trainer.global_step, scale, sync)
         if report is None:
             return None
         self.report = report

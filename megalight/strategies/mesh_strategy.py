@@ -104,6 +104,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     def run(self) -> Run:
         """The parts of the run that checkpoints save."""
         assert self.parallel_model is not None and self.streams is not None
+        self.parallel_model.describe_new()
         optimizer = self.optimizers[0] if self.engine is not None else None
         return Run(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
 

@@ -73,6 +73,11 @@ def _check(strategy: MeshStrategy, module: pl.LightningModule, what: str, mesh: 
             f"{what}, which runs training_step on whole batches, but micro_batch_size={strategy.micro_batch_size}. "
             "Leave it out, and use accumulate_grad_batches or a smaller batch."
         )
+    if strategy.precision.loss_scale is not None:
+        raise ConfigurationError(
+            f"{what}, which is not run with loss scaling (precision={strategy.precision.precision!r}). Use bf16-mixed, "
+            "or one element-wise optimizer with automatic optimization."
+        )
     if isinstance(module, MegalightModule):
         if mesh.dp > 1 and type(module).training_step is MegalightModule.training_step:
             raise ConfigurationError(

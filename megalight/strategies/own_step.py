@@ -65,11 +65,7 @@ class OwnTrainingStep:
                 continue
             loss = made.get("loss") if isinstance(made, Mapping) else made
             if not isinstance(loss, Tensor) or not loss.requires_grad:
-                raise StepError(
-                    f"{type(self.module).__name__}.training_step returned {type(made).__name__} without a "
-                    "differentiable loss; return the loss tensor or a dict with the key 'loss'"
-                    + ("." if made is not None else ", on every rank: None skips a batch only in a single process.")
-                )
+                raise StepError(f"{type(self.module).__name__}.training_step returned {_problem(made, loss)}.")
             if not is_empty(micro_batch):
                 outputs.append((made, weight))
             # gradients are summed over micro-batches and data ranks, so these weights turn the sum into a mean
@@ -81,6 +77,18 @@ class OwnTrainingStep:
         if not losses:
             return None, None
         return _joined(outputs), torch.stack(losses).sum()
+
+
+def _problem(made: Any, loss: Any) -> str:
+    """Describe an output that cannot be trained on, and say what to return."""
+    kind = type(made).__name__
+    if made is None:
+        return "None, which skips a batch only in a single process: return a loss on every rank"
+    if isinstance(made, Mapping) and loss is None:
+        return f"a {kind} without a loss: the 'loss' key needs to be present"
+    if not isinstance(loss, Tensor):
+        return f"{kind}; it must return a Tensor, a dict, or None (which skips the batch)"
+    return "a loss that does not require gradients: compute it from the module's parameters, and do not detach it"
 
 
 def _joined(outputs: Sequence[tuple[Any, float]]) -> Any:

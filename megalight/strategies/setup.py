@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
@@ -105,7 +106,8 @@ def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEn
     """Make the engine of one ``fit``. It now stores the values, and the optimizer updates its shards."""
     assert strategy.parallel_model is not None
     groups = [group["params"] for group in optimizer.param_groups]
-    engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel)
+    plain = not isinstance(strategy.lightning_module, MegalightModule)
+    engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel, some=plain)
     shard_optimizer(optimizer, engine)
     return engine
 
@@ -142,6 +144,8 @@ def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer)
     Set ``reads_weights = False`` on a callback or module that reads no weights there.
     """
     owners = [(callback, HOOKS_BETWEEN_STEPS) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return True
     for owner, names in (*owners, (module, METHODS_BETWEEN_STEPS)):
         for name in names if getattr(owner, "reads_weights", True) else ():
             if defines(owner, name):

@@ -27,7 +27,7 @@ def test_lightnings_plugins_are_mapped(plugin: Precision | None, precision: str,
     assert MegatronPrecision.of(ours) is ours
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine", "fp8"])
+@pytest.mark.parametrize("precision", ["16-true", "transformer-engine", "fp8"])
 def test_others_are_refused_with_the_list(precision: str) -> None:
     with pytest.raises(ConfigurationError, match="32-true, 64-true, bf16-true, bf16-mixed"):
         MegatronPrecision(precision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
+from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, by_hand, dealt, fit, samples, strategy, weights
@@ -157,6 +159,72 @@ def test_layers_are_unfrozen_on_all_replicas(level: str) -> None:
     assert first[-2:] != backbone
 
 
+class Head(Plain):
+    """Its optimizer holds the last layer only; the first one still requires gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
+def _head(own: bool) -> tuple[list[list[float]], list[str]]:
+    module, told = Head(), Told()
+    logging.getLogger("megalight").addHandler(told)
+    (lightnings_own if own else fit)(module, batches(8, 4))
+    logging.getLogger("megalight").removeHandler(told)
+    return weights(module), told.messages
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_parameters_outside_the_optimizer_stay_with_a_warning() -> None:
+    (expected, _), (found, told) = (run(_head, 1, own)[0] for own in (True, False))
+    close(found, expected)
+    assert "net.0.weight requires gradients, but the optimizer does not hold it (nor 1 others)" in told[0]
+
+
+def _pruned(own: bool, path: str) -> tuple[list[list[float]], list[str]]:
+    module = Plain("SGD").double()
+    pruning = ModelPruning(
+        "l1_unstructured", [(module.net[0], "weight")], amount=0.5, use_lottery_ticket_hypothesis=False
+    )
+    runner = (lightnings_own if own else fit)(module, batches(8, 4), callbacks=[pruning], max_epochs=2)
+    if own:
+        return weights(module), []
+    runner.save_checkpoint(path)
+    return weights(module), sorted(name for name in checkpoint.open(path).tensors if "net.0" in name)
+
+
+def test_pruned_models_are_trained_and_saved(tmp_path: Path) -> None:
+    (expected, _), (found, saved) = (run(_pruned, 1, own, str(tmp_path / "thin.ckpt"))[0] for own in (True, False))
+    close(found, expected)
+    assert "model.net.0.weight" in saved
+
+
+class Replaces(pl.Callback):
+    """Gives a parameter other memory."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        weight = module.net[0].weight
+        weight.data = weight.data * 0.5
+
+
+def _replaced(own: bool) -> list[list[float]]:
+    module = Plain("AdamW").double()
+    (lightnings_own if own else fit)(module, batches(8, 4), callbacks=[Replaces()], max_epochs=2)
+    return weights(module)
+
+
+def test_parameters_with_replaced_memory_are_still_trained() -> None:
+    close(run(_replaced, 1, False)[0], run(_replaced, 1, True)[0])
+
+
 # ---------------------------------------------------------------------- steps
 
 
@@ -185,7 +253,7 @@ def test_a_step_may_skip_its_batch(accumulate: int, skipped: tuple[int, ...]) ->
 
 
 def _skipping_on_one_rank() -> str:
-    with pytest.raises(ConfigurationError, match="None skips a batch only in a single process"):
+    with pytest.raises(ConfigurationError, match="None, which skips a batch only in a single process"):
         fit(Skips(0), batches(8, 4))
     return "refused"
 
@@ -200,7 +268,7 @@ class Wrong(Plain):
 
 
 def _wrong() -> str:
-    with pytest.raises(MisconfigurationException, match=r"Wrong\.training_step returned dict without a diff") as caught:
+    with pytest.raises(MisconfigurationException, match=r"Wrong\.training_step returned a dict without a") as caught:
         fit(Wrong(), batches(8, 4))
     return type(caught.value).__name__
 

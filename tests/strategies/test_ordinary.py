@@ -197,4 +197,4 @@ def _refused(module: type[pl.LightningModule], options: dict[str, Any], trainer_
 
 def test_nothing_else_calls_backward() -> None:
     with pytest.raises(ConfigurationError, match="whose training_step has done it already"):
-        MegatronStrategy().backward(samples(1)[0])
+        MegatronStrategy().backward(samples(1)[0], None)

@@ -213,6 +213,17 @@ class Bucket:
         self.grads, self.main_grads = self.grads.new_empty(0), []
         self.own_grads = self.grads
 
+    def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
+        """Return the parameters that are no views of :attr:`params` any more, each with its place there."""
+        if self.shards_params or self.holds_codes:
+            return []
+        first, size = self.params.data_ptr(), self.params.element_size()
+        return [
+            (info, self.params[slot.start : slot.stop].view(info.parameter.shape))
+            for info, slot in zip(self.infos, self.layout.slots, strict=True)
+            if info.parameter.data_ptr() != first + slot.start * size
+        ]
+
     def gathered(self, own: Tensor) -> Tensor:
         """Return a flat tensor ``[numel]`` of the whole bucket from every rank's interval of it."""
         if self.shard_group is None:

@@ -312,6 +312,15 @@ class DataParallelEngine:
             for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
                 other.fill_masters(info.name, masters[slot.start : slot.stop])
 
+    def reattach(self) -> None:
+        """Take over the values of parameters whose memory somebody has replaced (``parameter.data = ...``)."""
+        self.sync_parameters()
+        for bucket in self.buckets:
+            for info, view in bucket.replaced():
+                view.copy_(info.parameter.detach())
+                info.parameter.data = view
+                self.fill_masters(info.name, view)
+
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank: ``parameters``, ``gradients``, ``masters`` (only those that are copies)."""
         return {

@@ -7,7 +7,11 @@
 ``64-true``             float64 weights                          the same
 ``bf16-mixed``          bfloat16 weights, float32 masters        float32 weights, bf16 autocast
 ``bf16-true``           bfloat16 weights, float32 masters        the same
+``16-mixed``            float16 weights, float32 masters         float32 weights, fp16 autocast
 ======================  =======================================  =============================
+
+In ``16-mixed`` the loss is scaled (:mod:`~megalight.plugins.precision.loss_scale`), and a step whose gradients overflow
+on any rank is skipped on all ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +32,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
+from megalight.optim.adam import Adam
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import remove_low_precision
+from megalight.plugins.precision.loss_scale import LossScale
 
 DTYPES = {
     "32-true": torch.float32,
     "64-true": torch.float64,
     "bf16-true": torch.bfloat16,
     "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
 }
 
 
@@ -52,6 +59,8 @@ class MegatronPrecision(Precision):
             autocast in ``bf16-mixed``; in the ``-true`` precisions, inputs and the default dtype have the dtype of the
             weights. The strategy sets this and ``device_type``.
         clip_by_norm: clips by the global gradient norm. The strategy sets it. None: gradients are whole on each rank.
+        loss_scale: the factor on the loss. None: 1.
+        unscale: divides gradients by the factor, and returns whether all ranks' are finite. The strategy sets it.
         clip_by_value: clips each element. The strategy sets it. None: as above.
     """
 
@@ -62,6 +71,8 @@ class MegatronPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.dtype = DTYPES[precision]
+        self.loss_scale = LossScale() if precision == "16-mixed" else None
+        self.unscale: Callable[[float], bool] | None = None
         self.plain = False
         self.device_type = "cpu"
         self.clip_by_norm: Callable[[float], None] | None = None
@@ -84,7 +95,7 @@ class MegatronPrecision(Precision):
     @property
     def autocasts(self) -> bool:
         """Whether the user's code runs under autocast with float32 weights."""
-        return self.plain and self.precision == "bf16-mixed"
+        return self.plain and self.precision in ("bf16-mixed", "16-mixed")
 
     def convert_input(self, data: Any) -> Any:
         """Convert a batch. That of a ``MegalightModule`` is unchanged: its loss masks must stay float32."""
@@ -96,7 +107,7 @@ class MegatronPrecision(Precision):
     def step_context(self) -> Iterator[None]:
         """Surround the user's code in one micro-batch."""
         if self.autocasts:
-            with torch.autocast(self.device_type, dtype=torch.bfloat16):
+            with torch.autocast(self.device_type, dtype=self.dtype):
                 yield
         elif self.plain:
             before = torch.get_default_dtype()
@@ -150,8 +161,27 @@ class MegatronPrecision(Precision):
         """
         if sharding_of(optimizer) is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        result = self._wrap_closure(model, optimizer, closure)
-        return optimizer.step(closure=lambda: result, **kwargs)
+        result, finite = closure(), True
+        scaled = self.loss_scale is not None and result is not None  # a skipped batch has no gradients
+        if scaled:
+            assert self.loss_scale is not None and self.unscale is not None
+            finite = self.unscale(self.loss_scale.scale)
+            self.loss_scale.update(finite)
+        self._after_closure(model, optimizer)
+        if finite:
+            return optimizer.step(closure=lambda: result, **kwargs)
+        if isinstance(optimizer, Adam):
+            optimizer.grad_scale = None  # clipping was for gradients that are not used
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale, if there is one."""
+        return {} if self.loss_scale is None else self.loss_scale.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loss scale."""
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state_dict)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all ranks. Each element counts once."""
