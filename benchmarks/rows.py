@@ -142,8 +142,16 @@ ROWS: dict[str, Row] = {
         peers=("fsdp2", "mcore-te"),
         figures={"mcore-te": 535, "fsdp2": 404},
     ),
+    "llama3-8b-dp4-full": _row(
+        "the same, parameters and gradients sharded",
+        f"{LLAMA3_8B} mbs=1 level=optim_grads_params",
+        gpus=4,
+        aim=520,
+        peers=("fsdp2",),
+        figures={"megatron-fsdp": 422, "fsdp2": 400},
+    ),
     "llama3-8b-dp4-fp8": _row(
-        "the same in FP8",
+        "Llama-3-8B, DP=4, in FP8",
         f"{LLAMA3_8B} mbs=1 precision=fp8",
         gpus=4,
         aim=780,
@@ -221,7 +229,8 @@ ROWS: dict[str, Row] = {
     },
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
+    "tiny-cpu-dp2-full": _row("the same, fully sharded", f"{TINY} level=optim_grads_params", gpus=2),
     "tiny-moe-cpu-ep2": _row("tiny experts, EP=2", f"{TINY} experts=4 ep=2", gpus=2),
-    "tiny-cpu-tp2": _row("the same, TP=2 with SP", f"{TINY} tp=2", gpus=2),
+    "tiny-cpu-tp2": _row("the tiny model, TP=2 with SP", f"{TINY} tp=2", gpus=2),
 }
 """Name -> row, in the order of the table."""

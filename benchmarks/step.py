@@ -21,7 +21,8 @@ class Step:
     FP8: ``+primary`` after it stores weights as codes, ``+transformer_engine`` uses that package. ``backends`` are
     named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as many of
     width ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so
-    that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``).
+    that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level``
+    says what data-parallel replicas shard.
     """
 
     layers: int = 16
@@ -54,6 +55,7 @@ class Step:
     ep: int = 1
     natural: bool = False
     dim: int = 0
+    level: str = "optim"
     device: str = "cuda"
 
     @property

@@ -30,7 +30,7 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
-from megalight.strategies import MegatronStrategy, Pipeline
+from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from megalight.types import PackedSequences, TokenBatch
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
@@ -206,6 +206,7 @@ def train(
         context=ContextOptions(step.kind, inner=2 if step.kind == "all_to_all_ring" else None),
         recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,
         micro_batch_size=step.mbs,
+        data_parallel=DataParallel(level=step.level),  # type: ignore[arg-type]
     )
     cuda = step.device == "cuda"
     graphs = [CUDAGraph(warmup_steps=GRAPH_WARMUP, on_refusal="error")] if step.graph else []

@@ -1,4 +1,4 @@
-"""Pipelines and context parallelism over NCCL: rows of the table on two and four GPUs, and no step that waits."""
+"""Pipelines, context parallelism and full sharding over NCCL: the same model, and no step that waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.nccl import runs_of
-from tests.strategies.test_layouts import MODELS, ZERO_BUBBLE, Row, options_of
+from tests.strategies.test_layouts import MODELS, WHOLE, ZERO_BUBBLE, Row, options_of
 from tests.strategies.training import assert_same_run, by_hand, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -20,13 +20,21 @@ ROWS = [
     Row("tied", pp=2, vpp=2, pipeline=ZERO_BUBBLE, packed=True),
     Row("gqa", 2, cp=2, kind="ring"),
     Row("tied", 2, cp=2, kind="all_to_all", packed=True),
+    Row("gqa", 5, dp=2, level="optim_grads_params"),
+    Row("tied", 4, dp=2, level="optim_grads", packed=True, recompute=WHOLE),
     Row("gqa", 8, pp=4, vpp=2),
+    Row("mha", 3, tp=2, sp=True, dp=2, level="optim_grads_params", recompute=WHOLE),
+    Row("tied", 6, dp=4, level="optim_grads_params", packed=True),
     Row("tied", 4, pp=2, tp=2, sp=True),
     Row("gqa", 4, pp=2, cp=2, kind="ring", pipeline=ZERO_BUBBLE),
     Row("mha", 2, cp=4, kind="all_to_all_ring", inner=2),
     Row("gqa", 2, cp=4, kind="all_gather"),
 ]
-STRICT = [Row("gqa", 4, pp=2, vpp=2), Row("gqa", 2, cp=2, kind="ring")]
+STRICT = [
+    Row("gqa", 4, pp=2, vpp=2),
+    Row("gqa", 2, cp=2, kind="ring"),
+    Row("gqa", 5, dp=2, level="optim_grads_params"),
+]
 """Rows that also run in bf16 with every wait for the device an error in the middle of the run."""
 
 

@@ -1,0 +1,103 @@
+"""Units over NCCL: gathers and reductions on streams of their own, under layers that take long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalight.nn.linear import Linear
+from megalight.optim import Adam, shard_optimizer
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
+from megalight.parallel.units import owned_alone, units_of
+from tests.nccl import runs_of
+from tests.parallel.data_parallel.helpers import assert_close
+
+pytestmark = pytest.mark.gpu
+WIDTH, LAYERS = 2048, 6
+
+
+class Block(nn.Module):
+    """Products that take long beside the messages, with fused weight gradients and autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _model() -> nn.ModuleDict:
+    torch.manual_seed(3)
+    blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+    model = nn.ModuleDict({"layers": blocks, "head": nn.Linear(WIDTH, 1)})
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(parameter.numel() % 97))
+    return model.cuda().bfloat16()
+
+
+def _loss(model: nn.ModuleDict, x: Tensor) -> Tensor:
+    for layer in model["layers"]:  # type: ignore[attr-defined]
+        x = layer(x)
+    loss: Tensor = model["head"](x).float().square().mean()
+    return loss
+
+
+def _train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
+    """Norms of five steps, the last loss, and the peak of memory in the last step."""
+    model, world = _model(), dist.get_world_size()
+    units = units_of(model)
+    numbers = owned_alone(model, units)
+    infos = [
+        ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
+        for name, p in model.named_parameters()
+    ]
+    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), level=level, units=units)
+    optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    inputs = [torch.randn(2, 4096, WIDTH, generator=draws).cuda().bfloat16() for _ in range(5)]
+    one = torch.ones((), device="cuda")
+    norms, loss = [], one
+    for step, x in enumerate(inputs):
+        if step == 4:
+            torch.cuda.reset_peak_memory_stats()
+        if strict and step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        engine.zero_grad()
+        with engine.micro_batches(len(x)):
+            for rows in x:
+                loss = _loss(model, rows)
+                loss.backward()
+        engine.finish_grad_sync()
+        norms.append(engine.grad_norm())
+        engine.scale_gradients(clip_coefficient(norms[-1], 1.0) * one)
+        optimizer.step()
+        engine.publish()
+    torch.cuda.set_sync_debug_mode("default")
+    engine.sync_parameters()
+    return torch.stack(norms).cpu(), loss.detach().cpu(), torch.cuda.max_memory_allocated()
+
+
+def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    levels = ("optim", "optim_grads", "optim_grads_params")
+    return [(_train, (level, strict)) for strict in (False, True) for level in levels]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
+def test_two_gpus_train_as_without_units(level: str, strict: bool) -> None:
+    """The same norms and loss as on level ``optim``, with less memory; ``strict``: the host never waits."""
+    runs = runs_of(jobs, 2)
+    norms, loss, peak = runs.outcome(("optim", False))
+    found_norms, found_loss, found_peak = runs.outcome((level, strict))
+    assert_close(found_norms, norms, 1e-2)
+    assert_close(found_loss, loss, 2e-2)
+    assert found_peak < peak
