@@ -148,7 +148,7 @@ ROWS: dict[str, Row] = {
         gpus=4,
         aim=520,
         peers=("fsdp2",),
-        figures={"megatron-fsdp": 422, "fsdp2": 400},
+        figures={"fsdp2": 400},
     ),
     "llama3-8b-dp4-fp8": _row(
         "Llama-3-8B, DP=4, in FP8",

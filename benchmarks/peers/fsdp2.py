@@ -24,7 +24,7 @@ class Runner:
     def why_not(self, step: Step) -> str | None:
         if not has("transformers"):
             return "transformers is not installed"
-        return "this runner has no fp8" if step.precision == "fp8" else only_of(step, ())
+        return "this runner has no fp8" if step.precision == "fp8" else only_of(step, ("level",))
 
     def check(self, step: Step) -> dict[str, Any]:
         return {}
