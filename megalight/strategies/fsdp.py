@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Literal
 
 from torch import nn
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, LayoutError, nearest
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.data_parallel.options import Level
+from megalight.parallel.mesh import ParallelMesh
 from megalight.strategies.megatron import MegatronStrategy
 
 LEVELS: dict[str, Level] = {
     "FULL_SHARD": "optim_grads_params",
+    "HYBRID_SHARD": "optim_grads_params",
     "SHARD_GRAD_OP": "optim_grads",
     "NO_SHARD": "no_shard",
 }
+OWNED = {
+    "level": "sharding_strategy",
+    "units": "auto_wrap_policy",
+    "replicate": "device_mesh",
+    "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
+}
+"""Options of data parallelism that are arguments of the strategy."""
 
 
 class MegatronFSDPStrategy(MegatronStrategy):
@@ -29,7 +39,8 @@ class MegatronFSDPStrategy(MegatronStrategy):
 
     Args:
         sharding_strategy: ``FULL_SHARD``: parameters, gradients and optimizer state. ``SHARD_GRAD_OP``: gradients and
-            optimizer state. ``NO_SHARD``: nothing.
+            optimizer state. ``NO_SHARD``: nothing. ``HYBRID_SHARD``: as ``FULL_SHARD``, inside groups of replicas.
+        device_mesh: for ``HYBRID_SHARD``: number of groups, and number of data-parallel ranks in each.
         auto_wrap_policy: classes of the modules that are sharded and gathered as a whole (or their names). None: the
             repeated layers of the model.
         reduce_scatter_with_fp32_accumulation: sum gradients over ranks in float32, also if they travel in bfloat16.
@@ -45,9 +56,10 @@ class MegatronFSDPStrategy(MegatronStrategy):
 
     def __init__(
         self,
-        sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "FULL_SHARD",
+        sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD",
         auto_wrap_policy: Sequence[str | type[nn.Module]] | None = None,
         reduce_scatter_with_fp32_accumulation: bool = False,
+        device_mesh: tuple[int, int] | None = None,
         data_parallel: DataParallel | None = None,
         **options: Any,
     ) -> None:
@@ -61,19 +73,42 @@ class MegatronFSDPStrategy(MegatronStrategy):
                 f"auto_wrap_policy={auto_wrap_policy!r} is a function; pass the classes to shard, as in "
                 "auto_wrap_policy=[Block], or leave it out to shard repeated layers."
             )
-        given = data_parallel or DataParallel()
-        if given.level != DataParallel.level or given.units or given.reduce_scatter_with_fp32_accumulation:
+        if (sharding_strategy == "HYBRID_SHARD") != (device_mesh is not None):
             raise ConfigurationError(
-                "data_parallel sets level, units or reduce_scatter_with_fp32_accumulation. Set these as arguments of "
-                "MegatronFSDPStrategy: sharding_strategy, auto_wrap_policy, reduce_scatter_with_fp32_accumulation."
+                f"sharding_strategy={sharding_strategy!r} with device_mesh={device_mesh}: HYBRID_SHARD needs "
+                "device_mesh=(number of groups, ranks in each group), and the others have no groups."
+            )
+        given = data_parallel or DataParallel()
+        default = DataParallel()
+        owned = [name for name in OWNED if getattr(given, name) != getattr(default, name)]
+        if owned:
+            raise ConfigurationError(
+                f"data_parallel.{owned[0]} is set; MegatronFSDPStrategy has an argument for it: {OWNED[owned[0]]}. Set "
+                "that instead."
             )
         sharded = replace(
             given,
             level=LEVELS[sharding_strategy],
             units=tuple(auto_wrap_policy or ()),
+            replicate=1 if device_mesh is None else device_mesh[0],
             reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
         )
+        self.device_mesh = device_mesh
         super().__init__(data_parallel=sharded, **options)
+
+    def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
+        """Make the mesh of ``world_size`` ranks, as seen by ``rank``.
+
+        Raises:
+            LayoutError: the ranks do not divide into the groups of ``device_mesh``.
+        """
+        mesh = super().grid(world_size, rank)
+        if self.device_mesh is not None and mesh.dp != prod(self.device_mesh):
+            raise LayoutError(
+                f"device_mesh={self.device_mesh} describes {prod(self.device_mesh)} data-parallel ranks, and there are "
+                f"{mesh.dp}; choose sizes whose product is {mesh.dp}."
+            )
+        return mesh
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:

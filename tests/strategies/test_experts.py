@@ -102,7 +102,7 @@ def _fit(layout: str, level: str, balanced: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_run_as_on_one_device(layout: str) -> None:
-    for level in ("optim", "no_shard") if layout in ("ep2edp2",) else ("optim",):
+    for level in ("optim", "no_shard", "optim_grads_params") if layout in ("ep2edp2",) else ("optim",):
         found = run(_fit, LAYOUTS[layout][0], layout, level, True)
         for rank in found:
             assert rank["losses"] == found[0]["losses"], "ranks report different losses"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, LayoutError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel
@@ -61,7 +61,7 @@ def _trained(config: str, layers: int, level: str, options: dict[str, Any]) -> d
     gradients = Gradients()
     found = fit(
         replace(CONFIGS[config], num_layers=layers),
-        options={"level": level},
+        options={"level": level, "replicate": options.pop("replicate", 1)},
         extra_callbacks=[gradients],
         micro_batch_size=1,
         **options,
@@ -76,6 +76,7 @@ CASES: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "three ranks": (3, "gqa", 3, FULL, {"module_type": Uneven}),
     "full recompute": (2, "gqa", 4, FULL, {"recompute": EACH}),
     "tp": (4, "mha", 3, FULL, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "hybrid": (4, "tied", 3, FULL, {"replicate": 2}),
     "cp": (2, "gqa", 3, FULL, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
 }
 
@@ -214,16 +215,18 @@ def test_a_plain_module_without_a_plan() -> None:
 def test_arguments_read_like_those_of_lightning() -> None:
     assert MegatronFSDPStrategy().data_parallel == DataParallel(level=FULL)
     given = DataParallel(gradient_dtype="bfloat16")
-    strategy = MegatronFSDPStrategy("SHARD_GRAD_OP", ["Block"], True, given, tensor_parallel=2)
+    strategy = MegatronFSDPStrategy("SHARD_GRAD_OP", ["Block"], True, data_parallel=given, tensor_parallel=2)
     assert strategy.tensor_parallel == 2
     assert strategy.data_parallel == DataParallel(
         level=GRADS, units=("Block",), reduce_scatter_with_fp32_accumulation=True, gradient_dtype="bfloat16"
     )
     assert isinstance(pl.Trainer(strategy="megatron_fsdp", accelerator="cpu").strategy, MegatronFSDPStrategy)
     for options, message in (
-        ({"sharding_strategy": "FULL"}, "must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD.*FULL_SHARD"),
+        ({"sharding_strategy": "FULL"}, "must be one of FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, NO_SHARD"),
         ({"auto_wrap_policy": print}, r"is a function; pass the classes to shard"),
-        ({"data_parallel": DataParallel(level="no_shard")}, "Set these as arguments of MegatronFSDPStrategy"),
+        ({"data_parallel": DataParallel(level="no_shard")}, "has an argument for it: sharding_strategy"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, r"needs device_mesh=\(number of groups"),
+        ({"device_mesh": (2, 2)}, "HYBRID_SHARD needs"),
         ({"pipeline_parallel": 2}, "level='optim_grads_params' with pipeline_parallel=2"),
         ({"sharding_strategy": "NO_SHARD", "reduce_scatter_with_fp32_accumulation": True}, "'no_shard' all-reduces"),
     ):
@@ -240,6 +243,8 @@ def _groups() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"device_mesh=\(2, 2\) describes 4 data-parallel ranks, and there are 2"):
+        MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2)).grid(2)
     with pytest.raises(ConfigurationError, match=r"level='optim_grads_params' with pipeline_parallel=2: .* 'optim'"):
         MegatronStrategy(pipeline_parallel=2, data_parallel=DataParallel(level=FULL))
     with pytest.raises(

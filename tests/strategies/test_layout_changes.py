@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ends": (4, {"pipeline_parallel": 4, "pipeline_layout": "E|t*4||L"}),  # stages that lack a parameter group, or all
     "pp2dp2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="no_shard")}),
     "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "hybrid4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
     "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
 }
 COVER = {
@@ -53,7 +54,8 @@ COVER = {
     "uneven": ["one"],
     "pp2dp2": ["pp2vpp2"],
     "full2": ["dp2", "full4"],
-    "full4": ["full2"],
+    "full4": ["hybrid4"],
+    "hybrid4": ["full2"],
 }
 """What each layout loads: every layout is saved and loaded once at least, and kinds of layouts meet."""
 

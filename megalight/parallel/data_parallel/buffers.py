@@ -45,6 +45,21 @@ class ParamInfo:
     unit: int | None = None
 
 
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a bucket; None for a single rank.
+
+    Attributes:
+        data: ranks over which gradients are summed.
+        shards: ranks that hold all shards together.
+        replicas: ranks that hold the same shard.
+    """
+
+    data: ProcessGroup | None
+    shards: ProcessGroup | None
+    replicas: ProcessGroup | None
+
+
 @dataclass(eq=False)
 class FlatShard:
     """The interval of one bucket for which this rank holds the optimizer state.
@@ -104,16 +119,17 @@ class Bucket:
     Args:
         layout: the position of every parameter.
         infos: all parameters of the engine.
-        group: the ranks that share the bucket; None for a single rank.
-        divided: each of these ranks keeps only the masters of its own interval.
+        groups: the ranks that share the bucket.
+        divided: each rank keeps only the masters of its own interval.
         master_dtype: dtype of the masters.
         params: ``[numel]`` memory that the whole parameters share with those of other units; None: memory of their own.
         grads: ``[numel]`` the same for the gradients.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
 
     Attributes:
-        group: as given; gradients are summed over it.
+        group: ranks over which gradients are summed; None for a single rank.
         shard_group: ranks among which the masters are divided; None: each rank has all masters.
+        replica_group: ranks that hold the same masters, if these are divided; None for a single rank.
         params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
         grads: ``[numel]`` flat gradients.
         own_params: the interval of the parameters that this rank keeps: a view of :attr:`params`, or memory of its own
@@ -132,7 +148,7 @@ class Bucket:
         self,
         layout: BucketLayout,
         infos: Sequence[ParamInfo],
-        group: ProcessGroup | None,
+        groups: Groups,
         divided: bool,
         master_dtype: torch.dtype,
         params: Tensor | None = None,
@@ -140,8 +156,9 @@ class Bucket:
         sum_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
-        self.group = group
-        self.shard_group = group if divided else None
+        self.group = groups.data
+        self.shard_group = groups.shards if divided else None
+        self.replica_group = groups.replicas if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
         device = self.infos[0].parameter.device
         codes = layout.kind.codes
@@ -169,11 +186,12 @@ class Bucket:
         self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
         self.own_params = own if codes is None else self.params[slice(*interval)]
         self.show(self.params)
-        replicas = ((kind.mesh.global_rank,), 0) if divided else (kind.ranks, kind.place)
+        replicas = kind.replica_ranks if divided else kind.ranks
         self.master_is_own_params = codes is None and master_dtype == own.dtype
         master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
-        self.shard = FlatShard(kind.group, *interval, master.requires_grad_(), slots, *replicas)
+        self.shard = FlatShard(kind.group, *interval, master.requires_grad_(), slots, replicas)
+        self.shard.place = replicas.index(kind.mesh.global_rank)
         state_of(self.shard.master).master_copy = not self.master_is_own_params
 
     def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, ParamInfo, distinct_trainable
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, Groups, ParamInfo, distinct_trainable
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.layout import TURNS, BucketLayout, Kind, level_of, plan_buckets
@@ -62,6 +62,8 @@ class DataParallelEngine:
             overlaps.
         overlap_param_gather: let the gathering of updated parameters continue after :meth:`publish` returns.
         device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
+        replicate: number of groups of neighbouring data-parallel ranks. Each group holds all shards, and gathers among
+            itself; gradients are also summed over the groups (hybrid sharding).
         units: the modules that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that shard gradients
             or parameters do so for these; everything else stays whole.
 
@@ -91,10 +93,12 @@ class DataParallelEngine:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         device: torch.device | None = None,
+        replicate: int = 1,
         units: Sequence[nn.Module] = (),
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
+        self.replicate = replicate
         self.infos = distinct_trainable(params)
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
@@ -121,29 +125,16 @@ class DataParallelEngine:
         edge_bucket_size: int | None,
         max_ctas: int | None,
     ) -> list[Bucket]:
-        kinds = [
-            Kind(
-                i.parameter.dtype,
-                grad_dtype or _wide(i.parameter.dtype),
-                i.group,
-                _shared(i.spec),
-                i.chunk,
-                codes_of(i),
-                i.mesh or self.mesh,
-                i.spec.data,
-                self._unit_of(i),
-            )
-            for i in self.infos
-        ]
+        kinds = [self._kind(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
-        groups = {kind.ranks: _group(kind, max_ctas) for kind in {kind.ranks: kind for kind in kinds}.values()}
+        groups = {key: _groups(kind, max_ctas) for key, kind in {(k.mesh, k.data): k for k in kinds}.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         memory = _TurnBuffers(layouts, self.infos[0].parameter.device) if layouts else None
         return [
             Bucket(
                 layout,
                 self.infos,
-                groups[layout.kind.ranks],
+                groups[layout.kind.mesh, layout.kind.data],
                 self.level.state,
                 master_dtype or _wide(layout.kind.param_dtype),
                 memory.take(layout, layout.kind.param_dtype) if memory and self.level.parameters else None,
@@ -153,17 +144,26 @@ class DataParallelEngine:
             for layout in layouts
         ]
 
-    def _unit_of(self, info: ParamInfo) -> int | None:
-        """Return the unit of a parameter whose gradient or values are sharded; None: both stay whole."""
-        alone = len((info.mesh or self.mesh).ranks(*info.spec.data)) == 1
-        if info.unit is None or alone or not self.level.gradients:
-            return None
-        if self.level.parameters and codes_of(info) is not None:
+    def _kind(self, info: ParamInfo, grad_dtype: torch.dtype | None) -> Kind:
+        kind = Kind(
+            info.parameter.dtype,
+            grad_dtype or _wide(info.parameter.dtype),
+            info.group,
+            _shared(info.spec),
+            info.chunk,
+            codes_of(info),
+            info.mesh or self.mesh,
+            info.spec.data,
+            replicate=self.replicate,
+        )
+        if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
+            return kind  # always whole
+        if self.level.parameters and kind.codes is not None:
             raise ConfigurationError(
                 f"{info.name} is stored as 8-bit codes (primary_weights), which level 'optim_grads_params' does not "
                 "shard; leave primary_weights out, or use level 'optim_grads'."
             )
-        return info.unit
+        return replace(kind, unit=info.unit)
 
     # ---------------------------------------------------------------- gradients
 
@@ -366,12 +366,21 @@ def _shared(spec: ShardSpec) -> str:
     return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
 
 
-def _group(kind: Kind, max_ctas: int | None) -> ProcessGroup | None:
-    """Return the process group that shares buckets of a kind; None for a single rank."""
-    if max_ctas is None or len(kind.ranks) == 1:
-        return kind.mesh.group(*kind.data)
-    check_max_ctas("max_ctas", max_ctas, dist.get_backend())
-    return new_group(kind.ranks, "data parallelism", max_ctas=max_ctas)
+def _groups(kind: Kind, max_ctas: int | None) -> Groups:
+    """Return the process groups of the buckets of a kind."""
+    made: dict[tuple[int, ...], ProcessGroup | None] = {}
+
+    def group(*axes: str) -> ProcessGroup | None:
+        ranks = kind.mesh.ranks(*axes)
+        if ranks not in made:
+            if max_ctas is None or len(ranks) == 1:
+                made[ranks] = kind.mesh.group(*axes)
+            else:
+                check_max_ctas("max_ctas", max_ctas, dist.get_backend())
+                made[ranks] = new_group(ranks, "data parallelism", max_ctas=max_ctas)
+        return made[ranks]
+
+    return Groups(group(*kind.data), group(*kind.shard_axes), group(*kind.replica_axes))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

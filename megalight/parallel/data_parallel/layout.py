@@ -49,6 +49,8 @@ LEVELS = {
     "optim_grads": Level(state=True, gradients=True),
     "optim_grads_params": Level(state=True, gradients=True, parameters=True),
 }
+REPLICA_AXES = ("dp", "edp")
+"""Axes whose ranks hybrid sharding divides into groups."""
 TURNS = 2
 """Units use buffers in turn: this many of them, so that one unit can be gathered while another one computes."""
 
@@ -82,6 +84,7 @@ class Kind:
         data: mesh axes over which their gradients are summed and their state is sharded.
         unit: number of the unit to which they belong, in the order of the forward pass; None: they are always resident.
             All parameters of a unit and kind share one bucket.
+        replicate: number of groups of neighbouring ranks, each of which holds all shards (hybrid sharding).
     """
 
     param_dtype: torch.dtype
@@ -93,16 +96,50 @@ class Kind:
     mesh: ParallelMesh = field(default_factory=ParallelMesh)
     data: tuple[str, ...] = TOKEN_AXES
     unit: int | None = None
+    replicate: int = 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks that share the bucket."""
+        """Global ranks over which gradients are summed."""
         return self.mesh.ranks(*self.data)
 
     @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which ranks hold different shards."""
+        return tuple(f"{axis}%{self._run(axis)}" if self._replicates(axis) else axis for axis in self.data)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which ranks hold the same shard."""
+        return tuple(f"{axis}/{self._run(axis)}" for axis in self.data if self._replicates(axis))
+
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold all shards together."""
+        return self.mesh.ranks(*self.shard_axes)
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold this rank's shard."""
+        return self.mesh.ranks(*self.replica_axes)
+
+    @property
     def place(self) -> int:
-        """Index of this process in :attr:`ranks`."""
-        return self.ranks.index(self.mesh.global_rank)
+        """Index of this process in :attr:`shard_ranks`."""
+        return self.shard_ranks.index(self.mesh.global_rank)
+
+    def _replicates(self, axis: str) -> bool:
+        return self.replicate > 1 and axis in REPLICA_AXES
+
+    def _run(self, axis: str) -> int:
+        """Return the number of neighbours along an axis that hold different shards."""
+        size = self.mesh.size(axis)
+        if size % self.replicate:
+            raise ConfigurationError(
+                f"replicate={self.replicate} does not divide the {size} ranks along {axis}, so that they form no equal "
+                "groups that hold all shards each; choose a divisor."
+            )
+        return size // self.replicate
 
 
 @dataclass(frozen=True)
@@ -128,8 +165,8 @@ class BucketLayout:
     numel: int
 
     def interval(self, place: int) -> tuple[int, int]:
-        """Return the elements ``[start, stop)`` of one of the ranks that share the bucket."""
-        share = self.numel // len(self.kind.ranks)
+        """Return the elements ``[start, stop)`` of one of the ranks that hold all shards together."""
+        share = self.numel // len(self.kind.shard_ranks)
         return place * share, (place + 1) * share
 
 
@@ -164,14 +201,14 @@ def plan_buckets(
 
     def close(kind: Kind) -> None:
         slots = open_slots.pop(kind)
-        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, len(kind.ranks) * SHARD_ALIGNMENT)))
+        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, len(kind.shard_ranks) * SHARD_ALIGNMENT)))
 
     left: dict[Kind, int] = {}
     for size, kind in zip(sizes, kinds, strict=True):
         left[kind] = left.get(kind, 0) + size
     for index in reversed(range(len(sizes))):
         kind = kinds[index]
-        limit: float = bucket_size or default_bucket_size(len(kind.ranks))
+        limit: float = bucket_size or default_bucket_size(len(kind.shard_ranks))
         if kind.unit is not None:
             limit = math.inf
         elif edge_size is not None and left[kind] <= limit:

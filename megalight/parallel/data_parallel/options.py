@@ -40,6 +40,8 @@ class DataParallel:
             first, with little or no computation to hide the message. None: ``bucket_size``.
         max_ctas: largest number of multiprocessors of a GPU that reductions and gathers may occupy beside computation.
             None: NCCL's own choice. Other backends refuse a number.
+        replicate: number of groups of neighbouring replicas. Each group holds all shards (hybrid sharding), so that
+            gathers stay inside it, inside a host for example.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -52,6 +54,7 @@ class DataParallel:
     bucket_size: int | None = None
     edge_bucket_size: int | None = None
     max_ctas: int | None = None
+    replicate: int = 1
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -65,7 +68,12 @@ class DataParallel:
                 "data_parallel.reduce_scatter_with_fp32_accumulation=True needs gradients that are reduce-scattered, "
                 "and level 'no_shard' all-reduces them; use level 'optim', or reduce_dtype='float32'."
             )
-        for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
+        if self.replicate > 1 and self.level == "no_shard":
+            raise ConfigurationError(
+                f"data_parallel.replicate={self.replicate} makes groups of ranks that share shards, and level "
+                "'no_shard' has none; leave it at 1, or use another level."
+            )
+        for name in ("replicate", "bucket_size", "edge_bucket_size", "max_ctas"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
@@ -109,5 +117,6 @@ class DataParallel:
             overlap_grad_reduce=self.overlap_grad_reduce,
             overlap_param_gather=self.overlap_param_gather,
             device=device,
+            replicate=self.replicate,
             units=units,
         )

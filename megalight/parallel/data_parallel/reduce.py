@@ -84,17 +84,21 @@ class Reducer:
         if bucket.group is None:
             return lambda: out
         sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
-        if self.exchange:
-            return self._exchange(sent, bucket.group)
-        if not self.scatter:
+        if self.exchange and bucket.shard_group is None:  # nothing to exchange: the sum itself is in float32
+            sent = sent.to(self.sum_dtype(sent.dtype))
+        if self.exchange and bucket.shard_group is not None:
+            return self._exchange(sent, bucket.shard_group, bucket.replica_group)
+        if not self.scatter or bucket.shard_group is None:
             own = sent
             work = dist.all_reduce(sent, group=bucket.group, async_op=True)
         else:
             own = out if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
-            work = reduce_scatter(own, sent, group=bucket.group, async_op=True)
+            work = reduce_scatter(own, sent, group=bucket.shard_group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
+            if self.scatter and bucket.shard_group is not None:
+                sum_over(own, bucket.replica_group)
             if self.scatter and own.dtype.itemsize > bucket.grads.dtype.itemsize:
                 return own
             return out if sent is bucket.grads else out.copy_(own)
@@ -102,7 +106,7 @@ class Reducer:
         return finish
 
     @staticmethod
-    def _exchange(sent: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    def _exchange(sent: Tensor, group: ProcessGroup, replicas: ProcessGroup | None) -> Callable[[], Tensor]:
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         assert work is not None
@@ -111,9 +115,16 @@ class Reducer:
         def finish() -> Tensor:
             work.wait()
             dtype = torch.promote_types(received.dtype, torch.float32)
-            return received.view(world, -1).sum(0, dtype=dtype)
+            return sum_over(received.view(world, -1).sum(0, dtype=dtype), replicas)
 
         return finish
+
+
+def sum_over(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum a tensor over a group in place, and return it."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def partial_runs(shards: Mapping[int, FlatShard]) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.gather import gather
 from megalight.parallel.data_parallel.layout import TURNS
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
@@ -94,7 +93,7 @@ class Units:
         if self.residency is not None:
             self.residency.settle()
         for bucket in self.buckets:
-            bucket.show(whole(bucket))
+            bucket.show(bucket.gathered(bucket.own_params))
         try:
             yield
         finally:
@@ -108,7 +107,7 @@ class Units:
         if self.residency is not None:
             self.residency.settle()
         for bucket in self.buckets:
-            bucket.show(whole(bucket))
+            bucket.show(bucket.gathered(bucket.own_params))
         self.buckets, self.residency = [], None
 
     def _prefetch(self, unit: int, beside: int) -> None:
@@ -140,11 +139,3 @@ def remove_hooks(module: nn.Module) -> None:
     hooks: list[RemovableHandle] = module.__dict__.pop(HOOKS, [])
     for hook in hooks:
         hook.remove()
-
-
-def whole(bucket: Bucket) -> Tensor:
-    """Return the whole parameters of a bucket in new memory, gathered from all ranks."""
-    assert bucket.shard_group is not None
-    flat = bucket.own_params.new_empty(bucket.layout.numel)
-    gather(flat, bucket.own_params, bucket.shard_group).wait()
-    return flat

@@ -114,13 +114,13 @@ def _reference(net: nn.Module, micro: int, steps: int = 3) -> list[float]:
     return norms
 
 
-def _equals_one_process() -> None:
+def _equals_one_process(replicate: int = 1) -> None:
     orders = [(3, None), (4, None), (3, (0, 0, 2, 1, 0)), (4, (3, 1, 0)), (2, None)]
     for number, (layers, order) in enumerate(orders):
         level = ("optim_grads_params", "optim_grads")[number == 1]
         for recompute in (False, True) if number < 3 else (False,):
             net, expected = (Net(layers, order, recompute).double() for _ in range(2))
-            engine = engine_of(net, level)
+            engine = engine_of(net, level, replicate=replicate)
             _train(net, engine, micro=1 + number % 3)
             norms = _reference(expected, micro=1 + number % 3)
             assert_close(engine.grad_norm(), torch.tensor(norms[-1], dtype=torch.float64))
@@ -137,6 +137,10 @@ def _equals_one_process() -> None:
 def test_equals_one_process(world: int) -> None:
     """Units called in any order, twice, or not at all; shared, unused and frozen parameters; recompute."""
     run(_equals_one_process, world)
+
+
+def test_hybrid_shards_equal_one_process() -> None:
+    run(_equals_one_process, 4, 2)
 
 
 def _bytes(net: Net) -> tuple[dict[str, int], dict[str, int]]:
@@ -244,13 +248,13 @@ def test_gradients_outside_a_unit_are_refused_and_a_failed_step_leaves_nothing()
     run(_refused, 2)
 
 
-def _low_precision_sums() -> None:
+def _low_precision_sums(replicate: int) -> None:
     """Sums in float32 of gradients in bfloat16, over ranks and micro-batches, against float64."""
     errors = {}
     for reduction in ("sum", "accumulate_fp32"):
         net = Net(4).bfloat16()
         exact = Net(4).bfloat16().double()
-        engine = engine_of(net, grad_dtype=torch.bfloat16, reduction=reduction)
+        engine = engine_of(net, grad_dtype=torch.bfloat16, reduction=reduction, replicate=replicate)
         engine.zero_grad()
         ids = ids_of(0, dist.get_world_size(), 6)
         with engine.micro_batches(6):
@@ -266,8 +270,18 @@ def _low_precision_sums() -> None:
     assert errors["accumulate_fp32"] < 0.01
 
 
-def test_sums_in_float32_of_gradients_in_bfloat16() -> None:
-    run(_low_precision_sums, 2)
+@pytest.mark.parametrize(("world", "replicate"), [(2, 1), (4, 2)])
+def test_sums_in_float32_of_gradients_in_bfloat16(world: int, replicate: int) -> None:
+    run(_low_precision_sums, world, replicate)
+
+
+def _uneven_groups() -> None:
+    with pytest.raises(ConfigurationError, match=r"replicate=2 does not divide the 3 ranks along dp"):
+        engine_of(Net(2), replicate=2)
+
+
+def test_groups_must_be_equal() -> None:
+    run(_uneven_groups, 3)
 
 
 def test_units_are_found() -> None:
