@@ -24,7 +24,7 @@ class Counting(nn.Module, ABC):
 
     def count(self, values: Tensor) -> None:
         """Add ``values [n]`` to the counts."""
-        if self.counts is None:
+        if self.counts is None or self.counts.device != values.device:
             self.counts = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
         self.counts.add_(values)
 

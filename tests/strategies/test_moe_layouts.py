@@ -55,8 +55,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 RECOMPUTE = {
     "nothing": Recompute(),
     "layers": Recompute(granularity="full"),
-    "act": Recompute(granularity="selective", modules=("mlp.experts.act",)),
-    "experts": Recompute(granularity="selective", modules=("mlp", "attention_norm")),
+    "act": Recompute(granularity="selective", modules=("moe_act", "layernorm", "mlp.shared.act")),
+    "experts": Recompute(granularity="selective", modules=("moe", "attention_norm")),
 }
 
 

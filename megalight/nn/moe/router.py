@@ -19,6 +19,8 @@ from megalight.nn.moe.pool import Pool
 from megalight.nn.moe.running import RunningLoads
 from megalight.nn.moe.sinkhorn import sinkhorn_routes
 from megalight.ops.common import apply, once_differentiable
+from megalight.ops.linear import linear
+from megalight.ops.linear.inputs import save_input, saved_input
 from megalight.ops.permute import drop
 from megalight.ops.router import Routes, route
 
@@ -118,7 +120,7 @@ class Router(Counting):
         if self.config.dtype is not None:
             dtype = torch.promote_types(dtype, getattr(torch, self.config.dtype))
         if hidden.dtype == self.weight.dtype == dtype:
-            return F.linear(hidden, self.weight, self.bias)
+            return linear(hidden, self.weight, self.bias)
         out: Tensor = apply(_WideProduct, hidden, self.weight, dtype)
         return out if self.bias is None else out + self.bias.to(dtype)
 
@@ -172,15 +174,17 @@ class Router(Counting):
 
 
 class _WideProduct(torch.autograd.Function):
-    """``x W^T`` in a wider dtype. It keeps ``x`` and ``W`` as they are; gradients have their dtypes."""
+    """``x W^T`` in a wider dtype. It keeps ``x`` as it is, or its recipe. Gradients have their dtypes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        save_input(ctx, x, needed=True)
         return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_input(ctx), ctx.weight
+        assert isinstance(x, Tensor)
         return (grad @ weight.to(grad.dtype)).to(x.dtype), (grad.T @ x.to(grad.dtype)).to(weight.dtype), None

@@ -26,7 +26,7 @@ class RunningLoads:
     def add(self, counts: Tensor, context: LayerContext) -> Tensor:
         """Add the counts of one micro-batch, unless it does not count, and return the sums."""
         if context not in self._seen:
-            if self.sums is None:
+            if self.sums is None or self.sums.device != counts.device:
                 self.sums = torch.zeros_like(counts, dtype=torch.float64)
             self.sums.add_(counts, alpha=1 if context.side_losses.counts else 0)
             self._seen[context] = self.sums.to(counts.dtype, copy=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from math import lcm
 from unittest.mock import patch
 
@@ -12,11 +13,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
+from megalight.nn import Activation
 from megalight.nn.init import initialise as initialise_whole
+from megalight.nn.moe import Experts
+from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.expert import ExpertOptions
@@ -26,6 +31,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import check_cover
+from megalight.parallel.styles import Expert
 from megalight.types import PackedSequences
 from tests.parallel.expert.model import CONFIG, MOE, build
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -100,6 +106,67 @@ def test_steps_equal_one_device(degrees: dict[str, int], level: str, dispatcher:
     for errors in run(step, 4, degrees, level, dispatcher):
         wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
         assert not wrong, wrong
+
+
+EXTREMES: dict[str, list[list[list[int]]]] = {
+    "all to one expert": [[[2, -1]] * 5, [[2, -1]] * 3],
+    "an expert without tokens": [[[0, 1], [3, 1]], [[1, 0], [0, 3], [3, 0]]],
+    "a rank without tokens": [[[0, 3], [2, 1]], []],
+    "one token": [[], [[3, 0]]],
+    "no token": [[], []],
+    "every token dropped": [[[-1, -1]] * 2, [[-1, -1]]],
+    "some dropped": [[[-1, 2], [0, -1]], [[3, -1], [-1, -1]]],
+}
+
+
+def routed(dispatcher: str) -> dict[tuple[str, bool], list[torch.Tensor]]:
+    """Outputs of this rank's tokens, and all gradients, with each of the given routes, padded or not."""
+    mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), ep=2)
+    found = {}
+    for name, pad in product(EXTREMES, (False, True)):
+        one = Expected(EXTREMES[name][mesh.rank("ep")])
+        root = nn.ModuleDict({"experts": one.experts}).to("meta")
+        specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=ExpertOptions(dispatcher))
+        materialise(root, "cpu")
+        initialise(root, specs, 3)
+        one.experts = root["experts"]  # type: ignore[assignment]
+        found[name, pad] = one.answers(max(1, len(one.hidden)) if pad else None)
+    return found
+
+
+class Expected:
+    """One rank's tokens and routes, and all experts."""
+
+    def __init__(self, experts: list[list[int]]) -> None:
+        self.experts = Experts(4, 6, 8, Activation("swiglu"), std=0.5, down_std=0.5).double()
+        generator = torch.Generator().manual_seed(len(experts))
+        self.hidden, self.cotangent = torch.randn(2, len(experts), 6, dtype=torch.float64, generator=generator)
+        self.hidden.requires_grad_()
+        probs = torch.rand(len(experts), 2, dtype=torch.float64, generator=generator).requires_grad_()
+        self.routes = Routes(probs, torch.tensor(experts, dtype=torch.int64).view(-1, 2))
+
+    def answers(self, capacity: int | None = None) -> list[torch.Tensor]:
+        """Output, and gradients of tokens, weights and parameters."""
+        dispatcher = self.experts.dispatcher
+        copies, memo = dispatcher.dispatch(self.hidden, self.routes, len(self.experts), capacity)
+        out = dispatcher.combine(self.experts(copies), memo)
+        wanted = [self.hidden, self.routes.probs, *self.experts.parameters()]
+        return [out.detach(), *torch.autograd.grad((out * self.cotangent).sum(), wanted)]
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_extreme_routes(dispatcher: str) -> None:
+    answers = run(routed, 2, dispatcher)
+    for name, pad in product(EXTREMES, (False, True)):
+        expected = []
+        for experts in EXTREMES[name]:
+            one = Expected(experts)
+            initialise_whole(nn.ModuleDict({"experts": one.experts}), 3)
+            expected.append(one.answers())
+        for rank, answer in enumerate(answers):
+            halves = [(a + b)[2 * rank :][:2] for a, b in zip(expected[0][3:], expected[1][3:], strict=True)]
+            for actual, wanted in zip(answer[name, pad], [*expected[rank][:3], *halves], strict=True):
+                torch.testing.assert_close(actual, wanted, msg=f"{name}, pad={pad}")
 
 
 @settings(deadline=None, max_examples=15)
