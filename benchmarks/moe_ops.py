@@ -216,7 +216,7 @@ class Layer:
                 verb = "written" if write else "added"
                 operations = 2.0 * shape.rows * out * width
                 # what is added grows from way to way: only what is written can be compared
-                yield Part(f"weight gradient {name}, {verb}", moved, operations, ordered(ways), ("WGRAD",))
+                yield Part(f"weight gradient {name}, {verb}", moved, operations, ordered(ways), ("WGRAD", "PAIR"))
 
     def parts(self) -> Iterator[Part]:
         yield from self.router()
@@ -246,7 +246,7 @@ def swept(part: Part, device: str) -> Iterator[tuple[str, float]]:
     from megalight.ops.grouped_linear import triton as module
 
     for tile in TILES:
-        with setting(module, dict.fromkeys(part.knobs, tile)):
+        with setting(module, {name: dict(tile) for name in part.knobs}):
             try:
                 yield str(tile), median_seconds(part.ways["triton"], device)
             except Exception as error:  # too much shared memory, for example

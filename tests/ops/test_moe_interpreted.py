@@ -65,7 +65,7 @@ def test_grouped_products(
     sizes: tuple[int, ...], shape: tuple[int, int], tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = kernels("grouped_linear")
-    for name in ("PRODUCT", "FEW", "WGRAD"):
+    for name in ("PRODUCT", "FEW", "WGRAD", "PAIR"):
         monkeypatch.setattr(module, name, SMALL)
     moe_checks.check_grouped_product(module.product, "cpu", torch.float32, sizes, *shape, tail)
     dtypes = torch.float32, torch.float32

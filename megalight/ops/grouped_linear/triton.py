@@ -23,8 +23,15 @@ PRODUCT: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8,
 FEW: dict[str, Any] = {"ROWS": 64, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 4}
 """Tile of a product of groups with few rows."""
 
-WGRAD: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+WGRAD: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """Tile of a weight gradient: rows and columns of the weight, tokens per step, and tiles that share columns."""
+
+PAIR: dict[str, Any] = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+"""Tile of a weight gradient that is written and has few tokens: two programs share a multiprocessor, and one computes
+while the other writes."""
+
+FEW_TOKENS = 1024
+"""Tokens per expert below which writing a weight gradient takes about as long as computing it."""
 
 
 @jit
@@ -125,8 +132,9 @@ def _weight_gradient(
             tl.store(target, total, mask=stored)
 
 
-def _programs(tiles: int, device: torch.device) -> int:
-    return max(1, min(tiles, num_multiprocessors(device)))
+def _programs(tiles: int, device: torch.device, each: int = 1) -> int:
+    """Return the number of programs: ``each`` per multiprocessor, but no more than there are tiles."""
+    return max(1, min(tiles, each * num_multiprocessors(device)))
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> Any:
@@ -170,9 +178,9 @@ def accumulate(
         if write:
             main_grad.zero_()
         return
-    tile = WGRAD
+    tile = PAIR if write and len(x) < FEW_TOKENS * num_experts else WGRAD
     tiles = num_experts * cdiv(size_out, tile["ROWS"]) * cdiv(size_in, tile["COLUMNS"])
-    _weight_gradient[(_programs(tiles, x.device),)](
+    _weight_gradient[(_programs(tiles, x.device, 2 if tile is PAIR else 1),)](
         _described(grad_y.contiguous(), tile["DEPTH"], tile["ROWS"]),
         _described(x.contiguous(), tile["DEPTH"], tile["COLUMNS"]),
         main_grad,
