@@ -21,7 +21,7 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialise
-from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.ops.choice import use_backends
 from megalight.optim import AdamConfig
@@ -141,7 +141,7 @@ def twin(step: Step) -> Step:
         heads=heads,
         hidden=heads * step.head_dim,
         dim=0,
-        natural=True,  # forced routes differ from rank to rank
+        natural=False,  # the router's own routes would flip by rounding, and losses would drift apart
         ffn=min(step.ffn, 2 * heads * step.head_dim),
         vocab=min(step.vocab, 4096),
         seq=min(step.seq, 256 * step.cp),
@@ -269,7 +269,8 @@ def by_hand(step: Step) -> list[float]:
     losses = []
     for _ in range(CHECKED_STEPS):
         mean = 0.0
-        for row in rows:
+        for number, row in enumerate(rows):
+            force_routes_of(model, number * replicas // len(rows))
             with collecting(KeptSideLosses()) as side:
                 loss = model(row[:-1], sequences, labels=row[1:]).losses.mean() / len(rows)
             torch.stack([loss, *(value / len(rows) for value in side.values.values())]).sum().backward()
@@ -279,6 +280,14 @@ def by_hand(step: Step) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def force_routes_of(model: GPT, rank: int) -> None:
+    """Let routers choose experts by the random numbers of one rank: ranks differ."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.pool.place != rank:
+            module.pool.place = rank
+            module._forced.clear()
 
 
 def check_loss(step: Step, module: GPTModule) -> dict[str, Any]:
