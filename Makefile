@@ -30,7 +30,7 @@ test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where
 test-gpu: $(READY) ## the tests that need GPUs; writes tests/results/gpu.md (GIT_COMMIT names the commit of a bare copy)
 	$(BIN)/python -m pytest -m gpu --summary tests/results/gpu.md
 
-checks: $(READY) ## lint, format, types, floors
+checks: $(READY) site ## lint, format, types, floors, the documentation's site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -38,6 +38,9 @@ checks: $(READY) ## lint, format, types, floors
 
 docs-check: $(READY) ## run the commands and code that the documentation shows
 	$(BIN)/python -m pytest tests/test_docs.py
+
+site: $(READY) ## build the documentation as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(READY) ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix .

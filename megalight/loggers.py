@@ -21,13 +21,7 @@ class JSONLogger(CSVLogger):
     A row is appended and never rewritten, so other programs can follow the file (``tail -f``). A CSV file is rewritten
     whenever a new metric appears. Values that JSON lacks (NaN, infinity) are written as strings.
 
-    Folders, ``version`` and hyperparameters are as with ``CSVLogger``. The arguments are its arguments, too:
-
-    Args:
-        save_dir: root folder.
-        name: name of the folder below it.
-        version: name of the folder of this run. None: the next ``version_N``.
-        flush_logs_every_n_steps: steps between writes to the file.
+    Folders, versions, hyperparameters and arguments are those of ``CSVLogger``.
     """
 
     @property
