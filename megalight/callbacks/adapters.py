@@ -50,7 +50,7 @@ class Adapters(pl.Callback):
         if not self.save_base and module.initial_weights() is None:
             raise ConfigurationError(
                 "Adapters(save_base=False) writes checkpoints without the frozen weights, and this run draws those: "
-                "nobody could load them. Give the module weights to start from, or leave save_base out."
+                "nothing could load them. Give the module weights to start from, or leave save_base out."
             )
         module.saves_base = self.save_base
 

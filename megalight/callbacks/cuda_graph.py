@@ -278,8 +278,8 @@ def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
     def counter(name: str) -> property:
         def read(trainer: pl.Trainer) -> Any:
             found.append(
-                f"the step reads {name}, of which replays would repeat this step's value; keep it in a buffer of the "
-                "module, written in on_train_batch_start"
+                f"the step reads {name}, and replays would repeat the value of this step; keep it in a buffer of the "
+                "module, which on_train_batch_start writes"
             )
             return getattr(super(watched, trainer), name)
 

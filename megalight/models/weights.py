@@ -66,7 +66,7 @@ class Whole:
         stop = 0
         for ours, place in parts:
             if place.rows is not None and (place.rows[0] != stop or place.rows[1] - stop != shapes[ours][0]):
-                raise CheckpointError(f"{name} is made of parts, of which rows {stop} to {place.rows[0]} are missing.")
+                raise CheckpointError(f"{name} is made of parts, and its rows {stop} to {place.rows[0]} are missing.")
             stop += shapes[ours][0] if place.rows is not None else 0
         first, place = parts[0]
         shape = shapes[first] if place.rows is None else (stop, *shapes[first][1:])

@@ -77,8 +77,8 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             )
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ConfigurationError(
-                f"{name} averages whole parameters on every rank and toggles Lightning's backward, neither of which "
-                "works on sharded weights. Use megalight.callbacks.EMA instead."
+                f"{name} averages whole parameters on every rank and toggles Lightning's backward; both fail with "
+                "sharded weights. Use megalight.callbacks.EMA instead."
             )
 
 

@@ -68,7 +68,7 @@ class PackedSequences:
     def of_bound(cls, present: Tensor, bound: int) -> PackedSequences:
         """Describe keys in rows of ``bound`` per sequence, of which the first ``present [n]`` hold a token.
 
-        The host knows the bound alone, and need not wait for the device: a decoding step can be recorded.
+        The host knows only the bound and never waits for the device, so a decoding step can be recorded.
         """
         return replace(cls.of_uniform(len(present), bound, present.device), present=present)
 

@@ -131,7 +131,7 @@ def test_foreign_things_are_refused():
     with pytest.raises(CheckpointError, match=r"model\.vision\.weight has no counterpart"):
         from_transformers({"model.vision.weight": torch.zeros(1)}, config)
     half = {"layers.0.attention.q.bias": torch.zeros(768), "layers.0.attention.v.bias": torch.zeros(768)}
-    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.c_attn\.bias is made of parts, of which rows 768 to 1536"):
+    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.c_attn\.bias is made of parts, and its rows 768 to 1536"):
         to_transformers(half, config)
     with pytest.raises(ConfigurationError, match="model_type is 'bert'"):
         config_from_transformers({"model_type": "bert"})

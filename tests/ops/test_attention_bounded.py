@@ -110,7 +110,7 @@ def test_what_bounds_do_not_serve_is_refused() -> None:
     keys = PackedSequences.of_bound(torch.tensor([1, 2]), 2)
     queries = replace(PackedSequences.of_uniform(2, 1), keys=keys)
     stored = torch.ones(4, 1, 4)
-    with pytest.raises(LayoutError, match="only the reference serves keys"):
+    with pytest.raises(LayoutError, match="Only the reference backend serves them"):
         attention(x, stored, stored, queries, backend="sdpa")
     with pytest.raises(LayoutError, match=r"queries of \[1, 2\] tokens"):
         attention(torch.ones(3, 1, 4), stored, stored, replace(PackedSequences.of_lengths([1, 2]), keys=keys))

@@ -137,8 +137,8 @@ def attention(
     if keys is not None and keys.present is not None:
         if dropout or backend not in ("auto", "reference"):
             raise LayoutError(
-                "only the reference serves keys of which the host knows a bound alone, and without dropout; backend is "
-                f"{backend!r}, dropout {dropout}."
+                "the lengths of these keys are known only on the device. Only the reference backend serves them, "
+                f"without dropout; backend is {backend!r}, dropout {dropout}."
             )
         return bounded.attention(q, k, v, sequences, causal, scale, window, softcap)
     spec = Spec(

@@ -272,7 +272,7 @@ class LowPrecision:
         """Return the weight if it is stored as codes, else None."""
         if weight.dtype != DTYPES[self.recipe.weight.format]:
             return None
-        assert self.scale is not None, "whoever keeps codes sets their scale"
+        assert self.scale is not None, "code that stores a weight as codes must set their scale"
         return Quantized(weight.detach(), self.scale, self.recipe.weight)
 
     def _cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
