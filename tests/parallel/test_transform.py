@@ -107,7 +107,7 @@ def test_a_model_with_values_keeps_them_and_draws_what_is_new() -> None:
     model, twin = GPT(config), GPT(config)
     initialise(model, 5)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    parallel = megalight.parallelize(model, transforms=[LoRA(2)], seed=9)
+    parallel = megalight.parallelize(model, transforms=[LoRA(2)], seed=9, fill=True)
     apply_transforms(twin, [LoRA(2)])
     initialise(twin, 9, "model.")
     for (name, parameter), (_, drawn) in zip(parallel.root.named_parameters(), twin.named_parameters(), strict=True):
