@@ -13,11 +13,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
+from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import contents
@@ -88,6 +91,45 @@ def test_equals_one_device(case: str) -> None:
     for found in run(_trained, world, config, layers, level, options):
         assert_same_run(found, expected)
         assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+NORMS = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
+BESIDE: dict[str, dict[str, Any]] = {
+    "average": {"trainer_options": {"limit_val_batches": 1, "val_check_interval": 1}},
+    "eight bits": {"trainer_options": {"precision": None}},
+    "adapters": {},
+    "recompute": {"recompute": NORMS},
+}
+
+
+def _beside(what: str, level: str) -> dict[str, Any]:
+    options = dict(BESIDE[what])
+    callbacks: list[pl.Callback] = []
+    if what == "average":
+        callbacks = [EMA(0.8)]
+    elif what == "adapters":
+        callbacks = [Adapters(rank=3, targets=["layers.*"], alpha=6.0)]
+    elif what == "eight bits":
+        recipe = LowPrecisionOptions(recipe="tensorwise", emulate=True)
+        options["precision_plugin"] = MegatronLowPrecision(recipe, "64-true")
+    config = replace(CONFIGS["mha"], num_layers=3, hidden_size=64, ffn_hidden_size=64)
+    return fit(config, options={"level": level}, extra_callbacks=callbacks, micro_batch_size=1, **options)
+
+
+def _with_both_levels(what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _beside(what, FULL), _beside(what, "optim")
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
+    """Averaged weights, products in 8 bits, adapters on frozen weights, partial recompute."""
+    for found, expected in run(_with_both_levels, 2, what):
+        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-9)
+        assert ("val_loss" in found["metrics"]) == (what == "average")
+        for name, value in expected["metrics"].items():
+            assert found["metrics"][name] == pytest.approx(value, rel=1e-7), name
+        for name, value in expected["final"].items():
+            np.testing.assert_allclose(found["final"][name], value, rtol=1e-7, atol=1e-9, err_msg=name)
 
 
 class Generates(pl.Callback):
@@ -200,13 +242,15 @@ class Plain(pl.LightningModule):
 def _plain(options: dict[str, Any]) -> list[float]:
     module = Plain()
     strategy = MegatronFSDPStrategy(**options)
-    trainer(strategy, max_epochs=2, max_steps=-1, limit_val_batches=0, gradient_clip_val=0.5).fit(module)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "limit_val_batches": 0}
+    trainer(strategy, max_epochs=2, max_steps=-1, **options).fit(module)
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():
         return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).tolist()
 
 
 def test_a_plain_module_without_a_plan() -> None:
+    """Two batches add up to a step."""
     whole = run(_plain, 2, {"sharding_strategy": "NO_SHARD"})
     for options in ({}, {"sharding_strategy": "SHARD_GRAD_OP", "reduce_scatter_with_fp32_accumulation": True}):
         np.testing.assert_allclose(run(_plain, 2, options), whole, rtol=1e-12)
