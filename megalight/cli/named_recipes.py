@@ -150,6 +150,9 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
 
 
 def _divides(config: Any, degree: int) -> bool:
+    """Return whether tensor parallelism of this degree can divide the heads."""
+    if getattr(getattr(config, "attention", None), "qk_norm_whole", False):  # it normalises all heads together
+        return degree == 1
     groups = getattr(config, "num_kv_heads", config.num_heads)
     return bool(config.num_heads % degree == 0 and (groups % degree == 0 or degree % groups == 0))
 
