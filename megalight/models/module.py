@@ -87,6 +87,14 @@ class MegalightModule(pl.LightningModule):
         """Return how many tokens (or samples) of ``batch`` count in the loss, 0-dim. Called before any forward."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_tokens(batch).")
 
+    def auxiliary_counts(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return what counts in auxiliary losses of :meth:`loss_step` that are sums: name -> 0-dim. Default: none.
+
+        Such a loss is divided by its count over the whole global batch, like the main one. All batches have the same
+        names. Auxiliary losses without a count are means over their micro-batch. Called before any forward.
+        """
+        return {}
+
     def plan(self, model: nn.Module) -> Plan:
         """Return the model's parallel plan. Default: the plan registered for its class, or else full replication."""
         return plan_for(model) or Plan()
@@ -152,8 +160,9 @@ class MegalightModule(pl.LightningModule):
         """Return the mean loss of a batch, for strategies without micro-batches."""
         with collecting(KeptSideLosses()) as side_losses:
             loss = self._loss(batch)
+        counts = self.auxiliary_counts(batch)
         for name, value in loss.auxiliary.items():
-            side_losses.attach(name, value, loss.sum)
+            side_losses.attach(name, value * inverse(counts[name].to(value)) if name in counts else value, loss.sum)
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}

@@ -48,7 +48,10 @@ class Task(Protocol):
         """Return the *sum* of the losses of the micro-batch's tokens, from the output of the last chunk."""
 
     def loss_tokens(self, batch: Any) -> Tensor:
-        """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward."""
+        """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward.
+
+        A task may also have ``auxiliary_counts(batch)``, which does the same for auxiliary losses by name.
+        """
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,16 @@ class Counts:
         token_scale: multiplies each sum of token losses before the backward: ``scale / tokens``, 0 without tokens.
         micro_batch_scale: multiplies each loss that is a mean over its micro-batch: ``scale`` divided by the number of
             micro-batches on all data-parallel ranks.
+        auxiliary: name of an auxiliary loss that is a sum -> what counts in it, over all ranks.
+        auxiliary_scales: what multiplies these sums before the backward.
     """
 
     tokens: Tensor
     micro_batches: Tensor
     token_scale: Tensor
     micro_batch_scale: Tensor
+    auxiliary: Mapping[str, Tensor]
+    auxiliary_scales: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,8 @@ class Step:
         runner: runs the passes of each training step; another runner may record and replay them.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
         side_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
-        auxiliary: further losses that ``loss_step`` returns; they are for all tokens.
+        auxiliary: further losses that ``loss_step`` returns as means; they are for all tokens.
+        counted: further losses that ``loss_step`` returns as sums, by name.
     """
 
     def __init__(
@@ -141,6 +149,7 @@ class Step:
         self.token_shares = model.options.token_multiple(model.mesh)
         self.side_losses = AttachedSideLosses(model.device)
         self.auxiliary = AttachedSideLosses(model.device)
+        self.counted: dict[str, AttachedSideLosses] = {}
         self._of_empty = ZeroSideLosses(self.side_losses)
 
     def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
@@ -198,9 +207,11 @@ class Step:
             counts = self._count(micro_batches, scale)
             self.side_losses.begin(counts.micro_batch_scale / self.token_shares)
             self.auxiliary.begin(counts.micro_batch_scale)
+            for name, factor in counts.auxiliary_scales.items():
+                self.counted.setdefault(name, AttachedSideLosses(self.model.device)).begin(factor)
             losses = self._differentiate(micro_batches, counts, sync)
             rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
-            totals = self.totals.of("train", rows, self._side_losses(), counts.micro_batches)
+            totals = self.totals.of("train", rows, self._side_losses(), counts.micro_batches, counts.auxiliary)
             totals["loss"] = totals["loss"][0], counts.tokens  # the number of tokens is already global
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
@@ -214,8 +225,9 @@ class Step:
         if self.token_shares > 1 and found:  # each rank's loss is the mean over its share of the tokens
             whole = self.totals.sum(torch.stack(list(found.values())), "tp") / self.token_shares
             found = dict(zip(found, whole, strict=True))
-        for name, value in self.auxiliary.totals.items():
-            found[name] = found[name] + value if name in found else value
+        for collector in (self.auxiliary, *self.counted.values()):
+            for name, value in collector.totals.items():
+                found[name] = found[name] + value if name in found else value
         return found
 
     def _total(self, counts: Tensor) -> Tensor:
@@ -226,19 +238,31 @@ class Step:
         """Count with one reduction, and without a wait for the device."""
         device = self.model.device
         real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
-        numbers = torch.full((2,), float(real), dtype=torch.float64, device=device)
-        numbers[0].copy_(self._tokens(micro_batches), non_blocking=True)
+        here = {"": self._tokens(micro_batches), **self._auxiliary(micro_batches)}
+        numbers = torch.full((1 + len(here),), float(real), dtype=torch.float64, device=device)
+        for place, count in enumerate(here.values()):
+            numbers[place].copy_(count, non_blocking=True)
         numbers = self.totals.sum(numbers)
         scales = inverse(numbers) * scale
-        return Counts(numbers[0], numbers[1], scales[0], scales[1])
+        names = list(here)[1:]
+        return Counts(
+            numbers[0],
+            numbers[-1],
+            scales[0],
+            scales[-1],
+            dict(zip(names, numbers[1:-1], strict=True)),
+            dict(zip(names, scales[1:-1], strict=True)),
+        )
 
     def _tokens(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return how many tokens count in the loss."""
-        given = [coupling.contents(micro_batch) for micro_batch in micro_batches]
-        batches = [batch.batch if isinstance(batch, WithResults) else batch for batch in given]
-        counts = [self.task.loss_tokens(batch).detach() for batch in batches]
-        empty = [coupling.is_empty(micro_batch) for micro_batch in micro_batches]
-        return torch.stack([n * 0 if none else n for n, none in zip(counts, empty, strict=True)]).sum()
+        return _counted([self.task.loss_tokens(batch) for batch in _batches(micro_batches)], micro_batches)
+
+    def _auxiliary(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
+        """Return what counts in the auxiliary losses that are sums, by name."""
+        counts = getattr(self.task, "auxiliary_counts", None)
+        rows = [] if counts is None else [counts(batch) for batch in _batches(micro_batches)]
+        return {name: _counted([row[name] for row in rows], micro_batches) for name in sorted(rows[0])} if rows else {}
 
     def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:
@@ -268,7 +292,7 @@ class Step:
         loss = self._loss_step(carry, batch)
         total = loss.sum
         for name, value in loss.auxiliary.items():
-            total = self.auxiliary.attach(name, value, total)
+            total = self.counted.get(name, self.auxiliary).attach(name, value, total)
         return replace(loss, sum=total, auxiliary={})
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
@@ -280,3 +304,15 @@ class Step:
                 "megalight.types.Loss(sum=...), the sum of the losses of the micro-batch's tokens."
             )
         return coupling.nothing(loss) if coupling.is_empty(batch) else loss
+
+
+def _batches(micro_batches: Sequence[Any]) -> list[Any]:
+    """Return the batches as the task knows them, without results of frozen models."""
+    given = [coupling.contents(micro_batch) for micro_batch in micro_batches]
+    return [batch.batch if isinstance(batch, WithResults) else batch for batch in given]
+
+
+def _counted(counts: Sequence[Tensor], micro_batches: Sequence[Any]) -> Tensor:
+    """Return the sum of the counts of micro-batches. Those of empty ones are zero."""
+    empty = [coupling.is_empty(micro_batch) for micro_batch in micro_batches]
+    return torch.stack([n.detach() * 0 if none else n.detach() for n, none in zip(counts, empty, strict=True)]).sum()

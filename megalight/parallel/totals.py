@@ -50,6 +50,7 @@ class GlobalTotals:
         rows: Sequence[Totals],
         side_losses: Mapping[str, Tensor] = MappingProxyType({}),
         micro_batches: Tensor | None = None,
+        counts: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Return ``name -> (sum, count)`` over micro-batches and ranks, with one reduction.
 
@@ -58,6 +59,7 @@ class GlobalTotals:
             rows: one row per micro-batch on the last pipeline stage; elsewhere empty.
             side_losses: sums of the side losses of this stage; a side loss with the name of a metric is left out.
             micro_batches: the count of side losses, already over all ranks.
+            counts: the counts of side losses that have their own, by name, already over all ranks.
 
         Raises:
             ConfigurationError: names are not the same.
@@ -75,7 +77,7 @@ class GlobalTotals:
         totals = {name: (reduced[i], reduced[size + i]) for i, name in enumerate(names.rows)}
         for i, name in enumerate(names.side_losses):
             assert micro_batches is not None
-            totals[name] = reduced[2 * size + i], micro_batches
+            totals[name] = reduced[2 * size + i], counts.get(name, micro_batches)
         return totals
 
     def from_last_stage(self, values: list[Any]) -> list[Any]:

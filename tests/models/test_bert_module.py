@@ -35,11 +35,12 @@ def module(**options: Any) -> BertModule:
 
 
 def objective(made: BertModule, batches: list[BertBatch], tokens: torch.Tensor) -> torch.Tensor:
-    """As the strategy makes it of micro-batches: sums over the token count, means averaged."""
+    """As the strategy makes it of micro-batches: sums over the counts of the whole batch."""
+    samples = sum(made.auxiliary_counts(micro_batch)["order_loss"] for micro_batch in batches)
     total = torch.zeros((), dtype=torch.float64)
     for micro_batch in batches:
         loss = made.loss_step(made.forward_step(made.model, micro_batch), micro_batch)
-        total = total + loss.sum / tokens + sum(loss.auxiliary.values()) / len(batches)
+        total = total + loss.sum / tokens + sum(loss.auxiliary.values()) / samples
     return total
 
 
@@ -155,7 +156,6 @@ def test_shares_of_the_context_hold_everything_once() -> None:
         assert len(share) == 5
         assert len(share.tokens) % 4 == 0
         assert share.sequences.num_tokens == len(share.tokens) == len(share.labels) == len(share.token_types)
-        assert share.weight == 2.0
         assert share.to("cpu").sequences.context is not None
     with pytest.raises(DataError, match="split the whole batch first"):
         shares[0].split(2)

@@ -68,7 +68,7 @@ class Shares(torch.utils.data.Dataset[BertBatch]):
 
     def __getitem__(self, step: int) -> BertBatch:
         batch = global_batch(step)
-        return replace(batch.split(len(batch) // self.replicas)[self.rank], weight=1.0)
+        return batch.split(len(batch) // self.replicas)[self.rank]
 
 
 class WithData(BertModule):

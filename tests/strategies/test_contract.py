@@ -17,6 +17,7 @@ from megalight.models.module import Carry
 from megalight.strategies import DataParallel, MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
+from tests.strategies.toy import Kept, ToyModule
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, Shares, WithData, by_hand, global_batch, whole
 from tests.workers import run
 
@@ -207,3 +208,36 @@ def _second_fit_keeps_weights() -> tuple[float, float]:
 def test_a_second_fit_does_not_draw_weights_again() -> None:
     before, after = run(_second_fit_keeps_weights, 1)[0]
     assert after == pytest.approx(before, rel=1e-6)
+
+
+class Tilted(ToyModule):
+    """An auxiliary loss with its own count, and replicas with unequal numbers of rows in large micro-batches."""
+
+    def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
+        error = carry["hidden"] - batch["y"]
+        return Loss(error.square().sum(), {"tilt": carry["hidden"][:, 0].exp().sum()})
+
+    def auxiliary_counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"tilt": torch.tensor(float(len(batch["x"])))}
+
+
+def _tilted(micro: int | None, layout: dict[str, int]) -> tuple[list[dict[str, float]], list[list[float]]]:
+    module = Tilted(rows=5)
+    kept = Kept()
+    how = MegatronStrategy(micro_batch_size=micro, **layout)  # type: ignore[arg-type]
+    trainer(how, callbacks=[kept], use_distributed_sampler=False, limit_val_batches=0).fit(module)
+    return kept.seen, [parameter.detach().reshape(-1).tolist() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "layout"), [(2, None, {}), (2, 2, {}), (2, 2, {"pipeline_parallel": 2}), (1, 3, {})]
+)
+def test_auxiliary_losses_with_counts_are_means_over_the_global_batch(
+    ranks: int, micro: int | None, layout: dict[str, int]
+) -> None:
+    ((seen, weights),) = run(_tilted, 1, None, {})
+    for found, found_weights in run(_tilted, ranks, micro, layout):
+        assert [row["train_tilt"] for row in found] == pytest.approx([row["train_tilt"] for row in seen], rel=1e-9)
+        if not layout:
+            for one, other in zip(found_weights, weights, strict=True):
+                assert one == pytest.approx(other, rel=1e-9, abs=1e-12)

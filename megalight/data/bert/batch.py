@@ -28,8 +28,6 @@ class BertBatch:
         lengths: number of tokens of each sample, on the host. They sum to ``T``.
         rows: ``[M]`` int64: positions of the masked tokens, so that a model can skip all others. None: unknown.
         row_counts: number of masked tokens of each sample, on the host; empty if unknown.
-        weight: number of samples here, divided by the mean number per micro-batch. :meth:`split` sets it. The mean over
-            the samples of a micro-batch times this weight, averaged over micro-batches, is the mean over all samples.
         share: set by :meth:`context_share`: how the tokens of this context-parallel share divide into samples. None:
             the batch holds whole samples.
     """
@@ -41,7 +39,6 @@ class BertBatch:
     lengths: tuple[int, ...]
     rows: Tensor | None = None
     row_counts: tuple[int, ...] = ()
-    weight: float = 1.0
     share: PackedSequences | None = None
 
     def __len__(self) -> int:
@@ -92,7 +89,6 @@ class BertBatch:
                     lengths=self.lengths[first:last],
                     rows=rows,
                     row_counts=() if rows is None else counts,
-                    weight=self.weight * len(firsts) * (last - first) / len(self),
                 )
             )
         return parts
@@ -123,7 +119,6 @@ class BertBatch:
             order=self.order if rank == 0 else torch.full_like(self.order, IGNORED),
             rows=None,  # to count them in this share, the host would have to wait for the device
             row_counts=(),
-            weight=self.weight * size,  # auxiliary losses are averaged over the shares, and only share 0 has one
             share=share,
         )
 

@@ -59,10 +59,7 @@ class BertModule(FamilyModule[BertConfig]):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def loss_step(self, carry: Carry, batch: BertBatch) -> Loss:
-        """Return cross entropy in nats: the sum over masked tokens, and the mean over samples for the order.
-
-        The step averages the means of micro-batches, so ``weight`` reduces a micro-batch with fewer samples.
-        """
+        """Return cross entropy in nats: the sum over masked tokens, and for the order the sum over samples."""
         total = carry["losses"].sum()
         if "order" not in carry:
             return Loss(total)
@@ -73,13 +70,17 @@ class BertModule(FamilyModule[BertConfig]):
         right = (logits.argmax(-1) == batch.order).sum()
         return Loss(
             total,
-            auxiliary={"order_loss": order * (batch.weight / len(batch))},
+            auxiliary={"order_loss": order},
             metrics={"order_loss": (order.detach(), asked), "order_accuracy": (right, asked)},
         )
 
     def loss_tokens(self, batch: BertBatch) -> Tensor:
         """Count the masked tokens."""
         return (batch.labels != IGNORED).sum()
+
+    def auxiliary_counts(self, batch: BertBatch) -> dict[str, Tensor]:
+        """Count the samples whose order is asked for."""
+        return {"order_loss": (batch.order != IGNORED).sum()}
 
     def output_step(self, carry: Carry, batch: BertBatch) -> Tensor:
         """Return the cross entropy of the masked tokens in nats, ``[M]``, in their order."""
