@@ -81,4 +81,10 @@ def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) 
 
 
 def test_no_example_is_left_out() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*LEARNED, "bridge", "demo", "plain_loop"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *LEARNED,
+        "bridge",
+        "demo",
+        "fully_shard_llama",
+        "plain_loop",
+    }

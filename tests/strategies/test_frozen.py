@@ -80,9 +80,12 @@ class Student(Logits):
 
 
 @functools.cache
-def by_hand() -> tuple[list[float], float, dict[str, Any]]:
-    """Losses, the divergence afterwards, and weights of torch alone: one device, whole batches."""
-    student, teacher = GPT(BASE).double(), GPT(TEACHER).double()
+def by_hand(device: str) -> tuple[list[float], float, dict[str, Any]]:
+    """Losses, the divergence afterwards, and weights of torch alone: one device, whole batches.
+
+    Initial values depend on the type of device.
+    """
+    student, teacher = GPT(BASE).double().to(device), GPT(TEACHER).double().to(device)
     initialise(student, SEED, "model.")
     initialise(teacher, TEACHER_SEED, "teacher.")
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
@@ -91,7 +94,7 @@ def by_hand() -> tuple[list[float], float, dict[str, Any]]:
         logits = [model(batch.tokens.flatten(), batch.sequences).logits for model in (student, teacher)]
         return divergence(logits[0], logits[1].detach(), batch.loss_mask)
 
-    batches = [global_batch(step, length=LENGTH) for step in range(STEPS)]
+    batches = [global_batch(step, length=LENGTH).to(device) for step in range(STEPS)]
     losses = []
     for batch in batches:
         loss = loss_of(batch) / batch.loss_mask.sum()
@@ -112,7 +115,7 @@ def check(student: dict[str, Any], teacher: dict[str, Any], accelerator: str = "
     options = {"max_steps": STEPS, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
     runner = trainer(how, accelerator=accelerator, **options)
     runner.fit(module)
-    wanted_losses, after, wanted = by_hand()
+    wanted_losses, after, wanted = by_hand(accelerator)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-9)
     assert float(runner.callback_metrics["val_loss"]) == pytest.approx(after, rel=1e-9)
     assert how.parallel_model is not None

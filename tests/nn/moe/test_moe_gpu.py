@@ -59,14 +59,17 @@ def step(moe: MoE, hidden: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
-    """The input separates the experts' scores well, so that rounding does not change a choice."""
+    """The input separates the experts' scores well, so that rounding does not change a choice.
+
+    A clamp has no such input: values near the limit are rounded to it, and lose their gradient.
+    """
     moe = build(dtype, **VARIANTS[name])
     hidden = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = step(moe.double(), hidden.double())
     moe.to(dtype)
     moe.router.running.reset()
     found = step(moe.cuda(), hidden.cuda())
-    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-1 if VARIANTS[name].get("clamp") else 3e-2
     names = ["output", "hidden", *(name for name, _ in moe.named_parameters())]
     for name, actual, wanted in zip(names, found, expected, strict=True):
         error = (actual.cpu().double() - wanted).norm() / wanted.norm()
