@@ -128,6 +128,13 @@ ROWS: dict[str, Row] = {
     },
     "125m": _row("125M, micro-batches of 1024 tokens: bound by launches", SMALL, peers=("hf", "hf-compile")),
     "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
+    "llama3-16l-dp2": _row("16 layers of Llama-3-8B, DP=2", "vocab=128256 mbs=1", gpus=2, peers=("fsdp2",)),
+    "llama3-16l-dp2-full": _row(
+        "the same, parameters and gradients sharded",
+        "vocab=128256 mbs=1 level=optim_grads_params",
+        gpus=2,
+        peers=("fsdp2",),
+    ),
     "8b-16l-dp2": _row("the first row on two GPUs, DP=2", "", gpus=2, against=("8b-16l-bf16", 0.96)),
     "8b-16l-tp2": _row("the first row on two GPUs, TP=2 with SP", "tp=2", gpus=2, peers=("mcore-te",)),
     **{
