@@ -46,7 +46,7 @@ def test_windows_follow_the_pattern():
         ({"activation": "swigluu"}, "activation is 'swigluu'.*Did you mean 'swiglu'"),
         ({"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be above 0"),
         ({"head_dim": 1}, "less than two features"),
-        ({"vocab_size": "many"}, "cannot be made of"),
+        ({"vocab_size": "many"}, "cannot be made from"),
         ({"hidden": 3}, "unknown key 'hidden'.*Did you mean 'hidden_size'"),
         ({"norm": {"kind": "batch"}}, "norm.kind is 'batch'; it must be one of rms, layer"),
         ({"norm": {"epsilon": 1}}, r"unknown key 'norm\.epsilon'.*Did you mean 'eps'"),
