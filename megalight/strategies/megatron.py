@@ -259,6 +259,13 @@ class MegatronStrategy(FolderCheckpoints):
         self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
         self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self._make_engine()
+        assert self.engine is not None
+        if self._whole_between_steps and self.engine.level.parameters and self.is_global_zero:
+            log.warning(
+                "A hook of yours runs between steps. With data_parallel.level='optim_grads_params' a layer's weights "
+                "are not whole there: they have the values of another layer, or NaN. To read weights, use "
+                "`with strategy.parallel_model.full_parameters():` on all ranks together."
+            )
         self._ended = False
 
     def _make_engine(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,21 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         DataParallel(level="zero3")  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"Set recompute\.num_layers=1, or method='block'"):
         run(_groups, 2)
+
+
+def _warnings(level: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megalight.strategies.megatron")
+    logger.addHandler(handler)
+    try:
+        fit(CONFIGS["gqa"], 1, options={"level": level})  # the callbacks of these tests are hooks of a user
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in said if "runs between steps" in text]
+
+
+def test_hooks_between_steps_are_told_where_weights_are_sharded() -> None:
+    assert [len(found) for found in run(_warnings, 2, FULL)] == [1, 0]
+    assert run(_warnings, 2, GRADS) == [[], []]
