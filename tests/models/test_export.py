@@ -132,8 +132,9 @@ def test_the_command_goes_both_ways(
 
 
 def _export_from(path: Path, folder: Path) -> list[str]:
-    exporting.MAX_FILE = 20_000
-    export(open_model(path), folder, overwrite=True)
+    with pytest.MonkeyPatch.context() as patch:  # the worker runs other tests afterwards
+        patch.setattr(exporting, "MAX_FILE", 20_000)
+        export(open_model(path), folder, overwrite=True)
     return sorted(file.name for file in folder.iterdir())
 
 
