@@ -5,6 +5,7 @@ Those made of other sources hold as much memory as is filled at a time.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,19 +18,22 @@ from megalight.checkpoint.ranks import Ranks
 from megalight.parallel.source import Filled, Source, Stored, Target
 
 
-@dataclass(frozen=True)
-class Averaged:
-    """The mean of several sources with equal tensors. Floating-point values are added in float32, or wider.
+class Filling(ABC):
+    """A source with the tensors of a first one. What the first has filled goes through :meth:`follow`."""
 
-    Tensors of other dtypes (counters, masks) are those of the first source.
-    """
+    @property
+    @abstractmethod
+    def first(self) -> Source:
+        """The source that knows the tensors and is filled from first."""
 
-    sources: Sequence[Source]
+    @abstractmethod
+    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
+        """Change or count what the first source has read into ``boxes``."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
         """The available tensors."""
-        return self.sources[0].tensors
+        return self.first.tensors
 
     def fill(
         self,
@@ -41,7 +45,27 @@ class Averaged:
     ) -> Filled:
         """See :meth:`megalight.parallel.source.Source.fill`."""
         boxes = list(targets)
-        filled = self.sources[0].fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        filled = self.first.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        self.follow(boxes, prefix, process_group)
+        return filled
+
+
+@dataclass(frozen=True)
+class Averaged(Filling):
+    """The mean of several sources with equal tensors. Floating-point values are added in float32, or wider.
+
+    Tensors of other dtypes (counters, masks) are those of the first source.
+    """
+
+    sources: Sequence[Source]
+
+    @property
+    def first(self) -> Source:
+        """See :attr:`Filling.first`."""
+        return self.sources[0]
+
+    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
+        """See :meth:`Filling.follow`."""
         floating = [box for box in boxes if self._is_float(box.name)]
         total: list[Target] = []
         for source in self.sources:
@@ -53,7 +77,6 @@ class Averaged:
             total = total or parts
         for box, sum_ in zip(floating, total, strict=True):
             box.data.copy_(sum_.data.div_(len(self.sources)))
-        return filled
 
     def _is_float(self, name: str) -> bool:
         return name in self.tensors and getattr(torch, self.tensors[name].dtype).is_floating_point
@@ -64,58 +87,38 @@ def _wide(data: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Overlaid:
+class Overlaid(Filling):
     """A source whose tensors are read from ``over`` where it has them, and from ``under`` where not."""
 
     under: Source
     over: Source
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """The available tensors."""
-        return self.under.tensors
+    def first(self) -> Source:
+        """See :attr:`Filling.first`."""
+        return self.under
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`megalight.parallel.source.Source.fill`."""
-        boxes = list(targets)
-        filled = self.under.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
+        """See :meth:`Filling.follow`."""
         held = self.over.tensors
         self.over.fill([box for box in boxes if box.name in held], strict=False, process_group=process_group)
-        return filled
 
 
 @dataclass(frozen=True)
-class Watched:
+class Watched(Filling):
     """A source that reports how many elements each fill has read."""
 
     source: Source
     report: Callable[[int], None]
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """The available tensors."""
-        return self.source.tensors
+    def first(self) -> Source:
+        """See :attr:`Filling.first`."""
+        return self.source
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`megalight.parallel.source.Source.fill`."""
-        boxes = list(targets)
-        filled = self.source.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
+        """See :meth:`Filling.follow`."""
         self.report(sum(box.data.numel() for box in boxes))
-        return filled
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup
 
+from megalight.checkpoint.combine import Filling
 from megalight.checkpoint.flat import canonical
 from megalight.checkpoint.loading import Checkpoint
-from megalight.parallel.source import Filled, Renamed, Stored, Target
+from megalight.parallel.source import Renamed, Source, Target
 
 MASTER = "optimizer.master."
 """Names of masters that are copies begin with this, and go on with the weight's own."""
@@ -19,7 +20,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class FullPrecision:
+class FullPrecision(Filling):
     """A checkpoint as a :class:`~megalight.parallel.source.Source` of weights.
 
     Boxes in float32 or wider are read from the masters where the checkpoint has them, all others from the weights.
@@ -28,23 +29,13 @@ class FullPrecision:
     saved: Checkpoint
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What is there; shapes and dtypes of the weights."""
-        return self.saved.tensors
+    def first(self) -> Source:
+        """See :attr:`Filling.first`."""
+        return self.saved
 
-    def fill(
-        self,
-        targets: Iterable[Target],
-        *,
-        strict: bool = True,
-        prefix: str = "",
-        process_group: ProcessGroup | None = None,
-    ) -> Filled:
-        """See :meth:`megalight.parallel.source.Source.fill`."""
-        boxes = list(targets)
-        filled = self.saved.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+    def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
+        """See :meth:`Filling.follow`."""
         masters = Renamed(canonical(self.saved), prefix, MASTER + prefix)
         if masters.tensors:
             wide = [target for target in boxes if target.data.dtype in WIDE]
             masters.fill(wide, strict=False, process_group=process_group)
-        return filled
