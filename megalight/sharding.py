@@ -13,26 +13,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megalight.checkpoint.plain import load_run, save_run
-from megalight.checkpoint.run import Run
+from megalight.checkpoint.plain import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.random import RandomStreams
 from megalight.parallel.run_engine import engine_over
 
 
@@ -89,7 +85,7 @@ def fully_shard(
     )
 
 
-class FullyShard:
+class FullyShard(PlainRun):
     """A module that :func:`fully_shard` has sharded, with its optimizer.
 
     Gradients are reduced inside ``backward()`` and kept as shards, so ``parameter.grad`` is None. Backward passes
@@ -143,26 +139,6 @@ class FullyShard:
         """Make all parameters readable inside, on all ranks together. What is written there is lost."""
         self.engine.sync_parameters()
         return self.model.full_parameters()
-
-    def save(self, path: str | os.PathLike[str], **values: Any) -> None:
-        """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
-
-        Args:
-            values: plain values to keep along (``step=100``); :meth:`load` returns them.
-        """
-        save_run(self._run, path, values)
-
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Go on from a folder that :meth:`save` wrote on any number of ranks; return the values kept along.
-
-        Raises:
-            CheckpointError: missing, torn, of another model or another optimizer.
-        """
-        return load_run(self._run, path)
-
-    @property
-    def _run(self) -> Run:
-        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)
 
     def _reduce(self) -> None:
         """Complete the sums over ranks, once per step."""

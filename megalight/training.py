@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megalight.checkpoint.plain import load_run, save_run
-from megalight.checkpoint.run import Run
+from megalight.checkpoint.plain import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
@@ -124,7 +122,7 @@ def parallelize(
     return parallel
 
 
-class Training:
+class Training(PlainRun):
     """One training run of one model: gradients over micro-batches and ranks, masters, clipping.
 
     The optimizer is pointed at this rank's shard of the parameters and then stepped as usual;
@@ -208,26 +206,6 @@ class Training:
         """
         totals = self.step.evaluate("evaluate", self._shares(micro_batches))
         return {name: mean(total, count) for name, (total, count) in totals.items()}
-
-    def save(self, path: str | os.PathLike[str], **values: Any) -> None:
-        """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
-
-        Args:
-            values: plain values to keep along (``step=100``); :meth:`load` returns them.
-        """
-        save_run(self._run, path, values)
-
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Go on from a folder that :meth:`save` wrote, under any layout; returns the values that were kept along.
-
-        Raises:
-            CheckpointError: missing, torn, of another model or another optimizer.
-        """
-        return load_run(self._run, path)
-
-    @property
-    def _run(self) -> Run:
-        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)
 
     def sync_parameters(self) -> None:
         """Wait until every parameter holds the values of the last step; costs nothing where they do."""

@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
+
+from torch.optim import Optimizer
 
 from megalight.checkpoint import loading, saving
 from megalight.checkpoint.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.run import Run
 from megalight.checkpoint.scheme import SCHEMES
+from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.random import RandomStreams
 
 
-def save_run(run: Run, path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Write weights, optimizer state and random states from all ranks, and plain values along with them."""
-    assert run.engine is not None
-    run.engine.sync_parameters()
-    common = {"values": dict(values), "optimizer": run.group_options()}
-    views = SCHEMES[FULLY_RESHARDABLE](run.contents(optimizer=True))
-    saving.save(path, views, common=common, rank_state=run.rank_state(), scheme=FULLY_RESHARDABLE)
+class PlainRun:
+    """A run in a plain torch loop that can be saved and resumed.
 
-
-def load_run(run: Run, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Go on from a folder that :func:`save_run` wrote under any layout; return the plain values.
-
-    Raises:
-        CheckpointError: missing, torn, of another model or another optimizer.
+    Attributes:
+        model: the model that is trained.
+        engine: its data-parallel engine.
+        optimizer: steps on this rank's shards.
     """
-    assert run.engine is not None
-    run.engine.sync_parameters()
-    saved = loading.open(path)
-    run.model.clear_padding()
-    saved.fill(run.weight_targets(), prefix=run.model.prefix)
-    run.engine.refresh_masters()
-    run.resume(saved)
-    run.engine.recast()
-    return dict(saved.common.get("values", {}))
+
+    model: ParallelModel
+    engine: DataParallelEngine
+    optimizer: Optimizer
+
+    def save(self, path: str | os.PathLike[str], **values: Any) -> None:
+        """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
+
+        Args:
+            values: plain values to keep along (``step=100``); :meth:`load` returns them.
+        """
+        self.engine.sync_parameters()
+        run = self._run
+        common = {"values": values, "optimizer": run.group_options()}
+        views = SCHEMES[FULLY_RESHARDABLE](run.contents(optimizer=True))
+        saving.save(path, views, common=common, rank_state=run.rank_state(), scheme=FULLY_RESHARDABLE)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a folder that :meth:`save` wrote under any layout; return the values that were kept along.
+
+        Raises:
+            CheckpointError: missing, torn, of another model or another optimizer.
+        """
+        self.engine.sync_parameters()
+        saved, run = loading.open(path), self._run
+        self.model.clear_padding()
+        saved.fill(run.weight_targets(), prefix=self.model.prefix)
+        self.engine.refresh_masters()
+        run.resume(saved)
+        self.engine.recast()
+        return dict(saved.common.get("values", {}))
+
+    @property
+    def _run(self) -> Run:
+        return Run(self.model, RandomStreams(self.model.mesh), self.engine, self.optimizer)
