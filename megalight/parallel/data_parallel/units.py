@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import TURNS
 from megalight.parallel.data_parallel.residency import Residency
@@ -71,7 +72,7 @@ class Units:
         if self.residency is None:
             return
         self.residency.hold(unit)
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return  # recompute inside a backward pass, which goes the other way
         if unit + 1 < len(self.modules):
             self._prefetch(unit + 1, unit)
