@@ -70,6 +70,7 @@ def initialise(
     *,
     on_values: Callable[[str, Tensor], None] | None = None,
     only: Collection[str] | None = None,
+    later: Collection[str] = (),
 ) -> None:
     """Give every parameter and buffer of a materialised model its initial value.
 
@@ -82,6 +83,7 @@ def initialise(
         on_values: called with each parameter's name and its local values in float32, before they are rounded to the
             parameter's dtype. It fills the masters. A parameter without memory is not filled otherwise.
         only: canonical names; other tensors keep their values.
+        later: local names of tensors that get their values from somebody else.
 
     Raises:
         ConfigurationError: a module has no values and no method to draw them.
@@ -100,7 +102,7 @@ def initialise(
             give(name, values)
     if only is not None:
         return
-    drawn = set(stated)
+    drawn = {*stated, *later}
     for path, module in model.named_modules():
         mine = {local: names[id(p)] for local, p in module._parameters.items() if p is not None}
         wanted = {local: name for local, name in mine.items() if name not in drawn}
@@ -113,8 +115,9 @@ def initialise(
         for local, name in wanted.items():
             _take_drawn(name, module._parameters[local], whole._parameters[local], parts[local], specs[name], give)
         for local, buffer in module._buffers.items():
-            if buffer is not None and local in whole._buffers:  # otherwise a transform added it to the split module
-                _copy_known(_join(path, local), buffer, whole._buffers[local])
+            name = _join(path, local)
+            if buffer is not None and name not in later:
+                _copy_known(name, buffer, whole._buffers[local])
         drawn.update(wanted.values())
 
 

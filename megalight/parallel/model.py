@@ -82,6 +82,7 @@ class ParallelModel:
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
         added: canonical names of the tensors that transforms made, in the whole model and on this rank.
+        made_after_split: local names of those that transforms made on this rank, and give their values themselves.
         origin: the origin of the values, before rounding; None after they may have changed.
         pending: the values are still to be drawn or read.
         empty: parameters came without values.
@@ -116,9 +117,11 @@ class ParallelModel:
             if self.options.pipeline.schedule == "zero_bubble" and mesh.global_rank == 0:
                 _warn_of_undeferred(root)
             self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
+        self.made_after_split: set[str] = set()
         for transform in self.options.transforms:
             made = transform.change_split(self)
             self.specs |= made
+            self.made_after_split |= made.keys()
             self.added |= {piece.name for spec in made.values() for piece in spec.pieces}
 
     @classmethod
@@ -216,7 +219,7 @@ class ParallelModel:
         if origin is None or not pending:
             return
         if origin.seed is not None:
-            initialise(self.root, self.specs, origin.seed, only=origin.only)
+            initialise(self.root, self.specs, origin.seed, only=origin.only, later=self.made_after_split)
         if origin.source is not None:
             self.read(origin.source)
 

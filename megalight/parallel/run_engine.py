@@ -129,7 +129,8 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
         sharded = engine.units is not None and bool(engine.units.buckets)
         with engine.vacated():
             on_values = give if copies or sharded else None
-            initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only)
+            later = model.made_after_split
+            initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only, later=later)
         if sharded:
             engine.publish()
         else:

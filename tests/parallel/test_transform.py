@@ -44,7 +44,7 @@ class Draft(ModelTransform):
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
         layer = model.root.draft
-        layer.register_buffer("largest", torch.empty(1, device=layer.weight.device))
+        layer.register_buffer("largest", torch.full((1,), torch.nan, device=layer.weight.device))
         rank, size = model.mesh.rank("tp"), model.mesh.tp
         assert layer.weight.shape == (self.width, BASE["hidden_size"] // size)
         name = f"model.draft.largest.{rank}"  # each rank has one of its own
