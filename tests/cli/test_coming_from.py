@@ -1,4 +1,4 @@
-"""The page for users of Megatron-LM names keys that exist."""
+"""The pages for users of Megatron-LM and NeMo name keys that exist."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
 from tests.source import ROOT
 
-TEXT = (ROOT / "docs" / "from-megatron.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|$", TEXT, re.MULTILINE)
-KEYS = [key for _, cell in ROWS for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", cell.partition("(")[0])]
+
+def rows(page: str) -> list[tuple[str, str]]:
+    """Return both cells of the rows whose first cell begins with code."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^\| (`[^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+
+
+ROWS = {page: rows(page) for page in ("from-megatron.md", "from-nemo.md")}
+KEY = re.compile(r"`((?:trainer|model|data)(?:\.[a-z_]+)+|seed_everything|ckpt_path)`")
+KEYS = {key for found in ROWS.values() for _, cell in found for key in KEY.findall(cell.partition("(")[0])}
 ROOTS: dict[str, Any] = {
     "trainer.strategy": MegatronStrategy,
     "trainer": MegalightTrainer,
@@ -46,11 +53,12 @@ def exists(key: str) -> bool:
 
 
 def test_the_tables_are_found() -> None:
-    assert len(ROWS) > 80
-    assert len(KEYS) >= len(ROWS)
+    assert len(ROWS["from-megatron.md"]) > 80
+    assert len(ROWS["from-nemo.md"]) > 35
+    assert len(KEYS) > 80
 
 
-@pytest.mark.parametrize("key", sorted(set(KEYS)))
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_every_key_exists(key: str) -> None:
     assert exists(key)
     assert not exists(key + "x")
