@@ -15,6 +15,7 @@ from megalight.registry import BackendRegistry
 
 BackwardT = TypeVar("BackwardT", bound=Callable[..., Any])
 SpecT = TypeVar("SpecT")
+# Dtypes with too few bits to add up many values in.
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -33,6 +34,7 @@ def once_differentiable(backward: BackwardT) -> BackwardT:
 
     @wraps(backward)
     def called(ctx: Any, *grads: Any) -> Any:
+        # Gradients are enabled in a backward pass only under `create_graph=True`.
         return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return called  # type: ignore[return-value]
@@ -45,6 +47,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]
+    # This skips the Python `Function.apply`, and calls the C++ one behind it.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -56,6 +59,7 @@ def heads_why_not(dtype: torch.dtype, head_dim: int, value_dim: int, widest: int
     """Return why attention kernels for equal half-precision heads up to ``widest`` features cannot serve, or None."""
     if dtype not in HALF:
         return f"serves bfloat16 and float16, not {dtype}"
+    # Kernels read heads in vectors of 16 bytes: 8 half-precision features.
     if head_dim != value_dim or head_dim % 8 or head_dim > widest:
         return f"needs equal key and value heads of a multiple of 8 up to {widest}, not {head_dim}, {value_dim}"
     return None

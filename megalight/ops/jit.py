@@ -31,6 +31,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def cdiv(n: int, size: int) -> int:
     """Return the number of blocks of ``size`` that hold ``n``. (On the host, ``triton.cdiv`` costs a microsecond.)"""
+    # Floor division of the negative rounds up.
     return -(-n // size)
 
 

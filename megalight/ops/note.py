@@ -63,6 +63,7 @@ def note_of(x: object) -> Note | None:
 
 def annotate(x: Tensor) -> Note:
     """Return the note on a tensor; create one if there is none."""
+    # `note_of`, inlined: kernels call this for every output.
     note: Note | None = getattr(x, "megalight_note", None)
     if note is None:
         note = x.megalight_note = Note()  # type: ignore[attr-defined]

@@ -56,6 +56,8 @@ class ParameterState:
 
     def touch(self) -> bool:
         """Return whether the next gradient must overwrite ``main_grad`` instead of adding; the caller then does it."""
+        # Reading and clearing belong together: of several uses of a parameter in one step, only the first may
+        # overwrite.
         first, self.untouched = self.untouched, False
         return first
 
@@ -106,6 +108,7 @@ def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = no
         main_grad: of the parameter's shape.
         ready: called after each gradient that an op has added there.
     """
+    # An earlier hook would go on adding to the old main gradient.
     release(parameter)
     state = state_of(parameter)
     state.main_grad, state.mark_grad_ready = main_grad, ready
@@ -122,7 +125,9 @@ def release(parameter: Tensor) -> None:
         state.landing.remove()
     state.main_grad, state.untouched, state.mark_grad_ready, state.landing = None, False, nobody, None
     del parameter.main_grad  # type: ignore[attr-defined]
+    # It may be a view of the main gradient, in that one's dtype.
     parameter.grad = None
+    # Back to torch's rule. Buffers allow any dtype here, so that autograd can add to a wider gradient.
     if has_grad_dtype():
         parameter.grad_dtype = parameter.dtype
 

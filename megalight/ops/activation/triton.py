@@ -15,13 +15,16 @@ BLOCK = 2048
 
 
 @jit
+# KIND is a compile-time constant: each kind becomes a kernel of its own, and the chains of `if` cost nothing.
 def _value(x: Value, KIND: constexpr) -> Value:
     """``act(x)`` in float32."""
     if KIND == "silu":
         y = x * tl.sigmoid(x)
     elif KIND == "gelu":
+        # 0.7071 = 1 / sqrt(2).
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        # 1.5958 = 2 sqrt(2 / pi). The sigmoid does not overflow, and is one exponential.
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == "quick_gelu":
         y = x * tl.sigmoid(1.702 * x)
@@ -41,9 +44,11 @@ def _slope(x: Value, KIND: constexpr) -> Value:
         s = tl.sigmoid(x)
         d = s * (1.0 + x * (1.0 - s))
     elif KIND == "gelu":
+        # The normal distribution and, times x, its density: 0.3989 = 1 / sqrt(2 pi).
         d = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        # 0.134145 = 3 * 0.044715.
         d = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif KIND == "quick_gelu":
         s = tl.sigmoid(1.702 * x)
@@ -73,6 +78,7 @@ def _forward(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     if GATED:
+        # `x [rows, 2 size]`: gate is the first half of a row, up the second.
         gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
         out = _value(gate, KIND) * up
@@ -97,6 +103,7 @@ def _backward(
     MEASURE: constexpr,
     BLOCK: constexpr,
 ) -> None:
+    # x is read again, and the activation computed again: this costs less than to store its result in the forward.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -124,6 +131,7 @@ def _backward(
 def _grid(y: Tensor) -> tuple[tuple[int, int], int, int]:
     """Return the grid (rows, blocks of a row), the row size and the block size for an output ``[..., size]``."""
     size = y.shape[-1]
+    # One program per block of a row: a row's gate and up are `size` apart, so blocks must not cross rows.
     block = min(BLOCK, next_power(size))
     return (y.numel() // max(1, size), cdiv(size, block)), size, block
 

@@ -24,6 +24,7 @@ def _halves(x: Value, place: Value, size: Value, inside: Value, offset: Value, c
     up = tl.load(x + place + size, mask=inside, other=0.0).to(tl.float32)
     gate_open, up_open = inside, inside
     if CLAMP:
+        # At the limit itself the gradient passes, as in `torch.clamp`.
         gate_open, up_open = gate <= clamp, tl.abs(up) <= clamp
         gate = tl.where(gate > clamp, clamp, gate)  # unlike minimum and maximum, comparisons keep NaN
         up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
@@ -92,6 +93,8 @@ def _backward(
             gate, up, gate_open, up_open = _halves(x, place, size, inside, offset, clamp, CLAMP)
             value = _value(gate, KIND)
             if WEIGHTED:
+                # Of the weight: the sum over features of grad * y, in float32. One program has the whole row, so no
+                # atomics.
                 total += grad * value * up
                 grad *= weight
             tl.store(grad_x + place, tl.where(gate_open, grad * up * _slope(gate, KIND), 0.0).to(out_type), mask=inside)
@@ -108,6 +111,7 @@ def _backward(
 
 def _tile(size: int) -> dict[str, int]:
     """Return the shape of a tile. Its width divides ``size`` if that is a multiple of 128."""
+    # `size & -size` is the largest power of two that divides `size`: no tile is partly masked then.
     block = min(WIDEST, max(128, size & -size), next_power(size))
     return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": 4}
 

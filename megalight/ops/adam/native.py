@@ -23,9 +23,11 @@ def adam_step(
     out: Tensor | None = None,
 ) -> None:
     """Call the fused update. To scale the gradient and to write ``out`` take separate passes over memory."""
+    # torch's own `grad_scale` argument divides, and needs a `found_inf`; so multiply first.
     if grad_scale is not None:
         grad = grad * grad_scale.to(grad.dtype)
     if isinstance(step, Tensor):
+        # torch's kernel wants the step on the device, and does not advance it here.
         count = step.to(param.device, torch.float32)
     else:
         count = torch.full((), float(step), dtype=torch.float32, device=param.device)

@@ -26,10 +26,12 @@ def adam_step(
     grad = grad.to(param.dtype)
     if grad_scale is not None:
         grad = grad * grad_scale.to(param.dtype)
+    # The decay comes before the update and uses the old parameter, as in `torch.optim.AdamW`.
     if weight_decay and decoupled:
         param.mul_(1 - lr * weight_decay)
     elif weight_decay:
         grad = grad + weight_decay * param
+    # Moments may be stored in half precision; the update below reads them in the parameter's dtype.
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     step = torch.as_tensor(step, dtype=torch.float64)  # 1 - beta**step loses digits in float32

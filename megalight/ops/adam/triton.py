@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 
+# Eight elements per thread with four warps. The step is bound by memory, so wide loads matter.
 BLOCK = 1024
 
 
@@ -41,23 +42,27 @@ def _step(
         lr = tl.load(scalars)
         step_size = tl.load(scalars + 1)
         root_correction = tl.load(scalars + 2)
+    # All arithmetic is in float32, whatever dtypes gradients and moments are stored in.
     p = tl.load(param + index, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + index, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + index, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         g *= tl.load(grad_scale)
+    # AdamW decays before the update, with the old parameter, as torch does.
     if DECOUPLED:
         p -= lr * weight_decay * p
     else:
         g += weight_decay * p
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
+    # The bias corrections are folded into two host scalars: lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
     p -= step_size * m / (tl.sqrt(v) * root_correction + eps)
     tl.store(param + index, p.to(param.dtype.element_ty), mask=inside)
     tl.store(exp_avg + index, m.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     if COPY:
+        # From the float32 `p`, not from what was stored: a low-precision copy is rounded once.
         tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
 
 
@@ -104,6 +109,7 @@ def adam_step(
         root_correction,
         beta1,
         beta2,
+        # Computed in float64 on the host. In the kernel, 1 - 0.999 in float32 would be wrong in the fifth digit.
         1 - beta1,
         1 - beta2,
         eps,

@@ -21,6 +21,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a block; tensors ``[B, S, H, D]`` are viewed as ``[B, H, S, D]``."""
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+    # `True` asks for the log-sum-exp, which the merge and the backward need; 0.0 is the dropout.
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.squeeze(-1)
 
@@ -37,6 +38,7 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block, from the merged ``out`` and ``lse``."""
+    # `out` and `lse` are those over all blocks: exp(S - lse) is then this block's share of the whole softmax.
     query, key, value, output, grad = (t.transpose(1, 2) for t in (q, k, v, out.contiguous(), grad_out.contiguous()))
     no_dropout = lse.new_empty(0)
     grads = aten._scaled_dot_product_cudnn_attention_backward(

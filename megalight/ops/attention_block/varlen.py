@@ -29,6 +29,7 @@ def forward(
     if sequences is None:
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *packing, 0.0, causal, False, scale=scale)
         return out, lse
+    # Packed tensors are `[T, H, D]` for the kernel; the batch dim of 1 is ours.
     out, lse, *_ = aten._flash_attention_forward(q[0], k[0], v[0], *packing, 0.0, causal, False, scale=scale)
     return out[None], lse[None]
 
@@ -46,6 +47,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block."""
     packing, lse, no_dropout = _packing(q, k, sequences), lse.contiguous(), lse.new_empty(0)
+    # As in the other backends, `out` and `lse` are merged over all blocks.
     tensors = (grad_out, q, k, v, out, lse)
     if sequences is None:
         grads = aten._flash_attention_backward(*tensors, *packing, 0.0, causal, no_dropout, no_dropout, scale=scale)

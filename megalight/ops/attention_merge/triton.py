@@ -43,6 +43,8 @@ def _merge(
     query = tl.program_id(1).to(tl.int64) * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
     here = query < queries
     nothing = float("-inf")
+    # The log-sum-exps are loaded before `lse` is stored, and each program reads and writes only its own queries: so
+    # outputs may be one of the inputs.
     a = tl.load(lse_a + row * lse_a_row + head * lse_a_head + query, mask=here, other=nothing)
     b = tl.load(lse_b + row * lse_b_row + head * lse_b_head + query, mask=here, other=nothing)
     high = tl.maximum(a, b)  # subtracted for stability
@@ -50,10 +52,12 @@ def _merge(
     weight_a = tl.exp(a - high)
     weight_b = tl.exp(b - high)
     total = weight_a + weight_b
+    # A total of 0 means that neither block has a key for this query: 0 / 0 would be NaN, so write output 0 and -inf.
     some = total > 0.0
     total = tl.where(some, total, 1.0)
     logs = tl.where(some, high + tl.log(total), nothing)
     tl.store(lse + row * lse_row + head * lse_head + query, logs, mask=here)
+    # Divide once per query instead of once per element.
     share = 1.0 / total
     feature = tl.arange(0, DIM_BLOCK)[None, :]
     inside = here[:, None] & (feature < DIM)

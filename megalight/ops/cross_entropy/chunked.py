@@ -76,11 +76,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Implement the public function with the row-wise kernels of a backend."""
     size = weight.shape[0]
+    # `kept` is 0 without a graph (evaluation): logits of one chunk at a time exist then.
     chunk, kept = cut(hidden.shape[0], size * hidden.element_size(), chunk, _memory(hidden.device) * SHARE)
     real = max(0, min(size, num_rows - first_row))
     plan = Plan(rows, chunk, kept if torch.is_grad_enabled() else 0, real, softcap)
     # Labels relative to the first row of this weight. Ignored labels, and labels of earlier rows, are negative.
     local = labels if first_row == 0 else (labels - first_row).where(labels >= 0, labels)
+    # `ignored` is a tensor of its own: the subtraction above makes labels of earlier ranks' rows negative too, and
+    # those tokens do have a loss.
     losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, local, labels < 0, plan, combine)  # type: ignore[no-untyped-call]
     return losses
 
@@ -99,9 +102,12 @@ def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[
         chunk = max(1, tokens)
     elif chunk is None:
         most = max(1, int(memory / (CHUNKS * row_bytes)))
+        # A chunk that is no multiple of the tile would waste part of a tile in every chunk, not only in the last one.
         most -= most % TILE if most > TILE else 0
+        # Spread the tokens evenly over the chunks: a short last chunk would run at low utilisation.
         even = -(-tokens // -(-tokens // most))
         chunk = min(most, -(-even // TILE) * TILE)
+    # One chunk of the share is for the logits that are being computed now.
     return chunk, -(-tokens // chunk) if fits else max(0, int(memory / (chunk * row_bytes)) - 1)
 
 
@@ -120,6 +126,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     on a CPU: bf16 products with AMX read the padding between rows, and a NaN there damages the result (torch 2.13).
     """
     size = weight.shape[0]
+    # 64 half-precision logits are 128 bytes.
     aligned = -(-size // 64) * 64 if hidden.is_cuda else size
     out = torch.empty(hidden.shape[0], aligned, dtype=hidden.dtype, device=hidden.device)[:, :size]
     weight = weight.to(hidden.dtype)
@@ -141,6 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         combine: Combine | None,
     ) -> Tensor:
         tokens = hidden.shape[0]
+        # Sums over the vocabulary are in float32: in bf16, 100,000 terms of similar size would stop adding up.
         logsumexp = torch.empty(tokens, dtype=wide(hidden.dtype), device=hidden.device)
         target = torch.empty_like(logsumexp)
         kept: list[Tensor] = []
@@ -150,11 +158,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logsumexp[part], target[part] = plan.rows.statistics(logits, labels[part], plan.real, plan.softcap)
             if len(kept) < plan.kept:
                 kept.append(logits)
+        # The parts of the vocabulary meet here, once for all chunks: one collective per call, and all ranks call it,
+        # whatever the number of chunks on each of them.
         if combine is not None:
             logsumexp, target = combine(logsumexp, target)
         # Keep parameters by reference: tensors that saved-tensor hooks return would not have their attributes.
         ctx.weight, ctx.bias, ctx.plan, ctx.kept = weight, bias, plan, kept
         ctx.save_for_backward(hidden, labels, ignored, logsumexp.contiguous())
+        # Masked last, by a value: 0 * NaN of an ignored token would still be NaN.
         return (logsumexp - target).masked_fill_(ignored, 0.0)
 
     @staticmethod
@@ -164,18 +175,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight, bias, plan = ctx.weight, ctx.bias, ctx.plan
         kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward computes them again
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # Zero also stops a NaN gradient of an ignored token from spreading into the weight gradient.
         grad = grad.masked_fill(ignored, 0.0).contiguous()  # the gradient of a sum is an expanded scalar
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight, main = _gradient_buffer(weight, need_weight)
         grad_bias, main_bias = _gradient_buffer(bias, need_bias)
         for start in range(0, hidden.shape[0], plan.chunk):
             part = slice(start, start + plan.chunk)
+            # The first chunks are the ones that were kept. Popping frees each as soon as its gradient has been used.
             logits = kept.pop(0) if kept else _logits(hidden[part], weight, bias)
+            # In place: from here on `logits` holds the gradient of the logits `[chunk, V]`.
             plan.rows.gradient_(logits, labels[part], logsumexp[part], grad[part], plan.real, plan.softcap)
             if grad_hidden is not None:
                 torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
             if main is not None:
                 spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
+                # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
                 wgrad.choose(spec)(main, logits, hidden[part], state_of(weight).touch())
             if bias is not None and main_bias is not None:
                 put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
@@ -184,6 +199,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 state = state_of(parameter)
                 if state.touch():  # no chunk wrote it: there were no tokens
                     target.zero_()
+                # Once per call, after the last chunk: the data-parallel engine may start to reduce the bucket at once.
                 state.mark_grad_ready()
         return (
             grad_hidden,
@@ -203,5 +219,6 @@ def _gradient_buffer(parameter: Tensor | None, needed: bool) -> tuple[Tensor | N
     main = main_grad_of(parameter)
     if main is not None:
         return None, main
+    # Chunks are added up in float32, and rounded to the parameter's dtype once, at the end.
     own = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
     return own, own

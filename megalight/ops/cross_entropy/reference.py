@@ -34,6 +34,7 @@ def linear_cross_entropy(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     real = max(0, min(weight.shape[0], num_rows - first_row))
+    # Columns of padding are cut off before the sum.
     logits = logits[:, :real]
     local = labels - first_row
     inside = (local >= 0) & (local < real)

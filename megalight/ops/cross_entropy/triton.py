@@ -7,7 +7,9 @@ from torch import Tensor
 
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
+# One program walks a whole row; blocks are wide so that few steps depend on each other.
 STATISTICS_BLOCK = 8192
+# Here blocks are independent, so one row is spread over several programs.
 GRADIENT_BLOCK = 4096
 
 
@@ -38,12 +40,14 @@ def _statistics(
         x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
         if CAPPED:
             x = _cap(x, softcap)
+        # After the cap: capping -inf would give -softcap, which is a real probability.
         x = tl.where(column < real, x, float("-inf"))
         # Online softmax: rescale the sum whenever the maximum grows.
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
         largest = larger
     tl.store(logsumexp + row, largest + tl.log(total))
+    # The label's logit is read directly instead of searched for in every block.
     label = tl.load(labels + row)
     inside = (label >= 0) & (label < real)
     value = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
@@ -73,15 +77,18 @@ def _gradient(
     x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
     if CAPPED:
         x = _cap(x, softcap)
+    # softmax - one-hot, with the log-sum-exp over all parts of the vocabulary.
     slope = tl.exp(x - tl.load(logsumexp + row)) - tl.where(column == label, 1.0, 0.0)
     if CAPPED:
         slope *= 1.0 - (x / softcap) * (x / softcap)
+    # A select, not a product: exp() of arbitrary padding may be infinite, and 0 * inf is NaN.
     slope = tl.where(column < real, slope * factor, 0.0)
     tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
 
 
 def _width(logits: Tensor, columns: int) -> int:
     """Return ``columns`` rounded up to 16, at most a row, for vector loads. What is read beyond is masked later."""
+    # Triton specialises integers that are multiples of 16: loads with such a bound are vectorised.
     return min(logits.stride(0), -(-columns // 16) * 16)
 
 

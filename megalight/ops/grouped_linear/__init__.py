@@ -42,8 +42,10 @@ def grouped_linear(
         sizes: the sizes of the groups on the host, if they are known there. The sum may be less than ``R``.
         backend: backend of the products. ``auto`` is also that of the weight gradient.
     """
+    # Custom autograd functions are not on autocast's list, so the cast is ours. The weight follows in `_product`.
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    # Evaluation: no graph, and no note of the input is needed.
     if not torch.is_grad_enabled():
         return _product(x, weight, offsets, sizes, True, backend)
     out: Tensor = apply(_GroupedLinear, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
@@ -101,13 +103,16 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         weight, offsets, sizes = ctx.weight, ctx.offsets, ctx.sizes
         need_x, need_weight, *_ = ctx.needs_input_grad
+        # A gradient of a sum is an expanded scalar with strides of 0, which TMA and grouped GEMMs cannot read.
         grad_y = grad_y.contiguous()
+        # The input gradient first: what comes before this layer in the backward depends on it alone.
         grad_x = _product(grad_y, weight, offsets, sizes, False, ctx.backend) if need_x else None
         if not need_weight:
             return grad_x, None, None, None, None
         x = saved_input(ctx)
         assert isinstance(x, Tensor)
         if main_grad_of(weight) is None:
+            # `empty` is safe: with write=True, experts without rows are written too (zeros).
             grad_weight = torch.empty_like(weight)
             choose(WGRAD, Spec.of(x, weight, sizes))(grad_weight, grad_y, x, offsets, sizes, True)
             return grad_x, grad_weight, None, None, None

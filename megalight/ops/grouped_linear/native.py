@@ -14,6 +14,7 @@ from megalight.ops.linear import wgrad
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
     """Multiply each group with its weight, in one call."""
+    # The library's kernel refuses zero rows.
     if not len(x):
         return x.new_empty(0, weight.shape[1 if transposed else 2])
     return F.grouped_mm(x, weight.mT if transposed else weight, offs=offsets)
@@ -21,6 +22,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
     """Multiply each group with its weight."""
+    # Rows after the last group stay uninitialised: the contract allows any values there, and zeroing costs a pass.
     y = x.new_empty(len(x), weight.shape[1 if transposed else 2])
     factors = weight.mT if transposed else weight
     for expert, rows in groups(offsets, sizes):

@@ -61,11 +61,17 @@ def _product(
 ) -> None:
     experts = tl.arange(0, EXPERTS)
     known = experts < num_experts
+    # Every program reads all offsets: a few hundred integers, which is cheaper than a kernel that makes a table of
+    # tiles.
     ends = tl.load(offsets + experts, mask=known, other=0)
     starts = tl.load(offsets + experts - 1, mask=known & (experts > 0), other=0)
     tiles_across = tl.cdiv(columns, COLUMNS)
     tiles = tl.cdiv(ends - starts, ROWS) * tiles_across
+    # Tiles of all groups are numbered in one sequence. Tile t belongs to the first expert whose running count exceeds
+    # t.
     tiles_until = tl.cumsum(tiles, 0)
+    # Persistent: the number of tiles is only known on the device, so the grid cannot depend on it. `flatten` merges the
+    # loop over tiles with the loop over the depth, so loads of the next tile start while this one is stored.
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0), flatten=True):
         expert = tl.sum(tl.where(known & (tiles_until <= tile), 1, 0), 0)
         within = tile - tl.sum(tl.where(experts < expert, tiles, 0), 0)
@@ -79,8 +85,11 @@ def _product(
         for start_depth in range(0, depth, DEPTH):
             a = x.load([row, start_depth])
             if TRANSPOSED:
+                # Forward: weights `[E * out, in]`, and `depth` is `in`.
                 b = weight.load([expert * columns + column, start_depth]).T
             else:
+                # Input gradient: `depth` is `out`. A step beyond the expert's last row reads rows of the next expert,
+                # but `a` is zero there.
                 b = weight.load([expert * depth + start_depth, column])
             total = tl.dot(a, b, total)
         rows = row + tl.arange(0, ROWS)
@@ -113,6 +122,7 @@ def _weight_gradient(
         down, across = _tile_of(tile % tiles, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        # Whole steps need no mask. Only the last, partial step pays for one.
         whole = start + (end - start) // DEPTH * DEPTH
         for token in range(start, whole, DEPTH):
             total = tl.dot(grad_y.load([token, row]).T, x.load([token, column]), total)
@@ -150,9 +160,11 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | N
     y = x.new_empty(rows, columns)
     if not (rows and columns and depth):
         return y.zero_()
+    # With few rows per expert, most of a tile of 128 rows would be empty.
     tile = PRODUCT if rows >= num_experts * PRODUCT["ROWS"] // 2 else FEW
     flat = weight.view(num_experts * size_out, size_in)
     wide = (tile["COLUMNS"], tile["DEPTH"]) if transposed else (tile["DEPTH"], tile["COLUMNS"])
+    # An upper bound of the tiles: each group may end in one partial tile. The host does not know the true number.
     most = (cdiv(rows, tile["ROWS"]) + num_experts) * cdiv(columns, tile["COLUMNS"])
     _product[(_programs(most, x.device),)](
         _described(x, tile["ROWS"], tile["DEPTH"]),

@@ -30,8 +30,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its products use that.
     """
     precision = precision_of(weight)
+    # No backward will come: cast only what the forward product needs.
     if precision is not None and not torch.is_grad_enabled():
         return precision.product(x, weight, bias)
+    # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if precision is None and recipe_of(x) is None and main_grad_of(weight) is None and main_grad_of(bias) is None:
         return F.linear(x, weight, bias)
     out: Tensor = apply(_Linear, x, weight, bias)
@@ -52,9 +54,13 @@ def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -
     if precision is None:
         save_input(ctx, x, needed)
         return F.linear(x, weight, bias)
+    # With a recipe, the input is computed again and cast again in the backward: the cast for the weight gradient would
+    # only take memory.
     if not needed or recipe_of(x) is not None:
         save_input(ctx, x, needed)
         return precision.product(x, weight, bias)
+    # One pass over x makes both casts: rows for this product, and columns for the weight gradient. Only the second is
+    # kept.
     y, x_t = precision.product_and_cast(x, weight, bias)
     save_cast(ctx, x_t)
     return y
@@ -92,6 +98,7 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
         return precision.weight_gradient(grad_y, x, weight.dtype)
     assert isinstance(x, Tensor)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
+    # Under autocast, the saved input may still have its original dtype.
     x = x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
     return (grad_y.T @ x).to(weight.dtype)
 
@@ -102,6 +109,7 @@ def accumulate_bias_gradient(grad_y: Tensor, bias: Tensor) -> Tensor | None:
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     if main_grad is None:
         return grad_y.sum(0).to(bias.dtype)
+    # Summed in the main gradient's dtype: a bf16 sum over thousands of tokens would lose the small terms.
     add_gradient(bias, grad_y.sum(0, dtype=main_grad.dtype))
     return None
 
@@ -120,6 +128,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         need_x, need_weight, need_bias = ctx.needs_input_grad
+        # The input gradient comes first: with deferred weight gradients it is all that the previous stage waits for.
         grad_x = input_gradient(grad_y, ctx.weight).to(ctx.x_dtype) if need_x else None
         grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight) if need_weight else None
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None

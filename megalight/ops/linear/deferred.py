@@ -56,6 +56,7 @@ class WeightGradients:
         while finish is not None:
             x = finish()
             weight, grad_y, _, add = self._waiting.popleft()
+            # Begin to fetch the next input before this product is queued, so that communication and product overlap.
             finish = self._waiting[0][2]() if self._waiting else None
             add(weight, grad_y, x)
             del x, grad_y  # free the memory before the next input arrives

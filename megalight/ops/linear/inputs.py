@@ -30,6 +30,7 @@ class Recipe:
     def read(self) -> Callable[..., Tensor]:
         """Return the function that computes the tensor from the ingredients, without a graph. It does not hold them."""
         self.on_read()
+        # `on_read` tells the producer that nothing needs the tensor itself: it may then free it.
         return torch.no_grad()(self.function)
 
 
@@ -48,6 +49,8 @@ def recipe_of(x: object) -> Recipe | None:
 def save_input(ctx: Any, x: Tensor, needed: bool) -> None:
     """In the forward of an autograd function: keep ``x``, or its recipe's ingredients, if ``needed``."""
     recipe = recipe_of(x)
+    # `save_for_backward` rather than attributes of ctx: autograd then frees the tensors after the backward, and saved-
+    # tensor hooks (offload) see them.
     ctx.make_input = None if recipe is None else recipe.read()
     if needed:
         ctx.save_for_backward(*((x,) if recipe is None else recipe.ingredients))

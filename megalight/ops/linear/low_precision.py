@@ -64,6 +64,7 @@ class Session:
         try:
             yield
         finally:
+            # The optimizer is about to change the weights: no cast of the old ones may stay.
             self.inside = False
             for layer in self.layers:
                 layer.forget()
@@ -79,6 +80,7 @@ class Session:
     def rehearsal(self) -> Iterator[None]:
         """Like :meth:`step`, but for trial passes: histories are restored afterwards."""
         histories = [layer.history for layer in self.layers if layer.history is not None]
+        # Restored by copy, not by replacing the tensor: recorded graphs hold its address.
         kept = [(history.current, history.current.clone()) for history in histories if history.current is not None]
         self.inside = True
         try:
@@ -97,6 +99,7 @@ class Session:
         return self.generators[device]
 
     def _seed(self, generator: torch.Generator) -> torch.Generator:
+        # The seed depends on the step alone: a resumed run rounds as the run without a stop would have.
         return generator.manual_seed(self.seed * 1_000_003 + self._number)
 
 
@@ -167,6 +170,7 @@ class LowPrecision:
         Raises:
             BackendError: it does not; the message gives the reason of each backend.
         """
+        # Weight gradients are asked for in float32: the dtype of main gradients, to which they are added.
         wide = torch.promote_types(weight.dtype, torch.float32)
         for a, b, dtype in (
             (recipe.x, recipe.weight, weight.dtype),
@@ -198,6 +202,7 @@ class LowPrecision:
     def multiply(self, rows: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """``x W^T + b [T, out]`` for an input that is already cast."""
         codes = self._held(weight)
+        # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
         y = scaled_mm(rows, codes or self._cast_weight(weight)[0], dtype, fast=True, backend=self.backend)
         return y if bias is None else y + bias.to(dtype)
 
@@ -222,6 +227,8 @@ class LowPrecision:
 
     def for_weight_gradient(self, rows: Quantized) -> Quantized:
         """Return the form that :meth:`weight_gradient` accepts, from a whole input's codes ``[T, in]``."""
+        # Tensor cores contract multiples of 16 tokens. Zeros add nothing; uint8, because 8-bit floats have no padding
+        # kernel.
         x_t, missing = transpose(rows), -len(rows.data) % rows.scheme.multiple
         if not missing:
             return x_t
@@ -254,6 +261,7 @@ class LowPrecision:
     def refresh(self, weight: Tensor) -> None:
         """Cast the weight, once a step, into fixed memory, where recorded graphs read it."""
         made = self._cast_weight(weight)
+        # The first cast's memory is kept for good; later casts are copied into it by `_cast_weight`.
         self._kept = self._kept or made
 
     def release(self) -> None:
@@ -279,11 +287,13 @@ class LowPrecision:
         if self._weight is not None:
             return self._weight
         if (held := self._held(weight)) is not None:
+            # One scale holds for both orientations, so the transpose moves bytes and rounds nothing.
             rows, columns = held, transpose(held)
         else:
             rows, columns = self._cast_both(weight.detach())
         if self._kept is not None:  # recorded graphs read this memory, so its address must not change
             rows, columns = self._kept[0].copy_(rows), self._kept[1].copy_(columns)
+        # Outside a step (evaluation), weights may change between two calls unseen, so each call casts anew.
         if self.session.inside:
             self._weight = rows, columns
         return rows, columns
@@ -298,6 +308,8 @@ class LowPrecision:
             amax = amax_t = self._amax(weight, recipe.weight, WEIGHT, self.reduce_weight)
         else:
             amax = self._amax(weight, recipe.weight, WEIGHT, self.reduce_in)
+            # Split output features for the forward's scales are split input features for the transpose: another group
+            # of ranks.
             amax_t = self._amax(weight.t(), recipe.weight_t, WEIGHT, self.reduce_out)
         rows, columns = cast(weight, recipe.weight, recipe.weight_t, amax=amax, amax_t=amax_t)
         assert rows is not None and columns is not None
@@ -320,6 +332,7 @@ class LowPrecision:
                     amax_t=amax if self.recipe.one_scale else None,
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
                 )
+            # The note makes both products use the same codes, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
         return note.casts.rows, note.casts.columns
 
@@ -328,16 +341,20 @@ class LowPrecision:
         scheme, history = rows or columns, self.history
         if history is None or not history.rolled or scheme is None:
             return None
+        # All zero so far: a scale of 1, with which values up to the largest code are represented.
         amax = history.known(role, LARGEST[scheme.format]) * 2.0**self.margin
         inside = self.session.inside
         found = cast(x, rows, columns, amax=amax, amax_t=amax, tell=inside)
         if inside:
+            # After the cast, which notes the magnitude in its own pass: another pass over x would cost what delayed
+            # scaling saves.
             history.record(role, known_amax(x))
         return found
 
     def _amax(self, x: Tensor, scheme: Scheme, role: int, reduce: Reduce | None) -> Tensor | None:
         """Return the magnitudes that set the scales, or None if the cast finds them in ``x`` alone."""
         if not self.recipe.one_scale:
+            # Only scales that span the split features must agree between ranks. Smaller tiles are each rank's own.
             if reduce is None or scheme.tile != (1, 0):
                 return None
             amax = tile_amax(x, scheme.tile)
@@ -345,6 +362,7 @@ class LowPrecision:
             return amax
         amax = known_amax(x)
         if reduce is not None:
+            # Before the history, so that all ranks of a split matrix record the same value and scale alike.
             reduce(amax)
         if self.history is not None:
             amax = self.history.allow(role, amax, record=self.session.inside)

@@ -42,10 +42,13 @@ class Measured:
     def __call__(self, main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
         """``main_grad [out, in] += grad_y [T, out]^T x [T, in]``; with ``write``, ``=``."""
         tokens = grad_y.shape[0]
+        # Token counts are grouped by powers of two: packed batches and experts would otherwise never repeat a shape.
         shape = (*main_grad.shape, tokens.bit_length(), grad_y.dtype, write)
         way = self._fastest.get(shape)
+        # Which way is fastest may change from run to run, and with it the rounding.
         if torch.are_deterministic_algorithms_enabled() or not tokens:
             way = self.ways[0]
+        # Timing events cannot be recorded, and results not queried, while a graph is being captured.
         elif way is None and not torch.cuda.is_current_stream_capturing():
             laps = self._laps[shape]
             if len(laps) < ROUNDS * len(self.ways):
@@ -61,6 +64,7 @@ class Measured:
     def _choose(self, shape: Shape) -> Accumulate | None:
         """Return the fastest way; None if the device has not finished the timed products yet."""
         laps = self._laps[shape]
+        # `query` does not wait. Until all have finished, the first way is used.
         if not all(end.query() for _, end, _ in laps):
             return None
         times = [start.elapsed_time(end) / tokens for start, end, tokens in laps]

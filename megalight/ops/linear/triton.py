@@ -48,6 +48,7 @@ def _accumulate(
     for start in range(0, tokens, BLOCK_TOKENS):
         inside = (start + token < tokens)[:, None]
         a = tl.load(grad_tile, mask=inside, other=0.0)
+        # Only the summed dim needs a mask: zeros in both operands add nothing.
         b = tl.load(x_tile, mask=inside, other=0.0)
         total = tl.dot(tl.trans(a), b, total)
         grad_tile += BLOCK_TOKENS * grad_stride

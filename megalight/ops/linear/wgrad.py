@@ -36,10 +36,12 @@ def _reference(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
 
 
 def _addmm(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
+    # With beta = 0, BLAS does not read the old content, so NaN left in the buffer does no harm.
     main_grad.addmm_(grad_y.T, x, beta=0 if write else 1)
 
 
 def _addmm_why_not(spec: Spec) -> str | None:
+    # Equal dtypes: the GEMM adds to its output itself (beta = 1), without a temporary.
     return None if spec.dtype == spec.main_dtype else f"needs a main gradient of the operands' type, {spec.dtype}"
 
 
@@ -80,6 +82,7 @@ def _probe(accumulate: Accumulate, dtype: torch.dtype) -> str | None:
     """Test whether this torch release can add a half product to a float32 matrix in place, and overwrite one."""
     ones = torch.ones(16, 16, dtype=dtype, device="cuda")
     main_grad = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    # NaN shows whether a write reads the old content.
     written = torch.full_like(main_grad, float("nan"))
     try:
         accumulate(main_grad, ones, ones, False)

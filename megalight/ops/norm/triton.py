@@ -44,19 +44,25 @@ def _forward(
     ROWS: constexpr,
     BLOCK: constexpr,
 ) -> None:
+    # A tile `[ROWS, BLOCK]` holds whole rows: sums over a row need no second pass and no other program.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < size)[None, :]
+    # int64: tokens times features exceeds int32 for long batches.
     offsets = row.to(tl.int64)[:, None] * size + column[None, :]
+    # Zeros beyond the row do not change its sums, which are divided by the true `size`.
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+        # Norm the rounded sum, which is what the next layer and the backward read. Otherwise the backward, which gets
+        # `total`, would differentiate another function than the forward computed.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + offsets, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if CENTER:
         centre = tl.sum(value, 1) / size
         tl.store(mean + row, centre, mask=row < rows)
+        # Mask again: columns beyond the row became -mean, which would enter the variance.
         value = tl.where(inside, value - centre[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
     tl.store(rstd + row, scale, mask=row < rows)
@@ -67,6 +73,7 @@ def _forward(
     out = out.to(y.dtype.element_ty)
     tl.store(y + offsets, out, mask=inside)
     if MEASURE:
+        # Rows beyond the end hold the bias now, and must not count.
         sizes = tl.where(inside, tl.abs(out.to(tl.float32)), 0.0)
         tl.store(parts + tl.program_id(0), tl.max(tl.max(sizes, 1), 0))
 
@@ -96,10 +103,13 @@ def _backward(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
+    # Weight gradients are summed per program and per row of the tile, in float32 and in a fixed order: no atomics, so
+    # the result is the same in every run. Rows are added up once, at the end.
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     if MEASURE:  # one value per eight neighbours: a value for each would take too many registers
         largest = tl.zeros((ROWS, BLOCK // 8), tl.float32)
+    # Programs stride over the rows, so that the loads of all programs are close together in memory at any time.
     for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < size)[None, :]
@@ -109,17 +119,21 @@ def _backward(
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         if CENTER:
             centre = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+            # Rows and columns beyond the end would be -mean, and would count in the sums below.
             value = tl.where(inside, value - centre, 0.0)
         value *= scale
         sum_weight += grad * value
         if BIAS:
             sum_bias += grad
         grad *= factor
+        # With v = the normed input and g = grad_y * weight: dx = rstd (g - v mean(g v)), and minus mean(g) for layer
+        # norm.
         out = grad - value * (tl.sum(grad * value, 1) / size)[:, None]
         if CENTER:
             out -= (tl.sum(grad, 1) / size)[:, None]
         out *= scale
         if ADD:
+            # The gradient that the residual stream brings is added before rounding, so the sum is rounded only once.
             out += tl.load(grad_total + offsets, mask=inside, other=0.0).to(tl.float32)
         out = out.to(grad_x.dtype.element_ty)
         tl.store(grad_x + offsets, out, mask=inside)
@@ -137,6 +151,7 @@ def _backward(
 def _tile(size: int) -> dict[str, int]:
     """Return the rows per program, the block width and the number of warps for rows of ``size``."""
     block = max(8, next_power(size))
+    # Short rows share a program, so that each thread has enough elements to hide the latency of memory.
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
 
@@ -203,6 +218,7 @@ def _run_backward(
     """Return ``grad_x [n, size]`` and, in float32, ``grad_weight``, ``grad_bias`` and ``parts`` of ``grad_x``."""
     rows, size = x.shape
     tile = _tile(size)
+    # More programs would write more partial weight gradients `[programs, size]`, which must be read and summed again.
     at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
     programs = max(1, min(cdiv(rows, tile["ROWS"]), at_once))
     grad_x = torch.empty_like(x)
@@ -274,10 +290,12 @@ class _AddNorm(torch.autograd.Function):
         center: bool,
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
+        # If only the sum, or only the norm, is used, the other gradient comes as None: do not make zeros and add them.
         ctx.set_materialize_grads(False)
         size = weight.shape[0]
         flat, other = _rows(x, size), None if residual is None else _rows(residual, size)
         y, total, mean, rstd, parts = _run_forward(flat, other, weight, bias, eps, center, measure)
+        # The sum alone is kept, not the two terms: both get the same gradient.
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
         ctx.added, ctx.measure = residual is not None, measure
@@ -287,6 +305,7 @@ class _AddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, mean, rstd = ctx.saved_tensors
+        # Only the residual stream went on (the norm's output is unused): there is nothing to differentiate.
         if grad_y is None:
             return grad_total, grad_total if ctx.added else None, None, None, None, None, None
         grad = _rows(grad_y, total.shape[1])

@@ -104,6 +104,7 @@ def drop(experts: Tensor, num_experts: int, capacity: int, priority: Tensor | No
             Of equal ones, the first is kept.
     """
     flat = experts.flatten()
+    # Two stable sorts: first by priority, then by expert. Within an expert, the order by priority remains.
     order = torch.arange(len(flat), device=flat.device)
     if priority is not None:
         order = priority.detach().flatten().sort(descending=True, stable=True).indices

@@ -29,4 +29,5 @@ class Permutation:
 
 def most_rows(pairs: int, num_experts: int, alignment: int) -> int:
     """Return how many rows ``pairs`` can need at most if the size of every group is a multiple of ``alignment``."""
+    # At most min(pairs, E) groups are not empty, and each is padded by at most alignment - 1 rows.
     return (pairs + min(pairs, num_experts) * (alignment - 1)) // alignment * alignment

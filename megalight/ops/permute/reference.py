@@ -13,6 +13,7 @@ def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int
     """Implement :func:`megalight.ops.permute.permutation`."""
     flat = experts.flatten().long()
     here = (flat >= 0) & (flat < num_experts)
+    # `[T k, E]`. Pairs without a row fall into an extra column, which is cut off.
     chosen = torch.nn.functional.one_hot(torch.where(here, flat, num_experts), num_experts + 1)[:, :-1]
     sizes = chosen.sum(0)
     if capacity is not None:
@@ -22,6 +23,7 @@ def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int
         padded = (sizes + alignment - 1) // alignment * alignment
     offsets = padded.cumsum(0)
     expert = torch.where(here, flat, 0)
+    # The number of earlier pairs with the same expert: rows of a group are in the order of the tokens.
     place = (chosen.cumsum(0) - chosen).gather(1, expert.unsqueeze(1)).squeeze(1)
     position = (offsets - padded)[expert] + place
     kept = here & (place < sizes[expert]) & (position < rows)
@@ -39,6 +41,7 @@ def permute(x: Tensor, where: Permutation, probs: Tensor | None) -> tuple[Tensor
     """Implement :func:`megalight.ops.permute.permute`."""
     target = _targets(where)
     copies = x.repeat_interleave(where.positions.shape[1], 0)
+    # The extra row takes the pairs without a row: an index for them, without a branch or a dynamic shape.
     rows = x.new_zeros(where.rows + 1, x.shape[1]).index_copy(0, target, copies)[:-1]
     if probs is None:
         return rows, None

@@ -31,6 +31,8 @@ def _count(
     pair = block * PAIRS + tl.arange(0, PAIRS)
     expert = tl.arange(0, EXPERTS)
     chosen = tl.load(experts + pair, mask=pair < pairs, other=-1)
+    # One-hot `[PAIRS, EXPERTS]`: its sum over pairs counts, and its running sum numbers. Pairs without an expert are
+    # all 0.
     ours = (chosen[:, None] == expert[None, :]).to(tl.int32)
     tl.store(counts + block * num_experts + expert, tl.sum(ours, 0), mask=expert < num_experts)
 
@@ -47,6 +49,8 @@ def _scan(
         inside = (row < blocks)[:, None] & (expert < num_experts)[None, :]
         place = counts + row[:, None] * num_experts + expert[None, :]
         found = tl.load(place, mask=inside, other=0)
+        # An exclusive running sum: the count of all earlier blocks. Blocks are walked in order by one program per few
+        # experts, because atomics would number pairs in an order that differs from run to run.
         tl.store(place, total[None, :] + tl.cumsum(found, 0) - found, mask=inside)
         total += tl.sum(found, 0)
     tl.store(sizes + expert, tl.minimum(total, most), mask=expert < num_experts)
@@ -74,7 +78,9 @@ def _place(
     size = tl.load(sizes + expert, mask=known, other=0)
     padded = (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     if CAPACITY:
+        # With a capacity, groups start at multiples of it, however many tokens they have.
         padded = tl.where(known, CAPACITY, 0)
+    # Every program computes all offsets from the E sizes itself: that is cheaper than a fourth kernel.
     end = tl.cumsum(padded, 0)
     if block == 0:
         tl.store(offsets + expert, tl.minimum(end, rows), mask=known)
@@ -93,6 +99,7 @@ def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int
     """Implement :func:`megalight.ops.permute.permutation`."""
     experts = experts.contiguous()
     pairs, width = experts.numel(), max(16, next_power(num_experts))
+    # The tile of pairs by experts must stay in registers, so more experts mean fewer pairs per program.
     tile = {"PAIRS": max(16, TILE // width), "EXPERTS": width, "num_warps": 8}
     blocks = max(1, cdiv(pairs, tile["PAIRS"]))
     positions = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
@@ -138,10 +145,12 @@ def _zero(
     column = first + tl.arange(0, BLOCK)
     zeros = tl.zeros((BLOCK,), rows.dtype.element_ty)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0) + tl.load(sizes + expert)
+    # Products treat a group's padding like its tokens. Zeros add nothing to weight gradients.
     for row in range(start, tl.load(offsets + expert)):
         tl.store(rows + tl.cast(row, tl.int64) * size + column, zeros, mask=column < size)
         if WEIGHTS:
             tl.store(weights + row, 0.0)
+    # Rows after the last group are dealt out to the experts' programs, one every E rows.
     for row in range(tl.load(offsets + num_experts - 1) + expert, num_rows, num_experts):
         tl.store(rows + tl.cast(row, tl.int64) * size + column, zeros, mask=column < size)
         if WEIGHTS:
@@ -170,11 +179,13 @@ def _scatter(
     if program < tokens:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
+        # Read once, written k times.
         value = tl.load(x + program.to(tl.int64) * size + column, mask=inside, other=0.0)
         for j in tl.static_range(K):
             row = tl.load(positions + program * K + j)
             tl.store(rows + row.to(tl.int64) * size + column, value, mask=inside & (row >= 0))
             if WEIGHTS:
+                # Of the programs that copy parts of one token, the first writes its probabilities.
                 there = (row >= 0) & (tl.program_id(1) == 0)
                 tl.store(weights + row, tl.load(probs + program * K + j), mask=there)
     else:
@@ -202,6 +213,7 @@ def _gather(
     inside = column < size
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
+        # The k terms are added in a fixed order in float32, and rounded once: no atomics, the same result in every run.
         row = tl.load(positions + token * K + j)
         value = tl.load(rows + row.to(tl.int64) * size + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
         if SCALED:
@@ -242,6 +254,8 @@ def _scatter_scaled(
                 inside = (column < size) & (row >= 0)
                 place = row.to(tl.int64) * size + column
                 value = tl.load(grad + program.to(tl.int64) * size + column, mask=inside, other=0.0).to(tl.float32)
+                # The gradient of a probability is the dot product of the token's gradient `[h]` and the row that it
+                # weighted. The program has the whole row, so that the sum needs no second kernel.
                 product += value * tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
                 tl.store(grad_rows + place, (weight * value).to(grad_rows.dtype.element_ty), mask=inside)
             tl.store(grad_probs + program * K + j, tl.sum(product, 0))
@@ -321,6 +335,7 @@ class _Permute(torch.autograd.Function):
         if grad_rows is None:
             if grad_weights is None:
                 return None, None, None
+            # Only the probabilities were used: the tokens' gradient is zero, but must have its shape.
             grad_rows = grad_weights.new_zeros(where.rows, ctx.size, dtype=ctx.dtype)
         grad_x, grad_probs = gather(grad_rows, where, weights=grad_weights)
         return grad_x, grad_probs, None
@@ -330,6 +345,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, probs: Tensor | None, where: Permutation) -> Tensor:
         ctx.where = where
+        # Without weights, the backward only copies gradients, so the rows need not be kept.
         ctx.save_for_backward(*(() if probs is None else (rows, probs)))
         return gather(rows, where, probs)[0]
 

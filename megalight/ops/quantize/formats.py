@@ -30,6 +30,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def to_fp8(x: Tensor, name: Format) -> Tensor:
     """Round float32 to the nearest value, with ties to even and saturation. NaN stays NaN."""
     largest = LARGEST[name]
+    # clamp keeps NaN: a broken value must stay visible.
     return x.clamp(-largest, largest).to(DTYPES[name])
 
 
@@ -57,8 +58,10 @@ def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
     """
     values = _e2m1_values(x.device)
     size = x.abs().clamp(max=E2M1[-1])
+    # At most 6, so that `below + 1` exists for the largest value; its distance to `high` is then 0.
     below = (torch.bucketize(size, values, right=True) - 1).clamp(0, 6)
     low, high = values[below], values[below + 1]
+    # Up with probability (size - low) / (high - low): E[code value] = size.
     code = (below + (uniform * (high - low) < size - low)).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
@@ -73,18 +76,22 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     pairs = packed.view(torch.uint8)
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
     values = _e2m1_values(packed.device)[(codes & 7).long()]
+    # Codes with bit 3 set, and -0 for code 8.
     return torch.where(codes > 7, -values, values)
 
 
 def power_below(x: Tensor) -> Tensor:
     """Round positive normal float32 down to a power of two. Infinity and NaN stay."""
     bits = x.view(torch.int32)
+    # Keep the exponent bits alone: the mantissa becomes 1.0.
     return torch.where(x.isfinite(), (bits & 0x7F800000).view(torch.float32), x)
 
 
 def to_e8m0(x: Tensor) -> Tensor:
     """Round positive float32 *up* to a power of two, as ``float8_e8m0fnu``. 0 becomes the smallest one, 2^-127."""
     mantissa, exponent = torch.frexp(x.double())
+    # frexp gives x = m 2^e with m in [0.5, 1): 2^e is the power above x, except that an exact power has m = 0.5. In
+    # float64, because float32 has subnormal values there, which a GPU may flush to 0.
     code = exponent + 127 - (mantissa == 0.5).to(exponent.dtype)
     code = torch.where(x == 0, 0, code).clamp(0, 254)
     return torch.where(x.isfinite(), code, 255).to(torch.uint8).view(torch.float8_e8m0fnu)

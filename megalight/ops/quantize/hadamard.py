@@ -21,7 +21,9 @@ def rotation(device: torch.device) -> Tensor:
     """Return the rotation ``[16, 16]``: orthogonal, float32."""
     matrix = torch.ones(1, 1)
     while len(matrix) < SIZE:
+        # Sylvester's construction.
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    # Signs on the rows: without them, sixteen equal values would all land in one element.
     signs = torch.tensor(SIGNS, dtype=torch.float32)[:, None]
     return torch.mul(signs, matrix / SIZE**0.5).to(device)
 

@@ -51,6 +51,7 @@ class AmaxHistory:
         if record:
             self.record(role, amax)
         known = self.past[:, role].amax()
+        # A select on the device: the host does not wait, and a CUDA graph can hold it.
         return torch.where(known > 0, known, amax)
 
     def known(self, role: int, otherwise: float) -> Tensor:
@@ -62,6 +63,7 @@ class AmaxHistory:
     def record(self, role: int, amax: Tensor) -> None:
         """Add ``amax`` to this step."""
         assert self.current is not None
+        # Several micro-batches of a step, and several uses of a layer, count as one.
         self.current[role] = torch.maximum(self.current[role], amax)
 
     @staticmethod
@@ -79,10 +81,12 @@ class AmaxHistory:
         if not used:
             return
         seen = torch.stack([current for _, _, current in used])
+        # Before the reduction: the maximum with NaN or infinity would reach all ranks.
         seen = torch.where(seen.isfinite(), seen, torch.stack([past[0] for _, past, _ in used]))
         if reduce is not None:
             reduce(seen)
         for (history, past, current), row in zip(used, seen, strict=True):
+            # In place, because recorded graphs read this memory.
             past.copy_(torch.cat([row[None], past[:-1]]))
             current.zero_()
             history.rolled = True

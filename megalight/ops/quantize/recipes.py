@@ -98,5 +98,7 @@ def _nvfp4() -> Recipe:
     value = Scheme("e2m1", (1, 16), "e4m3")
     weight = Scheme("e2m1", (16, 16), "e4m3")
     gradient = replace(value, stochastic=True)
+    # The rotation cancels only if both factors are rotated along the contracted dim. For the weight gradient
+    # (contracted over tokens) both are; weights are not, so the other two products do without.
     mixed = replace(value, hadamard=True)
     return Recipe("nvfp4", value, mixed, weight, weight, gradient, replace(mixed, stochastic=True))

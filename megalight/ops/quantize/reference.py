@@ -28,6 +28,7 @@ def amax_of(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
+    # The infinity norm is one kernel, without a copy of |x|.
     amax: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=wide)
     return amax.float()
 
@@ -76,6 +77,7 @@ def quantize(
     if amax is None:
         amax = tile_amax(x, scheme.tile)
     factor = multiplier(amax, LARGEST[scheme.format], scheme.scale == "power").reshape(amax.shape or (1, 1))
+    # The factor is multiplied, not divided by: kernels do the same, so codes are equal bit by bit.
     data = to_fp8(x * spread(factor, scheme.tile, *x.shape), scheme.format)
     return Quantized(data, 1.0 / factor, scheme)
 
@@ -83,6 +85,7 @@ def quantize(
 def _microscale(x: Tensor, scheme: Scheme) -> Quantized:
     """Microscaling: each scale is the smallest power of two with which nothing saturates."""
     scale = to_e8m0(tile_amax(x, scheme.tile) / LARGEST[scheme.format])
+    # In float64: 2^-127 is subnormal in float32.
     scaled = (x.double() / spread(e8m0_value(scale), scheme.tile, *x.shape)).float()
     data = pack_e2m1(e2m1_codes(scaled)) if scheme.format == "e2m1" else to_fp8(scaled, scheme.format)
     return Quantized(data, scale, scheme)
@@ -92,7 +95,10 @@ def _nvfp4(x: Tensor, scheme: Scheme, generator: torch.Generator | None) -> Quan
     """NVFP4: https://arxiv.org/abs/2509.25149, appendix C."""
     encode = divide(LARGEST["e4m3"] * LARGEST["e2m1"], amax_of(x).clamp(min=TINY))
     decode = 1.0 / encode
+    # Two levels: e4m3 scales of 16 elements, in units of a float32 scale of the matrix, which maps the largest tile to
+    # 448.
     scale = to_fp8(tile_amax(x, scheme.tile) / LARGEST["e2m1"] * encode, "e4m3")
+    # Divide by the scale as stored (rounded), so that decoding gives back what was meant.
     step = scale.float() * decode
     factor = torch.where(step == 0, 0.0, 1.0 / step)  # a tile whose scale rounds to 0 becomes 0
     scaled = x * spread(factor, scheme.tile, *x.shape)

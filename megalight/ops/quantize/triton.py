@@ -11,6 +11,7 @@ from megalight.ops.quantize.known import tell_amax
 from megalight.ops.quantize.reference import TINY
 from megalight.ops.quantize.types import Quantized, Scheme
 
+# A tile is as wide as the blocks of `blockwise` scaling, so no scale needs values of two programs.
 BLOCK = 128
 MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "square"}
 """Tile of a scheme -> name for the kernels, by what shares a scale: the whole matrix, a row, 128 elements of a row, or
@@ -40,6 +41,7 @@ def _codes(
     ``strip`` of ``strips`` along the contracted dim, and number ``block`` across it.
     """
     if MODE == "whole":
+        # The whole matrix or a whole row does not fit into a tile: their magnitudes come from an earlier pass.
         largest = tl.load(amax)
     elif MODE == "line":
         largest = tl.load(amax + line, mask=line < lines, other=1.0)
@@ -47,15 +49,20 @@ def _codes(
         largest = tl.max(tl.abs(x), AXIS)
     else:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    # Correctly rounded division: the fast one differs by a bit, and codes would differ from the reference and other
+    # ranks.
     factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
     if POWER:
+        # Round down to a power of two: only the exponent bits stay.
         factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(1.0, factor)
     if MODE == "whole":
+        # All programs have the same value, and one writes it.
         tl.store(scale, inverse, mask=(strip == 0) & (block == 0))
     elif MODE == "line":
         tl.store(scale + line, inverse, mask=(line < lines) & (strip == 0))
     elif MODE == "strip":
+        # Strips first, so that rows are contiguous: the order in memory that products read.
         tl.store(scale + strip.to(tl.int64) * lines + line, inverse, mask=line < lines)
     else:
         tl.store(scale + block * strips + strip, inverse)
@@ -114,6 +121,8 @@ def _cast(
             0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
         )  # fmt: skip
         small = codes.to(column_codes.dtype.element_ty)
+        # Written transposed: 8-bit products need the contracted dim contiguous, and for weight gradients that is the
+        # tokens. Columns from `tokens` to `padded` get codes of 0.
         where = column_codes + f.to(tl.int64)[:, None] * padded + t[None, :]
         tl.store(where, tl.trans(small), mask=(f < features)[:, None] & (t < padded)[None, :])
 
@@ -134,6 +143,7 @@ def cast(
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
     whole = _empty(x, rows, tokens, features)
     transposed = _empty(x, columns, features, padded)
+    # Both orientations of one matrix share a magnitude: find it once.
     same = rows == columns and rows is not None and rows.tile == (0, 0) and amax_t is amax
     amax = _amax(x, rows, amax, 1)
     amax_t = amax if same else _amax(x, columns, amax_t, 0)

@@ -39,6 +39,7 @@ def _best_groups(
     rest = grouped
     for _ in tl.static_range(BEST):
         totals += tl.max(rest, 2)
+        # Take the best, remove it, repeat: a sort of all experts costs more for the few that are wanted.
         rest = tl.where(member == tl.argmax(rest, 2)[:, :, None], float("-inf"), rest)
     kept = tl.zeros((ROWS, GROUPS), tl.int32)
     for _ in tl.static_range(KEPT):
@@ -83,6 +84,7 @@ def _route(
     choice = score
     if BIAS:
         choice += tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(tl.float32)[None, :]
+    # Again, because a sigmoid of -inf is 0, which would beat negative biased scores.
     choice = tl.where((expert < num_experts)[None, :], choice, float("-inf"))
     if GROUPS > 1:
         choice = _best_groups(choice, ROWS, EXPERTS, GROUPS, BEST, KEPT)
@@ -92,11 +94,13 @@ def _route(
         best = tl.argmax(choice, 1)  # of equal values, the first
         hit = expert[None, :] == best[:, None]
         chosen = tl.where(slot == j, best[:, None], chosen)
+        # The probability comes from the score without bias: the bias only steers the choice.
         values = tl.where(slot == j, tl.sum(tl.where(hit, score, 0.0), 1)[:, None], values)
         choice = tl.where(hit, float("-inf"), choice)
     if SCORE == "after":
         values, _ = _softmax(values)
     if SCORE == "sigmoid" and K > 1:
+        # Slots are padded to a power of two, with -inf.
         values = tl.where(slot < K, values, 0.0)
         values /= tl.sum(values, 1)[:, None] + EPS
     stored = (row < tokens)[:, None] & (slot < K)
@@ -129,6 +133,7 @@ def _route_backward(
     slope = tl.zeros((ROWS, EXPERTS), tl.float32)  # the gradient of the chosen probabilities, zeros elsewhere
     chosen = tl.zeros((ROWS, EXPERTS), tl.int32)
     for j in tl.static_range(K):
+        # Rows after the last token get experts 0 to K - 1: with none chosen, their softmax would be NaN.
         index = tl.load(experts + row.to(tl.int64) * K + j, mask=row < tokens, other=j)
         value = tl.load(grad + row.to(tl.int64) * K + j, mask=row < tokens, other=0.0) * scale
         hit = expert[None, :] == index[:, None]
@@ -139,12 +144,14 @@ def _route_backward(
         out = slope * score * (1.0 - score)
         if K > 1:
             total = tl.sum(tl.where(chosen > 0, score, 0.0), 1) + EPS
+            # p = s / sum(s): dp/ds is (slope - mean) / total, where `mean` is the sum of slope * p.
             mean = tl.sum(slope * score, 1) / total
             out = tl.where(chosen > 0, (slope - mean[:, None]) / total[:, None] * score * (1.0 - score), 0.0)
     else:
         if SCORE == "after":
             score = tl.where(chosen > 0, score, float("-inf"))
         probs, _ = _softmax(score)
+        # The gradient of a softmax; unchosen experts have a probability of 0 in it after the choice.
         out = probs * (slope - tl.sum(probs * slope, 1)[:, None])
     tl.store(grad_logits + place, out.to(grad_logits.dtype.element_ty), mask=known)
 
@@ -193,6 +200,7 @@ def _statistics(
             hit = expert[None, :] == tl.argmax(logit, 1)[:, None]
             counts += tl.where(hit & counted[:, None], 1.0, 0.0)
             logit = tl.where(hit, float("-inf"), logit)
+    # Each program has a place of its own, and torch sums the places: unlike atomics, the same in every run.
     target = sums + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * num_experts + 1)
     tl.store(target + expert, tl.sum(scores, 0), mask=expert < num_experts)
     tl.store(target + num_experts + expert, tl.sum(counts, 0), mask=expert < num_experts)

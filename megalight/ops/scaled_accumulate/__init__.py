@@ -43,12 +43,14 @@ def _choose(spec: Spec, backend: str) -> Accumulate:
 
 
 def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
+    # The product is rounded to the dtype of `out` once, and added once: one rounding more than the fused kernels.
     product = choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
     put(out, product(a, b, out.dtype, False), write)
 
 
 def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """Multiply, then add: needs a temporary matrix of the size of ``out``."""
+    # A write needs no temporary where the library can put the product straight into `out`.
     if not (write and multiply_into(out, a, b)):
         put(out, choose(Spec(a.data.device.type, a.scheme, b.scheme, out.dtype))(a, b, out.dtype, False), write)
 
@@ -59,8 +61,10 @@ def _product_add_why_not(spec: Spec) -> str | None:
 
 def one_scale_why_not(spec: Spec) -> str | None:
     """Return why a kernel for one scale per matrix cannot serve these schemes. The device is not considered."""
+    # One scale per matrix factors out of the sum over K; a scale per tile must be applied inside the sum.
     if any(s.tile != (0, 0) or s.scale not in ("fp32", "power") or s.format == "e2m1" for s in (spec.a, spec.b)):
         return "serves 8 bits with one scale per matrix"
+    # cuBLASLt has no product of two e5m2 matrices. Recipes need none: at most the gradient is e5m2.
     if spec.a.format == spec.b.format == "e5m2":
         return "multiplies e5m2 by e4m3 only"
     return None
@@ -83,6 +87,7 @@ def _triton_why_not(spec: Spec) -> str | None:
         return f"adds to float32, bfloat16 and float16, not to {spec.dtype}"
     if (reason := triton_why_not(spec.device, spec.dtype)) is not None:
         return reason
+    # Ada (8.9) has the first tensor cores for 8-bit floats.
     major, minor = torch.cuda.get_device_capability()
     return None if (major, minor) >= (8, 9) else f"needs a GPU of compute capability 8.9, not {major}.{minor}"
 

@@ -21,6 +21,7 @@ from megalight.ops.common import cuda_why_not
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.ops.quantize.formats import Format
 
+# Values of cudaDataType (CODES), cublasComputeType, and of the matmul descriptor and preference attributes.
 CODES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 COMPUTE_FP32 = 68
 TRANSPOSE_A, SCALE_OF_A, SCALE_OF_B = 3, 17, 18
@@ -37,6 +38,7 @@ class _Found(ctypes.Structure):
     """``cublasLtMatmulHeuristicResult_t``; its first 64 bytes are the algorithm."""
 
     _fields_ = [
+        # The layout must match the C struct byte for byte: cuBLASLt writes into it.
         ("algorithm", c_uint64 * 8),
         ("workspace", c_size_t),
         ("state", c_int),
@@ -99,6 +101,8 @@ def _plan(
 ) -> _Plan:
     """Make a plan. cuBLAS is column-major: our row-major ``out [rows, columns]`` is its ``[columns, rows]``."""
     product = _made("MatmulDescCreate", COMPUTE_FP32, CODES[torch.float32])
+    # 8-bit products exist in one form only: A transposed, B not. Both our factors are `[features, tokens]` in row-major
+    # order, so both have the summed dim (tokens) contiguous, which is just this form.
     _set("MatmulDescSetAttribute", product, TRANSPOSE_A, c_int32(1))
     a = _made("MatrixLayoutCreate", CODES[left], tokens, columns, tokens)
     b = _made("MatrixLayoutCreate", CODES[right], tokens, rows, tokens)
@@ -109,6 +113,7 @@ def _plan(
         _set("MatmulPreferenceSetAttribute", preference, attribute, c_uint32(align))
     found, count = _Found(), c_int()
     _call(
+        # `out` stands for both C (the addend) and D (the result): the addition is in place.
         "MatmulAlgoGetHeuristic",
         _handle(device), product, a, b, out, out, preference, 1, byref(found), byref(count),
     )  # fmt: skip
@@ -127,6 +132,7 @@ def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:
 def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     """Implement :func:`megalight.ops.scaled_accumulate.scaled_accumulate`."""
     (rows, tokens), columns = a.data.shape, len(b.data)
+    # cuBLASLt refuses empty matrices; a product over zero tokens is zero.
     if not (rows and columns and tokens):
         if write:
             out.zero_()
@@ -134,13 +140,19 @@ def accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     if out.stride(1) != 1 or not (a.data.is_contiguous() and b.data.is_contiguous()):
         raise BackendError("cublaslt needs contiguous factors and contiguous rows of `out`; choose another backend.")
     pointers = [t.data_ptr() for t in (a.data, b.data, out)]
+    # The heuristic assumes 256 bytes unless told otherwise. Views into flat buffers may start anywhere, and an
+    # algorithm for a wider alignment would then fault or read wrong data, so the plan depends on the alignment.
     align = ALIGNMENT if not any(pointer % ALIGNMENT for pointer in pointers) else LEAST_ALIGNMENT
     device = out.device.index
     # Column-major, the product is out^T = b a^T: the factors change places.
     plan = _plan(device, rows, columns, tokens, b.data.dtype, a.data.dtype, out.stride(0), align)
+    # Scales stay on the device: cuBLASLt reads them through these pointers when the kernel runs. The plan is shared by
+    # all products of a shape, so the pointers are set anew for every call.
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_A, c_void_p(b.scale.data_ptr()))
     _set("MatmulDescSetAttribute", plan.product, SCALE_OF_B, c_void_p(a.scale.data_ptr()))
+    # From torch's allocator, so that the memory belongs to the current stream and may be captured in a CUDA graph.
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
+    # beta = 0 makes cuBLASLt ignore the old content, so NaN in uninitialised memory does no harm.
     one, addend = c_float(1.0), c_float(0.0 if write else 1.0)
     _call(
         "Matmul",
@@ -163,8 +175,10 @@ def why_not(left: Format, right: Format) -> str | None:
     generator = torch.Generator().manual_seed(0)
     a, b = (
         quantize(torch.randn(size, 96, generator=generator).cuda(), Scheme(form))
+        # Sizes differ, so that swapped factors or a wrong leading dim cannot pass unnoticed.
         for size, form in ((48, left), (80, right))
     )
+    # Begin from ones: a product that overwrites instead of adding is found too.
     out = torch.ones(48, 80, device="cuda")
     expected = 1 + a.dequantize() @ b.dequantize().T
     try:

@@ -31,6 +31,8 @@ def _accumulate(
     tiles_down = tl.cdiv(rows, BLOCK_ROWS)
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     program = tl.program_id(0)
+    # Programs are numbered down GROUP rows of tiles before they move across, so that tiles that run at the same time
+    # read the same rows of `a` and columns of `b` from the L2 cache.
     first = program // (GROUP * tiles_across) * GROUP
     height = tl.minimum(tiles_down - first, GROUP)
     within = program % (GROUP * tiles_across)
@@ -49,7 +51,9 @@ def _accumulate(
         total = tl.dot(x, y, total, max_num_imprecise_acc=BLOCK_TOKENS)
         left += BLOCK_TOKENS
         right += BLOCK_TOKENS
+    # One scale per matrix: it factors out of the sum, and is applied once, in float32, before the addition.
     total *= tl.load(scale_a) * tl.load(scale_b)
+    # int64: a large weight has more elements than an int32 offset can count.
     target = out + row.to(tl.int64)[:, None] * stride + column[None, :]
     stored = (row < rows)[:, None] & (column < columns)[None, :]
     if ADD:

@@ -60,6 +60,7 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fa
 def multiply_into(out: Tensor, a: Quantized, b: Quantized) -> bool:
     """Write ``a b^T`` into ``out`` if torch can do so without a temporary tensor. Returns whether it did."""
     spec = Spec(a.data.device.type, a.scheme, b.scheme, out.dtype)
+    # Other backends round to bf16 first, so they need a temporary anyway.
     if choose(spec) is not _tensorwise or not out.is_contiguous():
         return False
     torch._scaled_mm(
@@ -122,6 +123,7 @@ def _block_scales(q: Quantized, multiple: int) -> Tensor:
     if q.scheme.tile == (1, 128):
         return q.scale.t().contiguous().t()
     columns = q.scale.shape[1]
+    # A view of the padded tensor: what counts is the stride between rows, which cuBLAS wants as a multiple of 4.
     return F.pad(q.scale, (0, -columns % multiple))[:, :columns]
 
 
@@ -150,8 +152,11 @@ def _native_why_not(
 @lru_cache(maxsize=64)
 def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str | None:
     """Try the product on this GPU; return why it fails, or None. Some torch releases refuse it or compute it wrong."""
+    # A seed of its own: a probe must not move the random stream of the run.
     generator = torch.Generator().manual_seed(0)
     left, right = (
+        # Rows of very different magnitude: a library that mixes up the scales cannot pass. Sizes are no multiples of
+        # 128, so padding of scales is tested too.
         quantize((torch.randn(size, 384, generator=generator) * torch.logspace(-2, 2, size)[:, None]).cuda(), scheme)
         for size, scheme in ((272, a), (144, b))
     )
@@ -161,6 +166,7 @@ def _probe(product: ScaledMM, a: Scheme, b: Scheme, dtype: torch.dtype) -> str |
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"this torch refuses it here: {str(error).splitlines()[0]}"
     wrong = float((found - expected).norm() / expected.norm())
+    # Loose, because fast accumulation and bf16 results are allowed.
     return None if wrong < 1e-2 else f"this torch gives a wrong product here (relative error {wrong:.1e})"
 
 

@@ -23,6 +23,7 @@ def tiled(scale: Tensor) -> Tensor:
     rows, columns = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -columns % COLUMNS, 0, -rows % ROWS))
     tiles = padded.view(-1, COLUMNS, 32, padded.shape[1] // COLUMNS, COLUMNS)  # tile row, r div 32, r mod 32, tile, c
+    # To: tile row, tile, r mod 32, r div 32, c.
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
@@ -31,6 +32,7 @@ def _operand(q: Quantized) -> tuple[Tensor, Tensor]:
     height = q.scheme.tile[0]
     scale = q.scale
     if height > 1:
+        # The hardware has a scale per row; a square tile's scale is the same for its 16 rows.
         scale = scale.view(torch.uint8).repeat_interleave(height, 0)[: len(q.data)].view(q.scale.dtype)
     data = q.data
     if missing := -data.shape[1] % BYTES:
@@ -44,4 +46,5 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tenso
     y = torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
     if a.global_scale is None or b.global_scale is None:
         return y.to(dtype)
+    # The hardware knows block scales only; the float32 scales of the matrices are applied to the product.
     return (y * (a.global_scale * b.global_scale)).to(dtype)
