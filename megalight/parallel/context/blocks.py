@@ -4,8 +4,8 @@ Share ``r`` of ``n`` holds chunks ``r`` and ``2 n - 1 - r`` of each sequence (zi
 see these keys of share ``s``:
 
 * ``s = r``: a query sees the keys up to itself, because positions in a share are in order.
-* ``s < r``: all queries see the first chunk, which lies before both of their chunks, but not the second, which lies
-after. * ``s > r``: queries of the second chunk see both chunks; queries of the first chunk see none.
+* ``s < r``: all queries see the first chunk, which lies before both of theirs, and not the second, which lies after.
+* ``s > r``: queries of the second chunk see both chunks; queries of the first chunk see none.
 
 So every step except the first is half of a full block on every rank. Without a mask, every query sees all keys that are
 not padding. Padding is at the end of a sequence, and so at the end of its tokens in a share.
@@ -95,10 +95,12 @@ def blocks_of(sequences: PackedSequences, causal: bool) -> Blocks:
 
 
 def _blocks(sequences: PackedSequences, share: ContextShare, causal: bool) -> Blocks:
+    # Equal lengths allow dense kernels, which are faster, and views instead of copies by index.
     equal = sequences.uniform is not None and (causal or len(set(share.real_lengths)) == 1)
     make = _dense if equal else _packed
     steps = []
     for step in range(share.size):
+        # Keys travel to the next rank, so after s steps this rank has those of the rank s before it.
         source = (share.rank - step) % share.size
         stretches = [
             _stretch(length, real, share.rank, source, share.size, causal)
@@ -112,6 +114,7 @@ def _stretch(length: int, real: int, rank: int, source: int, size: int, causal: 
     """For a sequence with ``length`` tokens per share, return the first query that sees keys, and how many keys."""
     chunk = length // 2
     if not causal:
+        # Real tokens of the two chunks; padding at the end of the sequence is no key.
         return 0, sum(min(chunk, max(0, real - place * chunk)) for place in (source, 2 * size - 1 - source))
     if source < rank:
         return 0, chunk

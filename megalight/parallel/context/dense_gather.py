@@ -49,6 +49,8 @@ def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> 
     chunk, late = length // 2, 2 * share.size - 1 - share.rank
     chunks: tuple[tuple[slice, int], ...] = ((slice(0, length), real),)
     if causal:
+        # Chunk c of the whole sequence has c chunks before it, which all its queries see. This rank holds chunks `rank`
+        # and `late`.
         chunks = (slice(0, chunk), share.rank * chunk), (slice(chunk, length), late * chunk)
     keys = PackedSequences.of_uniform(batch, chunks[-1][1], sequences.device)
     sequence = keys.expand(torch.arange(batch, device=sequences.device))
@@ -118,6 +120,7 @@ class _DenseGather(torch.autograd.Function):
         flight = start_all_gather(both, call.group)
         # While the gather runs: each chunk with its own keys.
         found = [call.block(query[:, here], own[:, here], True) for here, _ in chunks if call.layout.causal]
+        # `[B, n, Hkv, D + Dv]`, from all ranks, in the sequence's natural order.
         keys = call.keys(flight.wait())
         out = q.new_empty((*query.shape[:3], both.shape[-1] - call.head_dim))
         sums = []
@@ -126,6 +129,7 @@ class _DenseGather(torch.autograd.Function):
             if count:
                 parts.append(call.block(query[:, here], keys[:, :count], False))
             if len(parts) == 2:
+                # Straight into its place in the output. The log-sum-exp goes on to the backward.
                 parts = [merge(*parts[0], *parts[1], into=(out[:, here], torch.empty_like(parts[0][1])))]
             else:
                 out[:, here] = parts[0][0]
@@ -144,6 +148,7 @@ class _DenseGather(torch.autograd.Function):
 
         def add(place: int, keys: Tensor, grad_keys: Tensor, causal: bool) -> None:
             here = call.layout.chunks[place][0]
+            # The merged output and log-sum-exp: gradients of the two blocks then add up to that of the whole.
             tensors = grad[:, here], query[:, here], keys, out[:, here], sums[place]
             part, part_keys = call.block_backward(*tensors, causal)
             grad_q[:, here] += part
@@ -155,12 +160,14 @@ class _DenseGather(torch.autograd.Function):
                 add(place, own[:, here], grad_own[:, here], True)
 
         flight = start_all_gather(both, call.group)
+        # While the gather runs: the own keys need no message.
         add_own(0)
         keys = call.keys(flight.wait())
         grad_keys = torch.zeros_like(keys)
         for place, (_, count) in enumerate(call.layout.chunks):
             if count:
                 add(place, keys[:, :count], grad_keys[:, :count], False)
+        # Each rank has terms for all keys; the owner of a key gets their sum. The last own block covers it.
         flight = start_reduce_scatter(call.gathered(grad_keys, both), call.group)
         if call.layout.causal:
             add_own(1)

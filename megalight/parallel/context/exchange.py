@@ -69,7 +69,10 @@ def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessG
     ranks = group.size()
     copies = copies_of(k.shape[1], ranks)
     if copies > 1:
+        # Fewer key heads than ranks: every rank needs the key head of its query heads. Gradients of copies are summed
+        # by autograd.
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    # `[n, T, heads / n * D]`: what goes to each rank is contiguous. One message carries q, k and v.
     parts = [x.reshape(len(x), ranks, -1).transpose(0, 1) for x in (q, k, v)]
     received = take(all_to_all(torch.cat(parts, -1).flatten(0, 1), group), order)
     sizes = [part.shape[-1] for part in parts]

@@ -39,6 +39,7 @@ def attend(
     chunks, rows = share.once(
         ("gather", inner.causal, inner.window), _chunks, sequences, share, inner.causal, inner.window
     )
+    # `[cp T, Hkv (D + Dv)]`: keys and values in one collective. Its backward is a reduce-scatter.
     everything = all_gather(torch.cat([k.flatten(1), v.flatten(1)], 1), groups.all)
     # A row is selected at most twice. So its gradient is a sum of two terms, which does not depend on their order.
     taken = torch.split(everything.index_select(0, rows), [k[0].numel(), v[0].numel()], 1)
@@ -65,6 +66,7 @@ def _chunks(
     places = share.rank, 2 * share.size - 1 - share.rank
     chunks = [length // 2 for length in sequences.lengths]
     queries = PackedSequences.of_lengths([chunk for chunk in chunks for _ in places], device)
+    # Keys before the window of the chunk's first query are seen by none of its queries: they are not selected.
     skipped = [max(0, place * chunk - window) if window is not None else 0 for chunk in chunks for place in places]
     seen = [(place + 1) * chunk for chunk in chunks for place in places]
     keys = PackedSequences.of_lengths([stop - start for start, stop in zip(skipped, seen, strict=True)], device)

@@ -87,6 +87,7 @@ def ring_attention(
             "cut them with PackedSequences.zigzag(rank, size)."
         )
     ring = _Ring(group, blocks_of(sequences, causal), scale, backend)
+    # Keys and values side by side: one message per step.
     out: Tensor = _RingAttention.apply(q, torch.cat((k, v), -1), ring)  # type: ignore[no-untyped-call]
     return out
 
@@ -121,6 +122,7 @@ class _Ring:
         arriving = torch.empty_like(x)
         leave = dist.P2POp(dist.isend, x, group=self.group, group_peer=(rank + 1) % size)
         arrive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=(rank - 1) % size)
+        # Posted as one batch: with separate calls, all ranks of the ring could block in their sends.
         return _Flight(dist.batch_isend_irecv([leave, arrive]), x, arriving)
 
 
@@ -174,6 +176,7 @@ class _Output:
         if block.all_queries:  # the first merge makes tensors of a wider dtype; later ones reuse them
             self.found = merge(out, lse, *part, into=(out, lse) if out.dtype == wide(self.dtype) else None)
             return
+        # Wide from the first merge on: a half-precision output would be rounded once per step.
         self.found = out, lse = out.to(wide(self.dtype)), lse
         mine = block.queries.take(out), block.queries.take(lse, 2)
         merge(*mine, *part, into=mine)
@@ -200,6 +203,7 @@ class _RingAttention(torch.autograd.Function):
         queries = _Taken(query)
         output = _Output((*query.shape[:3], kv.shape[-1] - q.shape[-1]), q.dtype)
         for step, block in enumerate(steps):
+            # Before the block, so that the next keys arrive while it is computed. `here` is only read until then.
             flight = ring.send(here) if step < last else None
             if block is not None:
                 (mine,) = queries.of(block.queries)
@@ -220,6 +224,7 @@ class _RingAttention(torch.autograd.Function):
         steps, last, here = ring.blocks.steps, len(ring.blocks.steps) - 1, kv
         queries = _Taken(ring.fold(grad), ring.fold(q), out, lse)
         grad_q: Tensor | None = None
+        # Float32 on its way around the ring: up to cp terms are added to it, on as many ranks.
         grad_kv = torch.zeros_like(kv, dtype=wide(kv.dtype))
         for step, block in enumerate(steps):
             flight = ring.send(here) if step < last else None
@@ -237,7 +242,10 @@ class _RingAttention(torch.autograd.Function):
                 grad_kv = sums.wait()
             if block is not None:
                 for columns, part in zip(ring.columns(grad_kv, q.shape[-1]), parts, strict=True):
+                    # After the wait for the sums: what arrives are the terms of the ranks before, to which this rank
+                    # adds its own.
                     block.keys.add_(columns, part)
+        # The sums have gone around n - 1 steps, and belong to the next rank's keys.
         grad_kv = grad_kv.to(kv.dtype)
         if last:  # the sums are complete; no computation hides this last message, so send the narrower dtype
             grad_kv = ring.send(grad_kv).wait()

@@ -22,6 +22,7 @@ def put(x: Tensor, rows: Tensor, count: int) -> Tensor:
 
 def _put(x: Tensor, rows: Tensor, count: int) -> Tensor:
     shape = (count, *x.shape[1:])
+    # A permutation writes every row, so zeros would be a wasted pass.
     return (x.new_empty(shape) if count == len(rows) else x.new_zeros(shape)).index_copy_(0, rows, x)
 
 

@@ -36,6 +36,7 @@ def attend(
     assert share is not None and groups.inner is not None
     size = groups.inner.size()
     joint, order = share.once(("two_level", size), _joint, share, size)
+    # After it, a rank holds all tokens of its run of neighbours, of its heads only: `[inner T, H / inner, D]`.
     mine = trade_tokens(q, k, v, order, groups.inner)
     out = ring.ring_attention(*mine, joint, groups.outer, causal=inner.causal, scale=inner.scale, backend=inner.backend)
     return trade_heads(out, order, len(q), groups.inner)

@@ -33,6 +33,7 @@ class Leaf:
 
     def fill(self, value: Tensor) -> None:
         """Copy the value, unless it is in this memory already."""
+        # The previous recorded module writes its output right here: then no copy is needed.
         if value.data_ptr() != self.tensor.data_ptr():
             self.tensor.detach().copy_(value.detach(), non_blocking=True)
 
@@ -54,6 +55,7 @@ class Held:
         """Whether ``value`` was copied last, and was not modified in place since."""
         return (
             self._source is value
+            # These may get other tensors while they stay the same object.
             and not isinstance(value, dict | list)
             and all(tensor._version == version for tensor, version in self._versions)
         )

@@ -41,12 +41,14 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reasons: list[str] = []
         self.external: dict[int, Tensor] = {}
         self._made: set[int] = set()
+        # Host randomness runs once, at recording; replays would use its result for ever.
         self._before = self._host_draws()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = list(_tensors((args, kwargs)))
         for tensor in inputs:
+            # A graph records addresses, not tensors: memory that the step did not make must outlive the recording.
             if tensor.device.type == self.device.type and _key(tensor) not in self._made:
                 self.external.setdefault(_key(tensor), tensor)
         self._look(func, args, kwargs, inputs)

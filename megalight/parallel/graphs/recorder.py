@@ -95,12 +95,14 @@ class CUDARecorder:
         """Make the recorder's stream current."""
         self.stream = self.stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._before = torch.cuda.current_stream(self.device)
+        # Work that the default stream still holds (initial values, copies of batches) must come before what runs here.
         self.stream.wait_stream(self._before)
         torch.cuda.set_stream(self.stream)
 
     def leave(self) -> None:
         """Make the earlier stream current again."""
         if self._before is not None and self.stream is not None:
+            # The next step on the old stream reads what was written here.
             self._before.wait_stream(self.stream)
             torch.cuda.set_stream(self._before)
             self._before = None
@@ -115,6 +117,7 @@ class CUDARecorder:
         """Capture one CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
+            # Before the capture: each replay then advances the generator, and draws other numbers.
             graph.register_generator_state(generator)
         if pool not in self._pools:
             gc.collect()  # slow, so only once per pool
@@ -149,6 +152,7 @@ class CUDARecorder:
         default = torch.cuda.default_generators[self.device.index or 0]
         for generator in (default, *generators):
             generator.graphsafe_set_state(generator.clone_state())  # a cloned state does not belong to the capture
+        # A pool whose capture failed may hold blocks that belong to no graph: later recordings begin with new pools.
         self._pools.clear()
 
 

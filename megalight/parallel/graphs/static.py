@@ -69,12 +69,14 @@ class StaticInputs:
     """
 
     def __init__(self, value: Any) -> None:
+        # Cloned, so that the address is ours: the caller's memory may be reused after the step.
         self.tensors = [tensor.detach().clone() for tensor in tensors_of(value)]
         self.value = with_tensors(value, iter(self.tensors))
 
     def fill(self, value: Any) -> None:
         """Copy in the tensors of another value of the same form, without waiting on the host."""
         if self.tensors:
+            # One launch for all inputs.
             torch._foreach_copy_(self.tensors, tensors_of(value), non_blocking=True)
 
 

@@ -82,6 +82,7 @@ def raise_flags(stream: torch.cuda.Stream, flags: tuple[int, ...]) -> None:
 def copy(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
     """Copy contiguous tensors of equal size on ``stream``; either may lie in a peer's memory."""
     _check(
+        # Not `Tensor.copy_`, which may run a kernel instead of a copy engine.
         library().cuMemcpyDtoDAsync_v2(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream),
         "cuMemcpyDtoDAsync",
     )
@@ -89,6 +90,7 @@ def copy(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _waits(flags: tuple[int, ...]) -> ctypes.Array[Operation]:
+    # Lowered by the waiter, in stream order: the flag is ready for its next use without another message.
     pairs = [(Operation(WAIT, flag, 1, EQUAL), Operation(WRITE, flag, 0)) for flag in flags]
     return (Operation * (2 * len(flags)))(*[operation for pair in pairs for operation in pair])
 

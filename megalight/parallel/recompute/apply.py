@@ -86,8 +86,10 @@ def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
     assert recompute.num_layers is not None
     _check_number(layers, recompute)
     if recompute.method == "block":
+        # "block": the first layers of a chunk, because their activations live longest.
         groups = [[layer] for layer in layers[: recompute.num_layers]]
     else:
+        # "uniform": every layer belongs to a region, and a region keeps only its first input.
         groups = [layers[i : i + recompute.num_layers] for i in range(0, len(layers), recompute.num_layers)]
     for group in groups:
         if len(group) == 1:

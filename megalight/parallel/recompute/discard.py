@@ -36,6 +36,8 @@ class Discarding(Override):
                 "name a module that contains it."
             )
         pair = pair or residual is not None
+        # With a residual, the norm returns the sum too, which the residual stream keeps alive anyway: the recipe starts
+        # from it, so that `x` and `residual` may be freed.
         y, kept = self.plain(x, residual, pair=True, **kwargs) if pair else (self.plain(x, **kwargs), x)
         # A linear layer that reads the recipe, in this first pass, sets it back to False.
         if self.unread is None:

@@ -32,6 +32,7 @@ class Override(ABC):
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
+        # From the class: the instance's `forward` is this object. So hooks, which `Module.__call__` runs, run once.
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @abstractmethod

@@ -44,6 +44,7 @@ def selected(layer: Layer, patterns: Sequence[str]) -> list[tuple[str, nn.Module
     return [
         (name, module)
         for name, module in found.items()
+        # An outer region runs its inner modules again anyway; a region in a region would run them three times.
         if not any(name != other and (not other or name.startswith(f"{other}.")) for other in found)
     ]
 

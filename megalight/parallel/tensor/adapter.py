@@ -40,7 +40,10 @@ class ColumnAdapter(Adapter):
 
     def meet(self, narrow: Tensor) -> Tensor:
         """``[T/tp, n r] -> [T, n r]`` under sequence parallelism; otherwise all-reduce the gradient in the backward."""
+        # The collective acts on the `r` features between A and B, not on the layer's input: B's ranks need all tokens
+        # of these.
         tokens = self.shared.tokens(self.tokens)
         if tokens == "share":
             return all_gather(narrow, self.shared.group, self.shared.sequence_dim)
+        # Each rank's B sees part of the outputs, so the gradient of the narrow features is a sum over ranks.
         return copy(narrow, self.shared.group) if tokens == "whole" else narrow

@@ -25,6 +25,7 @@ from megalight.parallel.tensor.overlap.spec import Overlap, Product
 def casts_shares(x: Tensor, weight: Tensor) -> bool:
     """Whether each rank can cast its share of ``x`` exactly as the whole ``x`` would be cast for ``weight``."""
     precision = precision_of(weight)
+    # With a recipe, the input is not kept but computed again: there is no share of codes to save.
     return precision is not None and precision.casts_shares and recipe_of(x) is None
 
 
@@ -51,11 +52,13 @@ class SharedCodes:
         def largest(amax: Tensor) -> None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
 
+        # The scale must cover the tokens of all ranks: gathered codes with different scales would be no matrix.
         return cls(precision.cast_share(x, largest), x.shape, group, dim)
 
     def start(self) -> Callable[[], Quantized]:
         """Start the gather; the returned function waits, and returns the codes ``[T, in]`` of the whole input."""
         data = self.rows.data
+        # As bytes: NCCL and gloo do not know all 8-bit float types, and a gather need not.
         gathering = start_all_gather(data.view(torch.uint8).view(self.shape), self.group, self.dim)
 
         def finish() -> Quantized:
@@ -101,8 +104,11 @@ class GatheredCodes(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        # The order of this method matters: start the gather, compute the input gradient while it runs, start the
+        # reduce-scatter, compute the weight gradient while that runs, and only then wait.
         later = queue_for(ctx.weight)
         begin = _again(ctx) if need_weight else None
+        # All ranks must start collectives in the same order. Here that is: this gather, then the reduce-scatter below.
         finish = begin() if begin is not None and later is None else None
         scattering, grad_weight = None, None
         if need_x:
@@ -112,6 +118,7 @@ class GatheredCodes(torch.autograd.Function):
             grad_weight = accumulate_weight_gradient(grad_y, finish(), ctx.weight)
         elif begin is not None and later is not None:  # only the saved codes wait in the queue; the gather runs later
             later.put(ctx.weight, grad_y, begin)
+        # Before the wait, so that this sum is covered too.
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None, None
 

@@ -59,6 +59,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[T/tp, in] -> [T, out/tp]`` under sequence parallelism, else ``[T, in] -> [T, out/tp]``."""
         y = column_linear(x, self.weight, self.bias, self.shared, self.tokens, self.name)
+        # The adapter adds its term before the outputs are joined: it is split over the same output features.
         y = y if self.adapter is None else self.adapter(x, y)
         return join(y, self.shared.group, y.dim() - 1) if self.gather_output else y
 
@@ -72,6 +73,7 @@ def column_linear(
 ) -> Tensor:
     """Apply a column-parallel linear layer, as a function."""
     tokens = shared.tokens(planned)
+    # One rank, or a `Boundary` above has gathered the tokens and sums their gradient: nothing to communicate.
     if shared.group is None or tokens == "gathered":
         return linear(x, weight, bias)
     overlap, dim, keep = shared.overlap(name, x, weight), shared.sequence_dim, shared.tensor.keep_gathered
@@ -97,8 +99,11 @@ class _WholeInput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         pending, grad_weight = None, None
+        # A deferred weight gradient covers nothing: it is computed in another action of the schedule.
         covered = ctx.needs_input_grad[1] and queue_for(ctx.weight) is None
         if ctx.needs_input_grad[0]:
+            # Started first, waited for last: the all-reduce of the input gradient `[T, in]` runs beside the weight
+            # gradient. Each rank has the term of its own output features only, so a sum is due.
             pending = ctx.overlap.start_product_reduce(grad_y, Product.of_input(ctx.weight), ctx.dim, covered=covered)
         if ctx.needs_input_grad[1]:
             grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight)
@@ -118,9 +123,12 @@ class _GatheredInput(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: Overlap, dim: int, keep: bool
     ) -> Tensor:
         ctx.weight, ctx.bias, ctx.overlap, ctx.dim = weight, bias, overlap, dim
+        # With a recipe there is nothing to keep: the backward computes the input again.
         ctx.kept = keep and ctx.needs_input_grad[1] and recipe_of(x) is None
         y, whole = overlap.gather_product(x, Product.forward(weight, bias), dim, keep=ctx.kept)
         if whole is not None:
+            # The gathered tokens may lie in a slot that the next layer's gather overwrites; the backward comes much
+            # later.
             whole = overlap.hold(whole)
         save_input(ctx, x if whole is None else whole, ctx.needs_input_grad[1])
         return y
@@ -132,6 +140,7 @@ class _GatheredInput(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             saved = saved_input(ctx)
             assert isinstance(saved, Tensor)
+            # The queue may outlive this backward: a saved tensor with its graph would keep the whole layer alive.
             share = saved.detach()
         later = queue_for(ctx.weight)
         again = share is not None and not ctx.kept
@@ -147,6 +156,7 @@ class _GatheredInput(torch.autograd.Function):
         elif share is not None:
             x = share if gathering is None else gathering.wait()
             grad_weight = accumulate_weight_gradient(grad_y, x, ctx.weight)
+            # As early as possible: peers wait for the slot before they send the next layer's tokens.
             overlap.done(x)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (scattering.wait() if scattering else None), grad_weight, grad_bias, None, None, None

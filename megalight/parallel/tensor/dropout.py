@@ -31,6 +31,7 @@ class ParallelDropout(nn.Module):
         """In training, drop elements of ``x`` and scale the others by ``1 / (1 - p)``."""
         if not self.training or not self.p:
             return x
+        # Hidden states that all ranks hold must get one mask on all ranks, or the copies would drift apart.
         own = self.split or self.shared.sequence_parallel
         with self.shared.streams.fork("tensor", x.device) if own else nullcontext():
             return F.dropout(x, self.p)

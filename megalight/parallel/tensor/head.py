@@ -45,12 +45,15 @@ class VocabLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` unpadded logits ``[T, V]`` on every rank."""
+        # `[T, V/tp]`; the last rank's padding is cut off after the join.
         logits = column_linear(hidden, self.weight, self.bias, self.shared, self.tokens)
         return join(logits, self.shared.group, logits.dim() - 1)[..., : self.vocab_size]
 
     def losses(self, hidden: Tensor, labels: Tensor, softcap: float | None, backend: str) -> Tensor:
         """Cross entropy ``[T]`` of labels ``[T]``, equal on every rank; no rank ever holds the logits of all rows."""
         tokens, group = self.shared.tokens(self.tokens), self.shared.group
+        # The gather is outside the loss op, which runs chunk by chunk and would otherwise gather once per chunk. Its
+        # backward reduce-scatters the hidden gradient, of which each rank has one term.
         if tokens == "share":
             hidden = all_gather(hidden, group, self.shared.sequence_dim)
         elif tokens == "whole":
@@ -103,8 +106,10 @@ def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tu
     if group is None:
         return logsumexp, target
     # Subtract the largest value first, as usual, so that exp does not overflow.
+    # A copy, because the all-reduce works in place and the rank's own value is needed after it.
     largest = logsumexp.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    # One message for both: each is `[T]` float32, and latency dominates.
     sums = torch.stack([(logsumexp - largest).exp(), target])
     dist.all_reduce(sums, group=group)
     return largest + sums[0].log(), sums[1]

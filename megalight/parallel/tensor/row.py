@@ -45,6 +45,7 @@ class RowLinear(nn.Module):
         if shared.group is None:
             return linear(x, self.weight, self.bias)
         y = self._sum(x) if self.adapter is None else self._adapted_sum(x, self.adapter)
+        # After the sum over ranks: a bias inside the product would be added tp times.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
@@ -83,13 +84,16 @@ class _ScatteredSum(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_x, whole, grad_weight = None, None, None  # whole: the gathered gradient, which both GEMMs use
-        saved = saved_input(ctx) if need_weight else None  # may recompute a forward pass, which also gathers
+        saved = saved_input(ctx) if need_weight else None  # first: it may run a forward again, which also gathers
         if need_x:
             product = Product.of_input(ctx.weight)
             grad_x, whole = ctx.overlap.gather_product(grad_y, product, ctx.dim, keep=need_weight)
+            # Under autocast, the product has the dtype of `grad_y`.
             grad_x = grad_x.to(ctx.x_dtype)
         if saved is not None:
+            # The input needs no gradient (first layer, frozen embedding), so nothing has gathered yet.
             whole = ctx.overlap.start_gather(grad_y, ctx.dim).wait() if whole is None else whole
+            # The queue reads the gradient later, when the slot may hold another layer's.
             if queue_for(ctx.weight) is not None:
                 whole = ctx.overlap.hold(whole)
             grad_weight = accumulate_weight_gradient(whole, saved, ctx.weight)

@@ -63,6 +63,7 @@ class Shared:
         self.streams = RandomStreams(self.mesh)
         self._group: ProcessGroup | None = None
         self._splits_tokens = self.sequence_parallel  # stays True while decoding switches it off
+        # Choices are cached by what they depend on, as every layer asks in every pass.
         self._overlaps: dict[tuple[str, OverlapSpec], Overlap] = {}
         self._ways: dict[str, Overlap] = {}
 

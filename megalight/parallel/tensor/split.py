@@ -38,12 +38,15 @@ def output_features(
     """
     pieces, start, most = [], 0, max(units)
     for part, count in zip(parts, units, strict=True):
+        # Grouped-query attention with fewer key heads than ranks: neighbouring ranks hold the same key head.
         replicas = replicas_of(count, mesh.tp, part.name, may_share=shared or count < most)
         axis = f"tp%{replicas}"
         shards = mesh.tp // replicas
         size = (part.shape[0] // shards, *part.shape[1:])
         offset = (mesh.rank(f"tp/{replicas}") * size[0],) + (0,) * (len(size) - 1)
         owner = mesh.rank(axis) == 0
+        # Replicas serve different query heads, so each has one term of the gradient of the shared unit: partial over
+        # `axis`.
         pieces.append(Piece(part.name, part.shape, offset, size, start, (axis,) if replicas > 1 else (), owner))
         start = pieces[-1].stop
     return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
@@ -87,6 +90,7 @@ def stack(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh, dim
         size[dim] //= mesh.etp
         offset[dim] = mesh.rank("etp") * size[dim]
         local[dim] //= mesh.etp
+    # Neighbouring experts stay together, so a rank's part of a stack is contiguous in a checkpoint.
     mine = parts[mesh.rank("ep") * here * each :][: here * each]
     pieces = (
         Piece(part.name, part.shape, tuple(offset), tuple(size), place * prod(size)) for place, part in enumerate(mine)
@@ -100,6 +104,7 @@ def vocabulary(part: Part, mesh: ParallelMesh) -> ShardSpec:
     Raises:
         LayoutError: a rank would hold only padding.
     """
+    # Rounded up: all ranks need the same shape, and the last one pads.
     rows = -(-part.shape[0] // mesh.tp)
     first = mesh.rank("tp") * rows
     if rows * (mesh.tp - 1) >= part.shape[0]:
@@ -135,6 +140,7 @@ def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> in
 def take(whole: Tensor, parts: Sequence[Part], spec: ShardSpec, local: Tensor) -> None:
     """Copy this rank's pieces of a one-device parameter ``whole`` into ``local``; padding becomes 0."""
     if sum(piece.numel for piece in spec.pieces) < spec.numel:
+        # Padding must not be left uninitialised: it is saved, and enters norms.
         local.zero_()
     starts = {part.name: part for part in parts}
     flat = whole.reshape(-1)

@@ -54,6 +54,7 @@ def automatic(spec: OverlapSpec) -> str:
     The host takes longer to launch copies and flags than collectives. If a CUDA graph launches them, ``symmetric``
     saves 6 to 10 % of a step. Without a graph the host is too slow, and it loses as much.
     """
+    # Ranks must choose alike, or they deadlock. So the answer depends only on facts that are equal on all of them.
     return "symmetric" if spec.recorded and symmetric.why_not(spec) is None else "plain"
 
 

@@ -36,10 +36,13 @@ class GatheringMessages:
         self.share = share  # keeps the memory until it has been sent
         self.whole = share.new_empty(group.size() * len(share), *share.shape[1:])
         shares = self.whole.view(group.size(), *share.shape)
+        # All ranks post the messages of a round in the same order. With another order, two ranks could each wait in a
+        # send whose receiver has posted another one.
         self.works = [
             [exchange(group, share, behind, shares[ahead], ahead) for ahead, behind in each.pairs] for each in rounds
         ]
         if place_own:
+            # After the messages are posted, so that they start first.
             shares[group.rank()].copy_(share)
 
     def wait(self, number: int) -> None:
@@ -70,6 +73,7 @@ class ScatteringMessages:
         """Wait, and sum the parts in at least float32."""
         wait(self.works)
         self.leaving.clear()
+        # In the order of ranks, not of arrival: every rank, and every run, adds in the same order.
         return torch.sum(self.parts, 0)
 
 

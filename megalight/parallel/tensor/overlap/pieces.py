@@ -28,6 +28,7 @@ MOST = 8
 def product_seconds(rows: int, inner: int, width: int) -> float:
     """Return the time of one product ``[rows, inner] x [inner, width]``."""
     tail = TAIL * MULTIPROCESSORS * TILE_ROWS * TILE_COLUMNS
+    # A multiply-add counts as two operations. The tail is work that the hardware is blocked for without using it.
     return 2.0 * (rows * width + tail) * inner / FLOPS
 
 
@@ -38,6 +39,7 @@ def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
     clock = 0.0
     for block in range(pieces):
         arrived = ((block + 1) * run - 1) * message
+        # A product starts when its operands are there and the product before it has ended.
         clock = max(clock, arrived) + product_seconds(run * rows, inner, width)
     return clock
 
@@ -49,6 +51,7 @@ def scatter_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, ite
     clock = link = 0.0
     for block in range(pieces):
         clock += product_seconds(run * rows, inner, width)
+        # Sums leave when they are computed and the link is free. A rank's own part needs no message.
         link = max(link, clock) + (run - (block == pieces - 1)) * message
     return max(clock, link)
 
@@ -64,6 +67,7 @@ def reduce_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
     edges = [rows * piece // pieces for piece in range(pieces + 1)]
     for start, stop in pairwise(edges):
         clock += product_seconds(stop - start, inner, width)
+        # A ring all-reduce moves each byte twice, less the rank's own part.
         link = max(link, clock) + LATENCY + 2 * (tp - 1) / tp * (stop - start) * width * itemsize / LINK
     return link
 

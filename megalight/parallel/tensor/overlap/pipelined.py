@@ -99,6 +99,7 @@ class Pipelined(Plain):
         y = share.new_empty(size * rows, product.width)
         block = size // pieces * rows
         for number, each in enumerate(rounds):
+            # The current stream waits, and only for this round: later shares go on arriving during the product.
             arriving.wait(number)
             part = slice(each.block * block, (each.block + 1) * block)
             product.call(share if alone and number == 0 else arriving.whole[part], y[part])
@@ -108,6 +109,7 @@ class Pipelined(Plain):
         """Send each block's sums while the next block is computed, the own block last."""
         check_divides(x, self.group, dim)
         flat, back = as_rows(x, dim)
+        # If the caller has work that hides the collective, cutting the product would only cost efficiency.
         pieces = 1 if covered else self.pieces_of("scatter", len(flat) // self.group.size(), product, flat)
         if pieces == 1:
             return super().start_product_scatter(x, product, dim, covered=covered)
@@ -143,6 +145,7 @@ class Pipelined(Plain):
         sums = []
         for start, stop in pairwise(edges):
             product.call(flat[start:stop], y[start:stop])
+            # Rows are contiguous, so each piece is a buffer of its own for the collective; features would not be.
             sums.append(start_all_reduce(y[start:stop], self.group))
 
         def finish() -> Tensor:
@@ -167,4 +170,5 @@ def as_rows(x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     def back(rows: Tensor) -> Tensor:
         return rows.view(-1, *between, rows.shape[-1]).movedim(0, dim).contiguous()
 
+    # Tokens first: then a rank's share, and a block of ranks, is one contiguous range of rows.
     return moved.contiguous().view(-1, x.shape[-1]), back

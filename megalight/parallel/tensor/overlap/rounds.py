@@ -39,6 +39,7 @@ def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
     return tuple(
         Round(
             (block + s) % pieces,
+            # (0, 0) is the rank itself, which needs no message.
             tuple((neighbour(s, t), neighbour(-s, -t)) for t in range(run) if (s, t) != (0, 0)),
         )
         for s in range(pieces)
