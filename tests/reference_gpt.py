@@ -114,7 +114,7 @@ def _attention(params: Params, name: str, x: Tensor, config, layer: int) -> Tens
         query, key = q[..., head * dim : (head + 1) * dim], k[..., kv * dim : (kv + 1) * dim]
         if config.attention.qk_norm:
             query, key = _norm(params, f"{name}.q_norm", query, config), _norm(params, f"{name}.k_norm", key, config)
-        if config.position.kind == "rope":
+        if config.position.rotates(layer):
             query, key = _rotate(query, config), _rotate(key, config)
         scores = query @ key.transpose(1, 2) * (config.attention.scale or 1 / math.sqrt(dim))
         if config.attention.softcap is not None:

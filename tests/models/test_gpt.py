@@ -57,6 +57,7 @@ STYLES = {
         "norm": NormConfig(kind="layer"),
     },
     "interleaved": {"position": PositionConfig(interleaved=True), "activation": "squared_relu"},
+    "some_rotate": {"position": PositionConfig(base=50.0, pattern=(False, True))},
     "nope": {"position": PositionConfig(kind="none"), "activation": "quick_gelu"},
 }
 

@@ -53,6 +53,8 @@ def test_windows_follow_the_pattern():
         ({"norm": {"eps": 0.0}}, r"norm\.eps is 0.0"),
         ({"position": {"fraction": 1.5}}, r"position\.fraction is 1.5"),
         ({"position": {"base": 0.5}}, r"position\.base is 0.5"),
+        ({"position": {"pattern": [False]}}, "at least one entry must be true"),
+        ({"position": {"kind": "none", "pattern": [True, False]}}, "it chooses layers that rotate"),
         ({"attention": {"window": -1}}, r"attention\.window is -1"),
         ({"attention": {"softcap": -1.0}}, r"attention\.softcap is -1"),
         ({"attention": {"scale": 0.0}}, r"attention\.scale is 0"),

@@ -1,5 +1,6 @@
 """Weights of ``transformers`` models in ours: equal logits and gradients, and the way back."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,8 +9,14 @@ import torch
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import config_from_transformers, from_transformers, to_transformers
+from megalight.models.gpt.state_dict import (
+    config_from_transformers,
+    config_to_transformers,
+    from_transformers,
+    to_transformers,
+)
 from megalight.nn.canonical import canonical_tensors
+from megalight.ops.rotary import RotaryScaling
 from megalight.types import PackedSequences
 from tests.canonical import load_canonical
 from tests.reference_gpt import canonical_gradients, relative_error
@@ -34,6 +41,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 MODELS = {
     "llama": ("Llama", {**SIZES}),
     "llama_tied_scaled": ("Llama", {**SIZES, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -44,6 +60,8 @@ MODELS = {
         {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+    "qwen3_yarn": ("Qwen3", {**SIZES, "head_dim": 8, "rope_parameters": YARN}),
+    "smollm3": ("SmolLM3", {**SIZES, "num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": None}),
     "gpt2": (
         "GPT2",
         {"vocab_size": 53, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 64, "initializer_range": 0.2}
@@ -135,6 +153,21 @@ def test_foreign_things_are_refused():
         to_transformers(half, config)
     with pytest.raises(ConfigurationError, match="model_type is 'bert'"):
         config_from_transformers({"model_type": "bert"})
-    yarn = {**theirs("llama").config.to_dict(), "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
-    with pytest.raises(ConfigurationError, match="rope_type 'yarn'"):
-        config_from_transformers(yarn)
+    rotary = {"rope_type": "longrope", "factor": 4.0}
+    with pytest.raises(ConfigurationError, match="rope_type 'longrope'"):
+        config_from_transformers({**theirs("llama").config.to_dict(), "rope_parameters": rotary})
+    with pytest.raises(ConfigurationError, match=r"attention_factor is 2.0, and the other values of yarn give 1.138"):
+        config_from_transformers(
+            {**theirs("llama").config.to_dict(), "rope_parameters": {**YARN, "attention_factor": 2.0}}
+        )
+
+
+@pytest.mark.parametrize("name", ["llama_tied_scaled", "qwen3_yarn", "smollm3"])
+def test_configuration_round_trip(name):
+    ours = config_from_transformers(theirs(name).config.to_dict())
+    values = config_to_transformers(ours)
+    assert config_from_transformers(values) == ours
+    position = dataclasses.replace(ours.position, scaling=RotaryScaling("ntk", 2.0))
+    unknown = dataclasses.replace(ours, position=position)
+    with pytest.raises(ConfigurationError, match=r"Nearest: rope_type 'ntk'"):
+        config_to_transformers(unknown)

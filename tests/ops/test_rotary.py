@@ -78,6 +78,65 @@ def test_llama3_scaling_equals_transformers() -> None:
     assert error(sin[0].asin()[1:], frequencies[1:]) < 1e-6
 
 
+@pytest.mark.parametrize("round_range", [True, False])
+@pytest.mark.parametrize("mscales", [(None, None), (0.7, 1.3)])
+def test_yarn_equals_transformers(round_range: bool, mscales: tuple[float | None, float | None]) -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    values = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": round_range}
+    values |= {"original_max_position_embeddings": 4096, "mscale": mscales[0], "mscale_all_dim": mscales[1]}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, max_position_embeddings=131072, rope_parameters=values)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    scaling = RotaryScaling(
+        "yarn", 32.0, original_length=4096, round_range=round_range, mscale=mscales[0], mscale_all_dim=mscales[1]
+    )
+    assert error(scaling.frequencies(64, 150000.0), frequencies.double()) < 1e-6
+    assert scaling.concentration == pytest.approx(factor, rel=1e-12)
+    # both tables have the factor
+    found = rotary_table(torch.tensor([3.0]).double(), 64, 150000.0, scaling)
+    assert error((found[0] ** 2 + found[1] ** 2).sqrt(), torch.full((1, 32), factor, dtype=torch.float64)) < 1e-12
+
+
+def test_yarn_golden_numbers() -> None:
+    """Published models: GPT-OSS, DeepSeek-V3, Kimi-K2."""
+    oss = RotaryScaling("yarn", 32.0, original_length=4096, round_range=False)
+    assert oss.correction_range(64, 150000.0) == (pytest.approx(8.09278, abs=1e-5), pytest.approx(17.39802, abs=1e-5))
+    assert oss.concentration == pytest.approx(1.3465736, abs=1e-7)
+    assert oss.score_factor == 1.0
+    deepseek = RotaryScaling("yarn", 40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
+    assert deepseek.correction_range(64, 10000.0) == (10, 23)
+    exact = RotaryScaling("yarn", 40.0, original_length=4096, round_range=False).correction_range(64, 10000.0)
+    assert exact == (pytest.approx(10.4722, abs=1e-4), pytest.approx(22.5134, abs=1e-4))
+    assert deepseek.concentration == 1.0
+    assert deepseek.score_factor == pytest.approx(1.873854, abs=1e-6)
+    assert deepseek.score_factor / math.sqrt(192) == pytest.approx(0.1352338, abs=1e-7)
+    kimi = RotaryScaling("yarn", 32.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
+    assert kimi.correction_range(64, 50000.0) == (8, 20)
+    assert RotaryScaling("yarn", 32.0, original_length=4096, beta_fast=1.0).correction_range(64, 50000.0) == (19, 20)
+    assert kimi.score_factor / math.sqrt(192) == pytest.approx(0.1308608, abs=1e-7)
+
+
+def test_yarn_range_stays_within_its_limits() -> None:
+    """The upper limit is one below the number of features, not of pairs; and an empty range becomes a step."""
+    assert RotaryScaling("yarn", 4.0, original_length=10**6, beta_fast=2e5).correction_range(8, 10.0) == (0, 7)
+    step = RotaryScaling("yarn", 4.0, original_length=2**20, beta_fast=1.0, round_range=False)
+    found = step.frequencies(8, 4.0)
+    assert found.isfinite().all()
+    assert torch.equal(found, 4.0 ** -(torch.arange(4).double() / 4))  # above the range: kept
+
+
+def test_ntk_scaling_keeps_the_fastest_and_slows_the_slowest() -> None:
+    found = RotaryScaling("ntk", 8.0).frequencies(16, 1e4)
+    plain = 1e4 ** -(torch.arange(8).double() / 8)
+    assert found[0] == 1.0
+    assert found[-1].item() == pytest.approx(plain[-1].item() / 8, rel=1e-12)
+    assert error(found, (1e4 * 8 ** (16 / 14)) ** -(torch.arange(8).double() / 8)) < 1e-14
+    with pytest.raises(ValueError, match="at least 4 rotated features"):
+        RotaryScaling("ntk", 8.0).frequencies(2, 1e4)
+
+
 def test_linear_scaling_is_interpolation() -> None:
     ours = rotary_table(torch.tensor([40.0]).double(), 8, 1e4, RotaryScaling("linear", 4.0))
     assert torch.equal(ours[0], rotary_table(torch.tensor([10.0]).double(), 8, 1e4)[0])
@@ -90,5 +149,11 @@ def test_bad_arguments_are_refused() -> None:
         RotaryScaling(factor=0.5)
     with pytest.raises(ValueError, match="must be above 0 and below"):
         RotaryScaling(low_frequency_factor=4.0)
-    with pytest.raises(ValueError, match="choose linear or llama3"):
-        RotaryScaling("yarn")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"choose linear, ntk, llama3, yarn\. Did you mean 'yarn'"):
+        RotaryScaling("yarns")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="original_length is 0"):
+        RotaryScaling("yarn", original_length=0)
+    with pytest.raises(ValueError, match=r"beta_slow is 2.0 and beta_fast is 1.0"):
+        RotaryScaling("yarn", beta_fast=1.0, beta_slow=2.0)
+    with pytest.raises(ValueError, match="mscale_all_dim is -1"):
+        RotaryScaling("yarn", mscale_all_dim=-1.0)

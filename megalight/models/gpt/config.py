@@ -43,6 +43,8 @@ class PositionConfig:
         scaling: how rotary frequencies are scaled for contexts longer than in the first training.
         fraction: fraction of a head's features that are rotated.
         interleaved: whether the features of a rotary pair are neighbours instead of half a head apart.
+        pattern: which layers rotate, repeated over the depth: ``[true, true, true, false]`` means that every fourth
+            layer has no positions (https://arxiv.org/abs/2501.18795).
     """
 
     kind: Literal["rope", "learned", "none"] = "rope"
@@ -50,11 +52,27 @@ class PositionConfig:
     scaling: RotaryScaling | None = None
     fraction: float = 1.0
     interleaved: bool = False
+    pattern: tuple[bool, ...] = (True,)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        require(
+            any(self.pattern),
+            f"position.pattern is {list(self.pattern)}; at least one entry must be true. For no rotation at all, set "
+            "position.kind=none.",
+        )
+        require(
+            self.kind == "rope" or all(self.pattern),
+            f"position.pattern is {list(self.pattern)} with position.kind={self.kind}; it chooses layers that rotate. "
+            "Set position.kind=rope, or leave the pattern out.",
+        )
         require_choice("position.kind", self.kind, ("rope", "learned", "none"))
         require(self.base > 1, f"position.base is {self.base}; it must be above 1.")
         require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether the layer with this index rotates queries and keys."""
+        return self.kind == "rope" and self.pattern[layer % len(self.pattern)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
         q_norm=build_norm(config, config.head_dim * (config.num_heads if whole else 1)) if normed else None,
         k_norm=build_norm(config, config.head_dim * (config.num_kv_heads if whole else 1)) if normed else None,
         norm_whole=whole,
-        rotary=ROTARY if config.position.kind == "rope" else None,
+        rotary=ROTARY if config.position.rotates(index) else None,
         std=config.init.std,
         proj_std=config.residual_std,
     )

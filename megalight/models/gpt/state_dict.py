@@ -14,8 +14,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.config import compare
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
+from megalight.models.gpt.rotary_values import rotary_from, rotary_to
 from megalight.models.weights import Theirs, WeightMap
-from megalight.ops.rotary import RotaryScaling
 
 LLAMA = {
     "embed.word": "model.embed_tokens",
@@ -146,12 +146,13 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         values["moe"]["ffn_hidden_size"] = config.expert_ffn_hidden_size
         del values["moe"]["balance"]  # losses are the user's choice
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
+    values["position"]["pattern"] = [config.position.rotates(layer) for layer in range(config.num_layers)]
     del values["attention"]["window_pattern"]
     return values
 
 
 def _llama(values: Mapping[str, Any]) -> GPTConfig:
-    """Convert Llama, Mistral, Qwen2 and Qwen3. They differ only in biases, norms and windows."""
+    """Convert Llama, Mistral, Qwen2, Qwen3 and SmolLM3. They differ only in biases, norms, windows and rotation."""
     bias = bool(values.get("attention_bias", False))
     kind = values["model_type"]
     window, pattern = _window(values)
@@ -168,7 +169,7 @@ def _llama(values: Mapping[str, Any]) -> GPTConfig:
         mlp_bias=bool(values.get("mlp_bias", False)),
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
-        position=_rotary(values),
+        position=rotary_from(values),
         attention=AttentionConfig(
             qkv_bias=bias or kind == "qwen2",
             proj_bias=bias,
@@ -218,6 +219,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "smollm3": _llama,
     "mixtral": _moe,
     "qwen3_moe": _moe,
     "olmoe": _moe,
@@ -226,8 +228,8 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
 
 
 def _to_llama(config: GPTConfig) -> dict[str, Any]:
-    """Write what Llama, Mistral, Qwen2 and Qwen3 have in common."""
-    attention, rotary = config.attention, config.position.scaling
+    """Write what these models have in common."""
+    attention = config.attention
     values: dict[str, Any] = {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -240,18 +242,10 @@ def _to_llama(config: GPTConfig) -> dict[str, Any]:
         "hidden_act": _their_name(config.activation, GATED),
         "tie_word_embeddings": config.tie_embeddings,
         "rms_norm_eps": config.norm.eps,
-        "rope_theta": config.position.base,
+        **rotary_to(config.position),
         "attention_dropout": config.dropout.attention,
         "initializer_range": config.init.std,
     }
-    if rotary is not None:
-        values["rope_scaling"] = {"rope_type": rotary.kind, "factor": rotary.factor}
-        if rotary.kind == "llama3":
-            values["rope_scaling"] |= {
-                "low_freq_factor": rotary.low_frequency_factor,
-                "high_freq_factor": rotary.high_frequency_factor,
-                "original_max_position_embeddings": rotary.original_length,
-            }
     if attention.window is not None:
         values["sliding_window"] = attention.window + 1
     return values
@@ -272,6 +266,12 @@ def _to_qwen(config: GPTConfig) -> dict[str, Any]:
         "use_sliding_window": any(windowed),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
     }
+
+
+def _to_smollm3(config: GPTConfig) -> dict[str, Any]:
+    rotated = [int(config.position.rotates(layer)) for layer in range(config.num_layers)]
+    biases = {"attention_bias": config.attention.proj_bias, "mlp_bias": config.mlp_bias}
+    return {**_to_qwen(config), **biases, "no_rope_layers": rotated}
 
 
 def _to_qwen3(config: GPTConfig) -> dict[str, Any]:
@@ -319,6 +319,7 @@ WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
     "mistral": _to_mistral,
     "qwen2": _to_qwen,
     "qwen3": _to_qwen3,
+    "smollm3": _to_smollm3,
     "mixtral": _to_mixtral,
     "qwen3_moe": _to_qwen3_moe,
     "olmoe": _to_olmoe,
@@ -331,6 +332,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -360,23 +362,3 @@ def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
     if not any(kinds):
         return None, (True,)
     return values["sliding_window"] - 1, kinds
-
-
-def _rotary(values: Mapping[str, Any]) -> PositionConfig:
-    options = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    base = options.get("rope_theta") or values.get("rope_theta") or 10000.0
-    kind = options.get("rope_type", "default")
-    if kind == "default":
-        return PositionConfig(base=base)
-    if kind == "linear":
-        return PositionConfig(base=base, scaling=RotaryScaling(kind="linear", factor=options["factor"]))
-    if kind != "llama3":
-        raise ConfigurationError(f"rope_type {kind!r} has no counterpart here; known: default, linear, llama3.")
-    scaling = RotaryScaling(
-        kind="llama3",
-        factor=options["factor"],
-        low_frequency_factor=options["low_freq_factor"],
-        high_frequency_factor=options["high_freq_factor"],
-        original_length=options["original_max_position_embeddings"],
-    )
-    return PositionConfig(base=base, scaling=scaling)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, select, serve_all, triton_why_not
 from megalight.ops.rotary import reference
-from megalight.ops.rotary.table import RotaryScaling, rotary_table
+from megalight.ops.rotary.scaling import RotaryScaling
+from megalight.ops.rotary.table import rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
 
 __all__ = ["RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]

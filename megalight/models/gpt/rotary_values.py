@@ -1,0 +1,78 @@
+"""Rotary embedding in configurations of ``transformers``: how a ``config.json`` states base and scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt.config import PositionConfig
+from megalight.ops.rotary import RotaryScaling
+
+FIELDS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+        "original_length": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "round_range": "truncate",
+        "original_length": "original_max_position_embeddings",
+    },
+}
+"""Kind of scaling -> our field -> their key."""
+OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+"""Their keys that may be missing or empty. Defaults are the same on both sides."""
+
+
+def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
+    """Read base and scaling from a ``config.json``.
+
+    Raises:
+        ConfigurationError: the kind of scaling, or an option of it, has no counterpart here.
+        KeyError: the scaling lacks a value.
+    """
+    rotated = tuple(bool(layer) for layer in values.get("no_rope_layers") or (True,))  # 1: it rotates
+    if not any(rotated):
+        return PositionConfig(kind="none")
+    options = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    base = options.get("rope_theta") or values.get("rope_theta") or 10000.0
+    kind = options.get("rope_type") or options.get("type") or "default"
+    if kind == "default":
+        return PositionConfig(base=base, pattern=rotated)
+    if kind not in FIELDS:
+        raise ConfigurationError(f"rope_type {kind!r} has no counterpart here; known: default, {', '.join(FIELDS)}.")
+    given = {
+        ours: options[theirs]
+        for ours, theirs in FIELDS[kind].items()
+        if theirs not in OPTIONAL or options.get(theirs) is not None
+    }
+    # weights of 0 mean the same as none
+    given = {name: value for name, value in given.items() if value or not name.startswith("mscale")}
+    scaling = RotaryScaling(**{"kind": kind, **given})
+    stated = options.get("attention_factor")
+    if stated is not None and abs(stated - scaling.concentration) > 1e-6 * stated:
+        raise ConfigurationError(
+            f"attention_factor is {stated}, and the other values of {kind} give {scaling.concentration:.6f}; a factor "
+            "of its own has no counterpart here."
+        )
+    return PositionConfig(base=base, scaling=scaling, pattern=rotated)
+
+
+def rotary_to(position: PositionConfig) -> dict[str, Any]:
+    """Return the keys of a ``config.json`` that state base and scaling."""
+    values: dict[str, Any] = {"rope_theta": position.base}
+    scaling = position.scaling
+    # kinds that they lack keep their name, and are refused when the values are read back
+    if scaling is not None:
+        fields = FIELDS.get(scaling.kind, FIELDS["linear"])
+        stated = {theirs: getattr(scaling, ours) for ours, theirs in fields.items()}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **{k: v for k, v in stated.items() if v is not None}}
+    return values

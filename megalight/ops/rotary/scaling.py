@@ -1,0 +1,156 @@
+"""Scalings of rotary frequencies for contexts that are longer than in the original training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalight.errors import nearest
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Scales rotary frequencies for contexts that are longer than in the original training.
+
+    ``linear`` (https://arxiv.org/abs/2306.15595) divides every frequency by ``factor``.
+
+    ``ntk`` multiplies the base by ``factor^(d / (d - 2))``: the fastest pair of features stays, and the slowest is
+    divided by ``factor``.
+
+    ``llama3`` (Llama 3.1) divides only frequencies whose wavelength exceeds ``original_length /
+    low_frequency_factor``, keeps those whose wavelength is below ``original_length / high_frequency_factor``, and
+    interpolates between them.
+
+    ``yarn`` (https://arxiv.org/abs/2309.00071) keeps pairs that turn more than ``beta_fast`` times within
+    ``original_length`` tokens, divides those that turn less than ``beta_slow`` times, and interpolates between them,
+    linearly in the index of the pair. It also multiplies queries and keys by :attr:`concentration`.
+
+    Attributes:
+        kind: see above.
+        factor: the factor by which the context becomes longer.
+        low_frequency_factor: of ``llama3``.
+        high_frequency_factor: of ``llama3``.
+        original_length: context length of the original training, in tokens; of ``llama3`` and ``yarn``.
+        beta_fast: of ``yarn``.
+        beta_slow: of ``yarn``.
+        mscale: of ``yarn``: weight of ``ln(factor)`` in the concentration, with ``mscale_all_dim`` (DeepSeek).
+        mscale_all_dim: of ``yarn``: its weight in :attr:`score_factor`; the concentration is divided by the same.
+        round_range: of ``yarn``: whether the interpolated pairs begin and end at whole indices.
+    """
+
+    kind: Literal["linear", "ntk", "llama3", "yarn"] = "llama3"
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    round_range: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise ValueError(f"rotary scaling kind is {self.kind!r}; choose {known}." + nearest(self.kind, KINDS))
+        if self.factor < 1:
+            raise ValueError(f"rotary scaling factor is {self.factor}; it must be at least 1 (1 changes nothing).")
+        if self.original_length < 1:
+            raise ValueError(f"original_length is {self.original_length}; it must be at least 1 token.")
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor is {self.low_frequency_factor} and high_frequency_factor is "
+                f"{self.high_frequency_factor}; the first must be above 0 and below the second. Llama 3.1 uses 1 and 4."
+            )
+        # Kimi-K2 has two equal ones: then one pair alone lies between
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"beta_slow is {self.beta_slow} and beta_fast is {self.beta_fast}; the first must be above 0 and at "
+                "most the second. The paper uses 1 and 32."
+            )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0, or null.")
+
+    def frequencies(self, dim: int, base: float, device: torch.device | str = "cpu") -> Tensor:
+        """Return the scaled frequencies of ``dim / 2`` pairs, in radians per token, float64."""
+        return KINDS[self.kind](self, dim, base, device)
+
+    @property
+    def concentration(self) -> float:
+        """The factor of cosines and sines; scores get its square. 1 except for ``yarn``."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._magnitude(1.0)
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of the scores of attention that rotates a part of each head only (DeepSeek). Mostly 1."""
+        if self.kind != "yarn" or self.mscale_all_dim is None:
+            return 1.0
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+    def correction_range(self, dim: int, base: float) -> tuple[float, float]:
+        """Return the indices of the first and the last interpolated pair of ``yarn``."""
+
+        def index(turns: float) -> float:
+            """Return the index of the pair that turns so many times within the original context."""
+            return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.round_range:
+            low, high = math.floor(low), math.ceil(high)
+        # The upper limit is dim - 1, although there are dim / 2 pairs: published models were trained with it. Both ends
+        # have both limits, because a range that ends before it begins would scale the wrong pairs.
+        return min(max(low, 0), dim - 1), min(max(high, 0), dim - 1)
+
+    def _magnitude(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+
+def unscaled(dim: int, base: float, device: torch.device | str = "cpu") -> Tensor:
+    """Return ``base^(-2i/dim)``, ``[dim / 2]`` in float64."""
+    return float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+
+
+def _linear(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
+    return unscaled(dim, base, device) / scaling.factor
+
+
+def _ntk(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
+    if dim == 2:
+        raise ValueError("rotary scaling ntk needs at least 4 rotated features: it keeps the first of several pairs.")
+    return unscaled(dim, base * scaling.factor ** (dim / (dim - 2)), device)
+
+
+def _llama3(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
+    frequencies = unscaled(dim, base, device)
+    turns = scaling.original_length * frequencies / (2 * math.pi)  # full turns within the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def _yarn(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
+    frequencies = unscaled(dim, base, device)
+    low, high = scaling.correction_range(dim, base)
+    high += 0.001 if low == high else 0.0  # a step, without a division by 0
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float64, device=device) - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+
+
+KINDS: dict[str, Callable[[RotaryScaling, int, float, torch.device | str], Tensor]] = {
+    "linear": _linear,
+    "ntk": _ntk,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""Kind -> function that computes the scaled frequencies."""
