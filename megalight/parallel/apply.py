@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megalight.errors import LayoutError, nearest
+from megalight.nn.moe import MoE
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert.options import ExpertOptions
@@ -57,7 +58,7 @@ def parallelize(
         LayoutError: the model is parallel already; a size is not divisible; a pattern matches nothing; a style does not
             fit its module; under sequence parallelism, a module with parameters has no rule; under context parallelism,
             the plan names no attention, or a kind cannot serve a layer; with ``ep`` or ``etp``, it names no experts;
-            options of ``tensor`` have no effect.
+            options of ``tensor`` or ``expert`` have no effect.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -94,7 +95,22 @@ def parallelize(
             f"{', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}. Add SequenceRegion() for those that see a share "
             "of the tokens, Replicated() for those that see all, or turn sequence parallelism off."
         )
+    if shared.expert.shared_beside:
+        _set_beside(model, mesh)
     return splitter.specs
+
+
+def _set_beside(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Let networks for all tokens compute beside the dispatch of tokens to experts."""
+    layers = [module for module in model.modules() if isinstance(module, MoE) and module.shared is not None]
+    if not layers or mesh.ep * mesh.etp == 1:
+        reason = f"ep={mesh.ep} and etp={mesh.etp}, so no tokens travel" if layers else "no layer has such a network"
+        raise LayoutError(
+            f"ExpertOptions: shared_beside=True computes networks for all tokens while tokens travel, but {reason}. "
+            "Leave it out."
+        )
+    for layer in layers:
+        layer.shared_beside = True
 
 
 def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:

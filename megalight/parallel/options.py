@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -47,6 +48,9 @@ class ParallelOptions:
         pipeline_layout: the layers of each stage, as a string; None: as ``pipeline`` says.
         recompute: activations that the backward pass computes again.
         transforms: changes of the model's structure, in this order.
+
+    Raises:
+        LayoutError: options that do not go together.
     """
 
     plan: Plan | None = None
@@ -59,6 +63,19 @@ class ParallelOptions:
     pipeline_layout: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
     transforms: tuple[ModelTransform, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse to compute networks for all tokens on a stream of their own where another stream needs their parts."""
+        if not self.expert.shared_beside:
+            return
+        again = [pattern for pattern in self.recompute.modules if fnmatchcase("mlp.shared", pattern)]
+        others = [f"recompute.modules={again}"] * bool(again)
+        others += [f"pipeline.schedule={name!r}" for name in ("zero_bubble",) if self.pipeline.schedule == name]
+        if others:
+            raise LayoutError(
+                f"ExpertOptions: shared_beside=True with {others[0]}: the network for all tokens would compute on two "
+                "streams. Leave out one of the two."
+            )
 
     def token_multiple(self, mesh: ParallelMesh) -> int:
         """Packed token counts must be a multiple of this, as sequence parallelism gives each rank an equal share."""

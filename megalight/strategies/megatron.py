@@ -171,6 +171,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._whole_between_steps = False
         self._foreign_bar = False
         self._left_out: set[str] = set()
+        _ = self.options  # refuses options that do not go together
 
     # ------------------------------------------------------------------ ranks and launching
 

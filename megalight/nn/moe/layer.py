@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.nn.mlp import MLP
+from megalight.nn.moe.beside import beside
 from megalight.nn.moe.experts import Experts
 from megalight.nn.moe.router import Router
 
@@ -19,6 +22,9 @@ class MoE(nn.Module):
         experts: the experts.
         shared: a network for all tokens, whose output is added.
         shared_gate: ``h -> 1``; the sigmoid of its output multiplies that of ``shared``.
+
+    Attributes:
+        shared_beside: compute ``shared`` on a CUDA stream of its own, while tokens travel to their experts and back.
     """
 
     def __init__(
@@ -29,14 +35,18 @@ class MoE(nn.Module):
         self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate
+        self.shared_beside = False
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """``[T, h] -> [T, h]``."""
         routes = self.router(hidden, context)
+        # Before the dispatch, in which the host may wait: the other stream must have its work by then.
+        start = beside if self.shared_beside else partial
+        shared = None if self.shared is None else start(self._for_all, hidden)
         dispatcher = self.experts.dispatcher
         copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(len(hidden)))
         out = dispatcher.combine(self.experts(copies), memo)
-        return out if self.shared is None else out + self._for_all(hidden)
+        return out if shared is None else out + shared()
 
     def _for_all(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None

@@ -1,0 +1,145 @@
+"""Messages of experts hidden behind other work: one step equals one device, gradients tensor by tensor."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalight.errors import LayoutError
+from megalight.nn.init import initialise
+from megalight.nn.moe import BalanceConfig, MoE, SharedConfig
+from megalight.parallel.apply import parallelize
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.plans import plan_for
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.run_engine import engine_over
+from megalight.parallel.step import Step
+from tests.parallel.expert.model import CONFIG, build
+from tests.parallel.expert.test_coupling import Task
+from tests.parallel.gathering import gather_canonical, relative_error
+from tests.parallel.test_apply import canonical
+from tests.workers import run
+
+DEEP = replace(CONFIG, num_layers=4)
+VARIANT: dict[str, Any] = {
+    "pattern": (False, True, True),
+    "shared": SharedConfig(ffn_hidden_size=8, gate=True),
+    "balance": BalanceConfig(aux_loss=0.1, z_loss=0.01),
+}
+BESIDE = ExpertOptions(shared_beside=True)
+
+
+def micro_batches(replica: int, count: int) -> list[Any]:
+    draws = torch.Generator().manual_seed(replica)
+    lengths = [[4 + i % 2 * 2, 4] for i in range(count)]
+    return [(*torch.randint(0, 101, (2, sum(each)), generator=draws), each) for each in lengths]
+
+
+@functools.cache
+def expected(replicas: int, count: int) -> dict[str, torch.Tensor]:
+    """Loss, norm and gradients of one device, with one rank's work after the other's."""
+    step = _stepper(ParallelMesh(), ParallelOptions())
+    return _answers(step, [batch for replica in range(replicas) for batch in micro_batches(replica, count)])
+
+
+def _stepper(mesh: ParallelMesh, options: ParallelOptions) -> Step:
+    root = build(DEEP, **VARIANT).double()
+    if mesh.world_size == 1:
+        initialise(root, 3, prefix="model.")
+    else:
+        root = root.to("meta")
+    model = ParallelModel.build(root, mesh, options, seed=3)
+    step = Step(model, Task())
+    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
+    return step
+
+
+def _answers(step: Step, batches: list[Any]) -> dict[str, torch.Tensor]:
+    assert step.engine is not None
+    model = step.model
+    for _ in range(2):  # the second step reduces buckets while its last micro-batches run
+        step.engine.zero_grad()
+        done = step.train(batches)
+        found = {"loss": done.loss, **done.metrics, "norm": step.engine.grad_norm()}
+    gradients = {name: p.grad for name, p in model.root.named_parameters()}
+    if model.mesh.world_size == 1:
+        whole = canonical(model.root, gradients)
+    else:
+        gathered = gather_canonical(gradients, model.specs, model.mesh, sum_partial=False)
+        whole = {name.removeprefix("model."): value for name, value in gathered.items()}
+    return {name: value.clone() for name, value in {**found, **whole}.items()}
+
+
+def _compare(degrees: dict[str, int], options: dict[str, Any], count: int) -> dict[str, float]:
+    mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
+    step = _stepper(mesh, ParallelOptions(sequence_parallel=mesh.tp > 1, **options))
+    found = _answers(step, micro_batches(mesh.rank("dp"), count))
+    wanted = expected(mesh.dp, count)
+    assert found.keys() == wanted.keys()
+    return {name: relative_error(found[name], wanted[name]) for name in wanted}
+
+
+def assert_equal(ranks: int, degrees: dict[str, int], options: dict[str, Any], count: int = 3) -> None:
+    for errors in run(_compare, ranks, degrees, options, count):
+        wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+        assert not wrong, wrong
+        assert {"loss", "norm", "router_aux_loss"} < errors.keys()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "options"),
+    [
+        (2, {"ep": 2}, {}),
+        (2, {"tp": 2, "ep": 2}, {"recompute": Recompute(granularity="full")}),
+    ],
+)
+def test_the_network_for_all_tokens_beside_the_messages(
+    ranks: int, degrees: dict[str, int], options: dict[str, Any]
+) -> None:
+    assert_equal(ranks, degrees, {"expert": BESIDE, **options})
+
+
+def test_every_layer_with_such_a_network_computes_it_beside() -> None:
+    with torch.device("meta"):
+        model = build(DEEP, **VARIANT)
+    parallelize(model, plan_for(model), ParallelMesh(2, 0, ep=2), expert=BESIDE)
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    assert [layer.shared_beside for layer in layers] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": Recompute(granularity="selective", modules=("shared_experts",))}, r"\['mlp.shared'\].*two stre"),
+        ({"pipeline": Pipeline(schedule="zero_bubble")}, "with pipeline.schedule='zero_bubble'"),
+    ],
+)
+def test_options_that_do_not_go_with_the_network_beside(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        ParallelOptions(expert=BESIDE, **options)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "moe", "message"),
+    [({"ep": 2}, {"shared": None}, "no layer has such a network"), ({}, {}, "ep=1 and etp=1, so no tokens travel")],
+)
+def test_models_without_such_a_network(degrees: dict[str, int], moe: dict[str, Any], message: str) -> None:
+    with torch.device("meta"):
+        model = build(DEEP, **{**VARIANT, **moe})
+    with pytest.raises(LayoutError, match=message):
+        parallelize(model, plan_for(model), ParallelMesh(2, 0, **degrees), expert=BESIDE)
+
+
+def test_dispatchers_without_messages_to_hide_behind() -> None:
+    with pytest.raises(LayoutError, match="shared_beside=True with dispatcher='all_gather'"):
+        ExpertOptions("all_gather", shared_beside=True)
