@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalight.checkpoint.checksum import BLOCK, checksum
-from megalight.checkpoint.files import MAX_HEADER, FileRecord, located
+from megalight.checkpoint.files import MAX_HEADER, TORCH_SUFFIX, FileRecord, located
 from megalight.errors import CheckpointError
 
 
@@ -79,9 +79,8 @@ class DataFile(OpenFile):
         size = os.fstat(self.descriptor).st_size
         if size != self.record.size:
             raise CheckpointError(f"{self.what} is torn: {size} bytes, {self.record.size} were saved.")
-        length = int.from_bytes(self._bytes(8), "little") if size >= 8 else MAX_HEADER + 1
-        if length > min(MAX_HEADER, size - 8) or checksum(self._bytes(8 + length)) != self.record.checksum:
-            raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
+        if self.path.suffix != TORCH_SUFFIX:
+            self._verify_header(size)
         self.verify_blocks(places)
 
     def verify_blocks(self, places: Iterable[tuple[int, int, str]]) -> None:
@@ -105,7 +104,25 @@ class DataFile(OpenFile):
             raise CheckpointError(f"{self.what} is torn: bytes {start} to {stop} differ from what was saved.")
         return data
 
-    def _bytes(self, length: int) -> bytes:
+    def verify_around(self, tensors: Iterable[tuple[int, int]]) -> None:
+        """Check the bytes of a file of torch's archives that belong to none of its ``(start, stop)`` tensors.
+
+        Raises:
+            CheckpointError: they differ from what was saved, or cannot be read.
+        """
+        around, position = b"", 0
+        for start, stop in (*sorted(tensors), (self.record.size, 0)):
+            around += self._bytes(start - position, position)
+            position = stop
+        if checksum(around) != self.record.checksum:
+            raise CheckpointError(f"{self.what} is torn: what is around its tensors differs from what was saved.")
+
+    def _verify_header(self, size: int) -> None:
+        length = int.from_bytes(self._bytes(8), "little") if size >= 8 else MAX_HEADER + 1
+        if length > min(MAX_HEADER, size - 8) or checksum(self._bytes(8 + length)) != self.record.checksum:
+            raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
+
+    def _bytes(self, length: int, start: int = 0) -> bytes:
         data = bytearray(length)
-        self.read(0, memoryview(data))
+        self.read(start, memoryview(data))
         return bytes(data)

@@ -42,6 +42,12 @@ CODES = {
 }
 """Our dtype names (torch's) -> safetensors' code and bytes per element."""
 
+TORCH_METADATA = ".metadata"
+"""The index that torch's Distributed Checkpoint looks for; the only hidden file that a checkpoint may have."""
+
+TORCH_SUFFIX = ".distcp"
+"""Data files with this suffix are torch's archives, not safetensors; they have no header."""
+
 _NAME = re.compile(r"[A-Za-z0-9_\-+=@,][A-Za-z0-9_.\-+=@, ]*")
 
 
@@ -49,7 +55,8 @@ _NAME = re.compile(r"[A-Za-z0-9_\-+=@,][A-Za-z0-9_.\-+=@, ]*")
 class FileRecord:
     """Size in bytes and checksum of one file.
 
-    Of tensor data files the checksum covers the header; the tensors behind it have their own in the index.
+    Of tensor data files the checksum covers the header, or what is around the tensors of torch's archives; the tensors
+    have their own in the index.
     """
 
     size: int
@@ -77,6 +84,8 @@ def checked_name(name: str) -> str:
     Raises:
         CheckpointError: it is absolute, climbs out, is hidden, or has odd characters.
     """
+    if name == TORCH_METADATA:
+        return name
     parts = name.split("/") if isinstance(name, str) else []
     if not 1 <= len(parts) <= 8 or len(name) > 240 or not all(_NAME.fullmatch(part) for part in parts):
         raise CheckpointError(

@@ -34,6 +34,9 @@ FULLY_RESHARDABLE = "fully_reshardable"
 DP_RESHARDABLE = "dp_reshardable"
 """The scheme of flat optimizer state; see there."""
 
+FSDP_DTENSOR = "fsdp_dtensor"
+"""The scheme of canonical tensors in files of torch's Distributed Checkpoint; see there."""
+
 _SEAL = '{"checksum":"%s",\n'
 
 

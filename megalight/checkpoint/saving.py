@@ -22,6 +22,7 @@ from megalight.checkpoint import publish, tree
 from megalight.checkpoint.files import FileRecord, sync_directory, write_file
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.staging import Staged, stage
+from megalight.checkpoint.torch_files import TorchWriter
 from megalight.checkpoint.view import View
 from megalight.checkpoint.writer import Writer
 from megalight.errors import CheckpointError
@@ -86,7 +87,8 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
 
     try:
         folder = ranks.first(f"starting to save {path}", begin)
-        writer = Writer(folder, ranks.rank)
+        kind = TorchWriter if staged.scheme == manifests.FSDP_DTENSOR else Writer
+        writer = kind(folder, ranks.rank)
         with collectives(f"saving {path}"):
             save_state_dict(
                 dict(staged.views),

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from megalight.checkpoint.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
+from megalight.checkpoint.manifest import DP_RESHARDABLE, FSDP_DTENSOR, FULLY_RESHARDABLE
 from megalight.checkpoint.view import View, views_of_parameters, views_of_pieces, views_of_shards
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -79,3 +79,13 @@ def dp_reshardable(contents: Contents) -> dict[str, View]:
         make = views_of_pieces if state.prefix else views_of_shards  # without a prefix they are weights
         views |= make(state.tensors, state.shards, prefix=state.prefix)
     return views
+
+
+@SCHEMES.register(FSDP_DTENSOR)
+def fsdp_dtensor(contents: Contents) -> dict[str, View]:
+    """Canonical tensors as in ``fully_reshardable``, in files that torch's own Distributed Checkpoint reads.
+
+    In torch they are entries of a nested ``state_dict`` by parameter name, to be loaded into tensors and DTensors; see
+    :mod:`megalight.checkpoint.torch_files`.
+    """
+    return fully_reshardable(contents)

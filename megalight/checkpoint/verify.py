@@ -13,7 +13,7 @@ from megalight.checkpoint import manifest as manifests
 from megalight.checkpoint import publish
 from megalight.checkpoint.checksum import blocks
 from megalight.checkpoint.datafile import DataFile
-from megalight.checkpoint.files import CODES, FileRecord, parse_json, read_file
+from megalight.checkpoint.files import CODES, TORCH_SUFFIX, FileRecord, parse_json, read_file
 from megalight.checkpoint.index import Chunk, TensorInfo
 from megalight.errors import CheckpointError
 
@@ -76,6 +76,8 @@ def _data(
         with DataFile(root, name, records) as file:
             try:
                 file.verify(())
+                if file.path.suffix == TORCH_SUFFIX:
+                    file.verify_around((c.start, c.start + prod(c.size) * CODES[i.dtype][1]) for i, c in parts)
             except CheckpointError as error:
                 yield Damage(name, None, str(error))
             for info, chunk in sorted(parts, key=lambda part: part[1].start):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from math import prod
 from typing import Any
@@ -216,12 +217,15 @@ class SourceView(View):
     """
 
     source: Source
+    stored: str
     process_group: ProcessGroup | None
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """DCP: a box, read now."""
         box = super().__get_tensor_shard__(index)
-        wanted = Wanted(tuple(box.shape), box.dtype, {self.canonical: itself})
+        shape = self.source.tensors[self.stored].shape
+        part = itself if tuple(box.shape) == shape else partial(_shaped, shape)
+        wanted = Wanted(tuple(box.shape), box.dtype, {self.stored: part})
         (tensor,) = stream(self.source, [wanted], self.process_group)
         return tensor
 
@@ -231,6 +235,7 @@ def views_of_source(
     names: Iterable[str],
     dtype: torch.dtype | None = None,
     process_group: ProcessGroup | None = None,
+    flat: bool = False,
 ) -> dict[str, View]:
     """Views of whole tensors of a source, written by this process alone.
 
@@ -239,17 +244,24 @@ def views_of_source(
         names: canonical names.
         dtype: dtype of floating-point tensors in the checkpoint; None: as they are stored.
         process_group: this process alone; see :func:`megalight.checkpoint.ranks.alone`.
+        flat: each is one flattened piece, as :func:`views_of_pieces` writes tensors that are not split.
     """
     views: dict[str, View] = {}
     for name in names:
         stored = source.tensors[name]
         kind = getattr(torch, stored.dtype)
         kind = dtype if dtype is not None and kind.is_floating_point else kind
-        room = torch.empty(stored.shape, dtype=kind, device="meta")
-        view = SourceView(name, stored.shape, [Box((0,) * len(stored.shape), room)])
-        view.source, view.process_group = source, process_group
-        views[name] = view
+        shape = (prod(stored.shape),) if flat else stored.shape
+        key = piece_name(name, (0,) * len(stored.shape), stored.shape) if flat else name
+        room = torch.empty(shape, dtype=kind, device="meta")
+        view = SourceView(key, shape, [Box((0,) * len(shape), room)])
+        view.source, view.stored, view.process_group = source, name, process_group
+        views[key] = view
     return views
+
+
+def _shaped(shape: tuple[int, ...], tensor: Tensor) -> Tensor:
+    return tensor.view(shape)
 
 
 def targets_of(views: Mapping[str, View]) -> list[Target]:

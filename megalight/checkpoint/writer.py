@@ -44,6 +44,8 @@ class Writer(StorageWriter):
         records: the files this rank wrote, for the manifest.
     """
 
+    suffix = ".safetensors"
+
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory = directory
         self.rank = rank
@@ -67,7 +69,7 @@ class Writer(StorageWriter):
         """Write this rank's boxes, in files of at most about ``MAX_FILE`` bytes."""
         results: list[WriteResult] = []
         for number, items in enumerate(_batches(plan.items)):
-            results += self._write(f"data/{self.rank}-{number}.safetensors", items, planner)
+            results += self._write(f"data/{self.rank}-{number}{self.suffix}", items, planner)
         if results:
             sync_directory(self.directory / "data")
         done: Future[list[WriteResult]] = Future()

@@ -46,5 +46,7 @@ def test_a_checkpoint_is_read_by_the_scheme_that_wrote_it(tmp_path: Path, monkey
     opened.fill(checkpoint.targets_of(SCHEMES[opened.scheme](contents(again))))
     assert all(torch.equal(again.parameters[name], value) for name, value in model.parameters.items())
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="scheme 'weights_alone'; known: dp_reshardable, fully_reshardable"):
+    with pytest.raises(
+        CheckpointError, match="scheme 'weights_alone'; known: dp_reshardable, fsdp_dtensor, fully_reshardable"
+    ):
         checkpoint.open(tmp_path / "a.ckpt")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megalight import checkpoint
 from megalight.callbacks import EMA
@@ -24,7 +25,6 @@ from tests.strategies.test_layout_changes import CONFIG, Again
 from tests.strategies.training import ADAM, CLIP, SEED, Losses, WithData
 from tests.workers import run
 
-FLAT = Checkpoints(format="dp_reshardable")
 AT, STEPS = 2, 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -36,12 +36,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel": 2}),
     "tp2": (2, {"tensor_parallel": 2}),
     "tp2dp2": (4, {"tensor_parallel": 2}),
+    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
 }
 
 
-def _fit(layout: str, stop: int, path: str | None, again: str | None = None) -> tuple[list[float], str]:
-    """Train until ``AT`` and save to ``path`` in flat form; or go on from there, and save what was loaded."""
-    options = {**LAYOUTS[layout][1], **({"checkpoints": FLAT} if stop == AT else {})}
+def _fit(
+    layout: str, stop: int, path: str | None, again: str | None = None, form: str = "dp_reshardable"
+) -> tuple[list[float], str]:
+    """Train until ``AT`` and save to ``path`` in a format; or go on from there, and save what was loaded."""
+    options = {**LAYOUTS[layout][1], **({"checkpoints": Checkpoints(format=form)} if stop == AT else {})}
     losses, saves = Losses(), [] if again is None else [Again(again)]
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
     module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
@@ -64,7 +67,7 @@ def _fit(layout: str, stop: int, path: str | None, again: str | None = None) -> 
     return losses.losses, ""
 
 
-Save = Callable[[str], str]
+Save = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +75,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
-    def save(layout: str) -> str:
-        path = str(folder / f"{layout}.ckpt".replace(" ", "-"))
-        run(_fit, LAYOUTS[layout][0], layout, AT, path)
+    def save(layout: str, form: str = "dp_reshardable") -> str:
+        path = str(folder / f"{layout}-{form}.ckpt".replace(" ", "-"))
+        run(_fit, LAYOUTS[layout][0], layout, AT, path, None, form)
         return path
 
     return save
@@ -156,6 +159,41 @@ def test_the_same_layout_resumes_bit_for_bit(saved: Save, tmp_path: Path) -> Non
     (whole, _), _ = run(_fit, 2, "dp2", STEPS, converted)
     (uninterrupted, _), _ = run(_fit, 2, "dp2", STEPS, None)
     assert flat == whole == uninterrupted[AT:]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_full_sharding_saves_what_torch_reads_and_every_layout_resumes_from(saved: Save, tmp_path: Path) -> None:
+    path, again = saved("full2", "fsdp_dtensor"), str(tmp_path / "again.ckpt")
+    assert checkpoint.open(path).scheme == "fsdp_dtensor"
+    before = contents(path)
+    name = "layers.1.mlp.up.weight"
+    states = ("master", "exp_avg", "exp_avg_sq")
+    key = f"optimizer.{{}}.model.{name}".format
+    theirs = {state: torch.zeros_like(before[key(state)]) for state in states}
+    weight = torch.zeros_like(before[f"model.{name}"])
+    dcp.load({"model": {name: weight}, "optimizer": {"state": {name: theirs}}}, checkpoint_id=path)
+    assert torch.equal(weight, before[f"model.{name}"])
+    assert all(torch.equal(theirs[state], before[key(state)]) for state in states)
+    ((losses, _), *_) = run(_fit, 2, "tp2", STEPS, path, again)
+    assert len(losses) == STEPS - AT
+    same(before, contents(again))
+
+
+def test_each_format_becomes_each_other(saved: Save, tmp_path: Path) -> None:
+    """Offline, in a row that comes back to where it began; flat state is then of weights that are not split."""
+    path = saved("dp2")
+    first, original = contents(path), checkpoint.open(path)
+    formats = ["fsdp_dtensor", "fully_reshardable", "dp_reshardable", "fsdp_dtensor", "dp_reshardable"]
+    for number, form in enumerate(formats):
+        converted = str(tmp_path / f"{number}.ckpt")
+        assert main(["convert", path, converted, "--to", form, "--quiet"]) == 0
+        assert checkpoint.open(converted).scheme == form
+        path = converted
+    same(first, contents(path))
+    assert sorted(checkpoint.open(path).tensors) == sorted(original.tensors)
+    (flat, _), _ = run(_fit, 2, "dp2", STEPS, path)
+    (uninterrupted, _), _ = run(_fit, 2, "dp2", STEPS, None)
+    assert flat == uninterrupted[AT:]
 
 
 def test_masters_and_averages_are_found_in_flat_state(saved: Save) -> None:

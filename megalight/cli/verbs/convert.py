@@ -11,7 +11,11 @@ FORMS = {
     "transformers": "folder of transformers",
     "checkpoint": "checkpoint of weights",
     "fully_reshardable": "checkpoint that every layout resumes from",
+    "dp_reshardable": "checkpoint with flat optimizer state, for layouts that do not split weights",
+    "fsdp_dtensor": "checkpoint that torch.distributed.checkpoint.load reads, and every layout resumes from",
 }
+MODELS = ("transformers", "checkpoint")
+"""Forms that hold a model alone. The others keep all of a checkpoint."""
 
 
 def describe() -> str:
@@ -26,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         choices=tuple(FORMS),
-        help="transformers: a folder; checkpoint: weights; fully_reshardable: all of a checkpoint, optimizer state too "
-        "(default: the first from a checkpoint, the second from a folder)",
+        help="transformers: a folder; checkpoint: weights; or a format, which keeps all of a checkpoint, optimizer "
+        "state too (default: transformers from a checkpoint, checkpoint from a folder)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
@@ -50,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     to = arguments.to or ("checkpoint" if is_folder(arguments.source) else "transformers")
     with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
         task = bar.add_task("converting", total=None)
-        if to != "fully_reshardable":
+        if to in MODELS:
             _convert_model(arguments, to, lambda count: bar.advance(task, count))
         elif arguments.dtype or arguments.ema or arguments.average:
             raise ConfigurationError(f"--to {to} keeps all as it is; --dtype, --ema and --average change weights.")
         else:
             from megalight.checkpoint.rewrite import rewrite
 
-            rewrite(arguments.source, arguments.output, lambda count: bar.advance(task, count))
+            rewrite(arguments.source, arguments.output, to, lambda count: bar.advance(task, count))
     print(f"{arguments.output}: a {FORMS[to]}")
     return 0
 

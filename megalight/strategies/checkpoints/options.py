@@ -15,8 +15,9 @@ class Checkpoints:
 
     Attributes:
         format: ``fully_reshardable``: any layout resumes from any other. ``dp_reshardable``: optimizer state as it lies
-            in flat shards; the split of the weights (tensor and expert parallelism) must stay the same. A run resumes
-            from either, whatever it writes.
+            in flat shards; the split of the weights (tensor and expert parallelism) must stay the same.
+            ``fsdp_dtensor``: as the first, in files that ``torch.distributed.checkpoint.load`` reads. A run resumes
+            from each, whatever it writes.
 
     Raises:
         ConfigurationError: there is no such format.
