@@ -224,12 +224,14 @@ class ParallelModel:
             self.read(origin.source)
 
     def allocate(self) -> None:
-        """Give parameters without memory their own, filled with NaN."""
+        """Give parameters without memory their own, filled with NaN, except sharded ones."""
         for refusal in self._refusals:
             refusal.remove()
         self._refusals.clear()
+        buckets = [] if self.shards is None else self.shards.buckets
+        sharded = {id(info.parameter) for bucket in buckets for info in bucket.infos}
         for parameter in self.parameters():
-            if not has_memory(parameter):
+            if id(parameter) not in sharded and not has_memory(parameter):
                 parameter.data = unknown(parameter, self.device)
 
     def _refuse_to_run(self) -> None:
@@ -288,7 +290,8 @@ class ParallelModel:
     def full_parameters(self) -> Iterator[None]:
         """Make all parameters of this rank readable inside, also sharded ones. All ranks enter it together.
 
-        Elsewhere, a sharded parameter has its values only while its unit computes. What is written inside is lost.
+        Elsewhere, a sharded parameter has its values only while its unit computes; at other times it reads NaN. What
+        all ranks write inside equally is kept, until wider masters overwrite it (``engine.refresh_masters()``).
         """
         with nullcontext() if self.shards is None else self.shards.full_parameters():
             yield

@@ -127,10 +127,9 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
     engine.sync_parameters()  # with 8-bit codes a gather is in flight from the start; it must not overwrite new values
     if origin.seed is not None:
         sharded = engine.units is not None and bool(engine.units.buckets)
-        with engine.vacated():
-            on_values = give if copies or sharded else None
-            later = model.made_after_split
-            initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only, later=later)
+        on_values = give if copies or sharded else None
+        later = model.made_after_split
+        initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only, later=later)
         if sharded:
             engine.publish()
         else:

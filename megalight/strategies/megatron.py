@@ -169,6 +169,7 @@ class MegatronStrategy(FolderCheckpoints):
         self._resumed: Resumed | None = None
         self._sigterm: _lightning.SigtermAgreement | None = None
         self._whole_between_steps = False
+        self._whole_before_update = False
         self._foreign_bar = False
         self._left_out: set[str] = set()
         _ = self.options  # refuses options that do not go together
@@ -239,6 +240,8 @@ class MegatronStrategy(FolderCheckpoints):
         if new and self.parallel_model.transform_values() and self.engine is not None:
             self.engine.refresh_masters()
         self._stepper.begin(self.engine)
+        if fitting and self.engine is not None and self._whole_between_steps:
+            self.engine.gather_parameters()
         if isinstance(module, MegalightModule):  # what its layers keep for later passes must not be inference tensors
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
@@ -258,14 +261,16 @@ class MegatronStrategy(FolderCheckpoints):
             return
         bar = trainer.progress_bar_callback
         self._foreign_bar = bar is not None and not bar.__module__.startswith("megalight.")
-        self._whole_between_steps = setup.reads_weights_between_steps(self.lightning_module, trainer)
         self._make_engine()
         assert self.engine is not None
-        if self._whole_between_steps and self.engine.level.parameters and self.is_global_zero:
+        sharded, module = self.engine.level.parameters, self.lightning_module
+        self._whole_between_steps = setup.reads_weights_between_steps(module, trainer, sharded)
+        self._whole_before_update = sharded and setup.reads_weights_before_update(module, trainer)
+        if self._whole_between_steps and self.engine.units is not None and sharded and self.is_global_zero:
             log.warning(
-                "A hook of yours runs between steps. With data_parallel.level='optim_grads_params' a layer's weights "
-                "are not whole there: they have the values of another layer, or NaN. To read weights, use "
-                "`with strategy.parallel_model.full_parameters():` on all ranks together."
+                "A hook of yours runs between steps and may read weights, so that every rank gathers the whole model "
+                "there. If it reads none, set reads_weights = False on its callback or module, which saves %.1f GiB.",
+                sum(tensor.nbytes for tensor in self.parallel_model.parameters()) / 2**30,
             )
         self._ended = False
 
@@ -337,6 +342,7 @@ class MegatronStrategy(FolderCheckpoints):
             self._follow_optimizer()
             _lightning.zero_grad(trainer, self.optimizers[0])
             self._stepper.zero_grad()
+        self.engine.release_parameters()
         sync = not self._accumulating
         scaling = self.precision.loss_scale
         scale = (1.0 if scaling is None else scaling.scale) / window
@@ -344,6 +350,8 @@ class MegatronStrategy(FolderCheckpoints):
         if report is None:
             return None
         self.report = report
+        if self._whole_before_update or (self._whole_between_steps and not sync):
+            self.engine.gather_parameters()
         _lightning.fire(trainer, "on_after_backward")
         if not own_steps(self._stepper.module, "training_step"):
             for name, value in {"loss": self.report.loss, **self.report.metrics}.items():
@@ -359,7 +367,7 @@ class MegatronStrategy(FolderCheckpoints):
         self.engine.publish()
         # the gather overlaps with the next forward, unless the user's code may read weights before it
         if self._whole_between_steps:
-            self.sync_parameters()
+            self.engine.gather_parameters()
         return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -450,6 +458,7 @@ class MegatronStrategy(FolderCheckpoints):
             self.cluster_environment.teardown()
         assert self.accelerator is not None
         if self.engine is not None and self._ended:
+            self.engine.release_parameters()
             self.engine.close()
             sharding = sharding_of(self.optimizers[0])
             if sharding is not None and not sharding.divided:

@@ -6,6 +6,7 @@ docs/parallelism-order.md explains the order of the steps; :mod:`megalight.paral
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -138,17 +139,45 @@ METHODS_BETWEEN_STEPS = (
 """The same hooks for modules, and methods that only modules have."""
 
 
-def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
+HOOKS_OF_SHARDED_WEIGHTS = (
+    "on_sanity_check_end",
+    "on_sanity_check_start",
+    "on_train_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_validation_epoch_end",
+)
+"""Further hooks in which all weights are there unless each rank keeps only a shard of them."""
+HOOKS_BEFORE_UPDATE = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
+"""Hooks between the backward passes and the update. Sharded weights are not whole there, either."""
+
+
+def reads_weights_between_steps(module: pl.LightningModule, trainer: pl.Trainer, sharded: bool = False) -> bool:
     """Return whether the user's code runs between steps and may read weights. If so, each step ends with the gather.
 
     Set ``reads_weights = False`` on a callback or module that reads no weights there.
+
+    Args:
+        sharded: between steps, each rank keeps only a shard of the weights.
     """
-    owners = [(callback, HOOKS_BETWEEN_STEPS) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return True
-    for owner, names in (*owners, (module, METHODS_BETWEEN_STEPS)):
+    more = (*HOOKS_OF_SHARDED_WEIGHTS, *HOOKS_BEFORE_UPDATE) if sharded else ()
+    return _defines_any(module, trainer, (*HOOKS_BETWEEN_STEPS, *more), (*METHODS_BETWEEN_STEPS, *more))
+
+
+def reads_weights_before_update(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
+    """Return whether the user's code runs between backward passes and update, and may read weights."""
+    return _defines_any(module, trainer, HOOKS_BEFORE_UPDATE, HOOKS_BEFORE_UPDATE)
+
+
+def _defines_any(
+    module: pl.LightningModule, trainer: pl.Trainer, of_callbacks: Sequence[str], of_module: Sequence[str]
+) -> bool:
+    owners = [(callback, of_callbacks) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    for owner, names in (*owners, (module, of_module)):
         for name in names if getattr(owner, "reads_weights", True) else ():
-            if defines(owner, name):
+            if hasattr(owner, name) and defines(owner, name):
                 log.info("%s defines %s: parameters are gathered before it runs", type(owner).__name__, name)
                 return True
     return False

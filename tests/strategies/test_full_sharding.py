@@ -300,19 +300,114 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         run(_groups, 2)
 
 
-def _warnings(level: str) -> list[str]:
+SEEN_IN = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_sanity_check_end",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_end",
+    "on_train_epoch_end",
+    "on_train_start",
+    "on_validation_epoch_end",
+    "on_validation_start",
+)
+
+
+class Sees(pl.Callback):
+    """Reads all weights in every hook, and writes to them after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, np.ndarray[Any, Any]]] = []
+
+    def note(self, name: str, module: pl.LightningModule) -> None:
+        self.seen.append((name, np.concatenate([p.detach().numpy().ravel().copy() for p in module.parameters()])))
+
+
+def _hook(name: str) -> Any:
+    def hook(self: Sees, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        self.note(name, module)
+        if name == "on_train_batch_end" and args[-1] % 2:  # a step has ended
+            with torch.no_grad():
+                for number, parameter in enumerate(module.parameters()):
+                    if number % 2:
+                        parameter.mul_(0.99)
+                    else:
+                        parameter.data = parameter.data * 0.99
+            trainer.strategy.engine.refresh_masters()
+
+    return hook
+
+
+for _name in SEEN_IN:
+    setattr(Sees, _name, _hook(_name))
+
+
+class Glances(pl.Callback):
+    """Says that it reads no weights, and does: it finds the right values or NaN, in its own step as well."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, np.ndarray[Any, Any]]] = []
+
+    def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: torch.Tensor) -> None:
+        Sees.note(self, "on_before_backward", module)  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        trainer.strategy.sync_parameters()  # the head is not sharded: its gather may not have ended
+        Sees.note(self, "on_train_batch_end", module)  # type: ignore[arg-type]
+
+
+class Validates(Plain):
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.head(self.body(batch))
+
+    val_dataloader = Plain.train_dataloader
+
+
+def _seen(level: str, kind: type[Any]) -> tuple[list[tuple[str, np.ndarray[Any, Any]]], list[str], list[float]]:
+    callback, module = kind(), Validates()
+    strategy = MegatronStrategy(data_parallel=DataParallel(level=level))  # type: ignore[arg-type]
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("megalight.strategies.megatron")
     logger.addHandler(handler)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1}
     try:
-        fit(CONFIGS["gqa"], 1, options={"level": level})  # the callbacks of these tests are hooks of a user
+        trainer(strategy, max_epochs=2, max_steps=-1, callbacks=[callback], **options).fit(module)
     finally:
         logger.removeHandler(handler)
-    return [text for text in said if "runs between steps" in text]
+    assert strategy.parallel_model is not None
+    with strategy.parallel_model.full_parameters():
+        final = torch.cat([p.detach().reshape(-1) for p in module.parameters()]).tolist()
+    return callback.seen, [text for text in said if "runs between steps" in text], final
 
 
-def test_hooks_between_steps_are_told_where_weights_are_sharded() -> None:
-    assert [len(found) for found in run(_warnings, 2, FULL)] == [1, 0]
-    assert run(_warnings, 2, GRADS) == [[], []]
+def test_hooks_see_whole_weights_and_may_write_to_them() -> None:
+    """Also between batches that add up to one step; the log says what it costs."""
+    whole, full = run(_seen, 2, "optim", Sees), run(_seen, 2, FULL, Sees)
+    assert {name for name, _ in full[0][0]} == set(SEEN_IN)
+    assert [len(said) for _, said, _ in full] == [1, 0]
+    for (found, _, final), (expected, said, last) in zip(full, whole, strict=True):
+        assert not said
+        assert len(found) == len(expected)
+        for (name, values), (same, others) in zip(found, expected, strict=True):
+            assert name == same
+            np.testing.assert_allclose(values, others, rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(final, last, rtol=1e-12)
+
+
+def test_released_weights_read_nan_and_never_those_of_another_layer() -> None:
+    whole, full = run(_seen, 2, "optim", Glances), run(_seen, 2, FULL, Glances)
+    for (found, said, final), (expected, _, last) in zip(full, whole, strict=True):
+        assert not said
+        np.testing.assert_allclose(final, last, rtol=1e-12)
+        absent = 0
+        for (name, values), (_, others) in zip(found, expected, strict=True):
+            there = ~np.isnan(values)
+            np.testing.assert_allclose(values[there], others[there], rtol=1e-12, err_msg=name)
+            absent += (~there).sum()
+        assert absent

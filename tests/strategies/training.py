@@ -84,6 +84,8 @@ class Shares(torch.utils.data.Dataset[TokenBatch]):
 class Losses(pl.Callback):
     """Keeps every step's reported loss and gradient norm."""
 
+    reads_weights = False
+
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -99,6 +101,8 @@ class Losses(pl.Callback):
 
 class Gradients(pl.Callback):
     """Keeps the first step's gradients, summed over all ranks and not clipped yet."""
+
+    reads_weights = False
 
     def __init__(self) -> None:
         self.first: dict[str, np.ndarray[Any, Any]] = {}

@@ -136,6 +136,7 @@ class Bucket:
             if the whole parameters come and go.
         own_grads: the same for the gradients. With memory of its own, it sums them over micro-batches.
         shards_params, shards_grads: whether this rank keeps only its interval of them.
+        shown: ``[numel]`` the flat parameters of which the parameters are views now; one NaN if they have no memory.
         main_grads: every parameter with its view of :attr:`grads`.
         shard: this rank's part.
         arrived: number of parameters whose gradients of the last micro-batch are complete.
@@ -185,7 +186,10 @@ class Bucket:
             own, values = own.clone(), params
         self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
         self.own_params = own if codes is None else self.params[slice(*interval)]
+        self._nowhere = without_memory(torch.empty(2, dtype=self.params.dtype, device="meta"), device)
         self.show(self.params)
+        if self.shards_params:
+            self.vacate()
         replicas = kind.replica_ranks if divided else kind.ranks
         self.master_is_own_params = codes is None and master_dtype == own.dtype
         master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
@@ -201,13 +205,16 @@ class Bucket:
 
     def show(self, flat: Tensor) -> None:
         """Let the parameters be views of a flat tensor of the bucket."""
+        self.shown = flat
         for parameter, view in self._views(flat):
             parameter.data = view
 
     def vacate(self) -> None:
-        """Take the memory of the parameters away: they read NaN until :meth:`show`."""
-        for parameter, _ in self._views(self.params):
-            parameter.data = without_memory(parameter, parameter.device)
+        """Take the memory of the parameters away: they read NaN until :meth:`show`, and cannot be written."""
+        self.shown = self._nowhere
+        for info in self.infos:
+            nan = self._nowhere[0] if info.parameter.numel() > 1 else self._nowhere[0].clone()  # one element: writable
+            info.parameter.data = nan.expand(info.parameter.shape)
 
     @torch.no_grad()
     def widen(self, gather: Callable[[Tensor, Tensor], object]) -> None:
@@ -232,12 +239,12 @@ class Bucket:
         self.own_grads = self.grads
 
     def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
-        """Return the parameters that are no views of :attr:`params` any more, each with its place there."""
-        if self.shards_params or self.holds_codes:
+        """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""
+        if self.shown is self._nowhere or self.holds_codes:
             return []
-        first, size = self.params.data_ptr(), self.params.element_size()
+        first, size = self.shown.data_ptr(), self.shown.element_size()
         return [
-            (info, self.params[slot.start : slot.stop].view(info.parameter.shape))
+            (info, self.shown[slot.start : slot.stop].view(info.parameter.shape))
             for info, slot in zip(self.infos, self.layout.slots, strict=True)
             if info.parameter.data_ptr() != first + slot.start * size
         ]

@@ -280,21 +280,28 @@ class DataParallelEngine:
             self.units.gradients = None
 
     def refresh_masters(self) -> None:
-        """Copy the parameters into the masters, after weights were loaded into the parameters.
+        """Copy the parameters into the masters, after weights were loaded into the parameters, or into their shards.
 
         If parameters are codes, weights are loaded into the masters, and the codes are cast from them.
         """
+        if (residency := self._parameters.residency) is not None and residency.whole:
+            self.reattach()
         self._parameters.refresh_masters()
 
-    @contextmanager
-    def vacated(self) -> Iterator[None]:
-        """Take the memory of sharded parameters away inside: initial values then go to :meth:`fill_masters` alone."""
-        buckets = [] if self.units is None else self.units.buckets
-        for bucket in buckets:
-            bucket.vacate()
-        yield
-        for bucket in buckets:
-            bucket.show(bucket.params)
+    def gather_parameters(self) -> None:
+        """Make sharded parameters whole until :meth:`release_parameters`, for code that may read or write any of them.
+
+        All ranks call this together. It takes memory for the whole model.
+        """
+        self.sync_parameters()
+        if (residency := self._parameters.residency) is not None and not residency.whole:
+            residency.gather_all()
+
+    def release_parameters(self) -> None:
+        """End :meth:`gather_parameters`: keep this rank's shards, with what all ranks have written equally."""
+        if (residency := self._parameters.residency) is not None and residency.whole:
+            self.reattach()
+            residency.release()
 
     def fill_masters(self, name: str, values: Tensor) -> None:
         """Set the masters of one parameter from values of its shape, in a wider dtype than the parameter's.

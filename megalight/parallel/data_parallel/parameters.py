@@ -83,6 +83,8 @@ class ShardedParameters:
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
         self.sync()
+        if self.residency is not None:
+            self.residency.write_back()
         parameters_to_masters(self.buckets)
         if self.residency is not None:
             self.residency.expire()

@@ -15,16 +15,22 @@ from megalight.parallel.data_parallel.layout import TURNS
 class Residency:
     """Gathers the whole parameters of a unit into the buffers of its turn, and knows which unit's are there.
 
-    Addresses are permanent, contents are temporary: a parameter is always a view of the same memory. So nothing is ever
-    released. A unit's parameters stay until another unit of the same turn needs the buffers.
+    Memory is permanent, contents are temporary: whenever a parameter has its values, it is a view of the same memory.
+    A unit's parameters stay until another unit of the same turn needs the buffers. Without its values, a parameter has
+    no memory: it reads NaN, and writing to it is an error. So nobody ever takes the values of another unit for its own.
 
     Args:
         units: the buckets of each unit, in the order of the forward pass.
+
+    Attributes:
+        whole: all parameters have their values, in memory of their own (:meth:`gather_all`).
     """
 
     def __init__(self, units: Sequence[Sequence[Bucket]], device: torch.device) -> None:
         self.units = units
+        self.whole = False
         self._present: list[int | None] = [None] * TURNS
+        self._shown: set[int] = set()
         self._arriving: dict[int, Callable[[], None]] = {}
         self._device = device
         self._stream: torch.cuda.Stream | None = None
@@ -35,10 +41,11 @@ class Residency:
         """Start to gather a unit, unless it is there. The computation with its predecessor must have been enqueued."""
         turn = unit % TURNS
         before = self._present[turn]
-        if before == unit:
+        if self.whole or before == unit:
             return
         if before is not None:
             self._wait(before)  # a gather that nobody has waited for may still write there
+            self._hide(before)
         self._present[turn] = unit
         if self._stream is None:
             works = [gather(b.params, b.own_params, b.shard_group) for b in self.units[unit] if b.shard_group]
@@ -55,8 +62,14 @@ class Residency:
 
     def hold(self, unit: int) -> None:
         """Make a unit's parameters available now. On CUDA the current stream waits, not the host."""
+        if self.whole:
+            return
         self.fetch(unit)
         self._wait(unit)
+        if unit not in self._shown:
+            self._shown.add(unit)
+            for bucket in self.units[unit]:
+                bucket.show(bucket.params)
 
     def settle(self) -> None:
         """Wait for all gathers in flight, which read the shards."""
@@ -65,13 +78,52 @@ class Residency:
 
     def expire(self) -> None:
         """Forget what is there: the shards have new values."""
-        self.settle()
-        self._present = [None] * TURNS
+        self._forget()
+        for bucket in self._buckets if self.whole else ():
+            if bucket.shard_group is not None:
+                gather(bucket.shown, bucket.own_params, bucket.shard_group).wait()
 
     def fetch_first(self) -> None:
         """Start to gather the first units of the next forward pass."""
         for unit in range(min(TURNS, len(self.units))):
             self.fetch(unit)
+
+    def gather_all(self) -> None:
+        """Give all parameters memory of their own, with their values, until :meth:`release`."""
+        self._forget()
+        for bucket in self._buckets:
+            bucket.show(bucket.own_params.new_empty(bucket.layout.numel))
+        self.whole = True
+        self.expire()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy this rank's part of whole parameters, which somebody may have written to, into the shards."""
+        for bucket in self._buckets if self.whole else ():
+            bucket.own_params.copy_(bucket.shown[bucket.shard.start : bucket.shard.stop])
+
+    def release(self) -> None:
+        """End :meth:`gather_all`: keep the shards only."""
+        if self.whole:
+            self.write_back()
+            self.whole = False
+            for unit in range(len(self.units)):
+                self._hide(unit)
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for buckets in self.units for bucket in buckets]
+
+    def _forget(self) -> None:
+        self.settle()
+        self._present = [None] * TURNS
+        for unit in tuple(self._shown):
+            self._hide(unit)
+
+    def _hide(self, unit: int) -> None:
+        self._shown.discard(unit)
+        for bucket in self.units[unit]:
+            bucket.vacate()
 
     def _wait(self, unit: int) -> None:
         wait = self._arriving.pop(unit, None)

@@ -90,25 +90,27 @@ class Units:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Give all parameters memory of their own inside, with their values. What is written there is lost."""
-        if self.residency is not None:
-            self.residency.settle()
-        for bucket in self.buckets:
-            bucket.show(bucket.gathered(bucket.own_params))
+        """Give all parameters memory of their own inside, with their values.
+
+        What every rank writes there equally is kept. If there are wider masters, ``engine.refresh_masters()`` must
+        follow inside, or the next step undoes it.
+        """
+        if self.residency is None or self.residency.whole:
+            yield
+            return
+        self.residency.gather_all()
         try:
             yield
         finally:
-            for bucket in self.buckets:
-                bucket.show(bucket.params)
+            self.residency.release()
 
     def unshard(self) -> None:
         """Give all parameters memory of their own, with their values, for good."""
         for module in self.modules:
             remove_hooks(module)
         if self.residency is not None:
-            self.residency.settle()
-        for bucket in self.buckets:
-            bucket.show(bucket.gathered(bucket.own_params))
+            self.residency.write_back()
+            self.residency.gather_all()
         self.buckets, self.residency = [], None
 
     def _prefetch(self, unit: int, beside: int) -> None:

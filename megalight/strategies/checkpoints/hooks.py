@@ -99,6 +99,8 @@ class FolderCheckpoints(MeshStrategy):
         """Read the weights of the open checkpoint, and copy them to the master weights."""
         assert self._resumed is not None and self.parallel_model is not None
         self.sync_parameters()
+        if self.engine is not None:
+            self.engine.release_parameters()  # values are read into the shards
         self._resumed.read_model(self)
         self.parallel_model.origin = None
         if self.engine is not None:
