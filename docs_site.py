@@ -1,17 +1,32 @@
 """Hooks of the documentation's site, which holds the pages of ``docs`` alone.
 
-Links to other files become text, and the marks of blocks that tests execute are dropped.
+Links to other files become text, and the marks of blocks that tests execute are dropped. The reference pages are made
+from the code.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs imports this file by its path
+from docs_reference import pages
 
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)\s]*)?\)")
 
 MARKED = re.compile(r"^( *```\w+) test(?: full)?$", re.MULTILINE)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made from the code."""
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

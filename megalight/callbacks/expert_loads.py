@@ -17,13 +17,18 @@ from megalight.nn.moe import Router
 class ExpertLoads(pl.Callback):
     """Logs the loads of the experts and the losses of the router of each layer, every ``log_every_n_steps`` steps.
 
-    For layer 3 the metrics are ``experts_3/max_load`` and ``experts_3/min_load`` (choices of the busiest and of the
-    least busy expert in the step, divided by the mean), ``experts_3/drop_rate`` (the share of choices that exceeded the
-    capacity), and the losses without their coefficients (``experts_3/aux_loss``, 1 for balanced experts). They are
-    those of the whole step, over all ranks. The host does not wait for the device.
+    Values are those of the whole step, over all ranks. The host does not wait for the device.
 
     Args:
-        each: also log the load of each expert, ``experts_3/load_5``.
+        each: also log the load of each expert.
+
+    Logs:
+        experts_<layer>/max_load: choices of the busiest expert, divided by the mean.
+        experts_<layer>/min_load: choices of the least busy expert, divided by the mean.
+        experts_<layer>/drop_rate: share of the choices that exceeded the capacity.
+        experts_<layer>/<loss>: a loss of the router without its coefficient, such as ``aux_loss`` (1 for balanced
+            experts).
+        experts_<layer>/load_<expert>: choices of one expert, divided by the mean (``each=True``).
 
     Raises:
         ConfigurationError: the model has no experts.

@@ -15,12 +15,15 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 class OptimizerMonitor(pl.Callback):
     """Logs ``lr`` and ``grad_norm`` every ``log_every_n_steps`` steps, to every logger.
 
-    ``lr`` is the learning rate of the first parameter group. ``grad_norm`` is the norm of the whole gradient before
-    clipping, over all ranks. With clipping by norm, ``MegatronStrategy`` computes and logs it in every step. Without
-    clipping it costs one pass over the gradients in each step that is logged. It is not logged under strategies that
-    shard gradients in their own way, nor with 16-bit precision, whose gradients are scaled.
+    With clipping by norm, ``MegatronStrategy`` computes and logs ``grad_norm`` in every step. Without clipping it costs
+    one pass over the gradients in each step that is logged. It is not logged under strategies that shard gradients in
+    their own way, nor with 16-bit precision, whose gradients are scaled.
 
     Nothing waits for the device.
+
+    Logs:
+        lr: learning rate of the first parameter group.
+        grad_norm: norm of the whole gradient before clipping, over all ranks.
     """
 
     reads_weights = False

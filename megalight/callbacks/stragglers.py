@@ -57,9 +57,7 @@ class Slow:
 class Stragglers(TimedSteps):
     """Compares the time of a step on all ranks and names the slowest ranks.
 
-    It logs ``straggler/rank`` (the slowest rank relative to its pipeline stage), ``straggler/ratio`` (its time divided
-    by the median of the other ranks of the stage), ``straggler/seconds`` and ``straggler/median_s``. From
-    ``warn_ratio`` on, rank 0 also logs a warning with host names.
+    From ``warn_ratio`` on, rank 0 also logs a warning with host names.
 
     The time of a rank is the device time of its forward and backward passes without pipeline receives, from events that
     are read a window later. It includes tensor, context and data-parallel collectives inside these passes. So a slow
@@ -69,6 +67,12 @@ class Stragglers(TimedSteps):
         every_n_steps: optimizer steps in a window.
         show: number of ranks that the warning names.
         warn_ratio: ratio from which on to warn.
+
+    Logs:
+        straggler/rank: the slowest rank relative to its pipeline stage.
+        straggler/ratio: its time divided by the median of the other ranks of the stage.
+        straggler/seconds: its seconds per step.
+        straggler/median_s: seconds per step of the median of the others.
 
     Attributes:
         latest: the slowest ranks of the last window, slowest first, on rank 0.

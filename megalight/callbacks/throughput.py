@@ -42,13 +42,19 @@ PEAK_TFLOPS = {
 class Throughput(pl.Callback):
     """Logs the mean speed every ``log_every_n_steps`` steps, without validation, to every logger.
 
-    The metrics are ``tokens_per_s`` (all devices), ``tokens_per_s_per_device``, ``tflop_per_s_per_device``,
-    ``mfu_percent``, ``step_time_s``, ``data_wait_percent`` (share of the time in which the host waited for batches) and
-    ``memory_gib`` (highest so far; allocated on GPUs, resident on CPUs). FLOPs come from the module's
-    ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention. Metrics that cannot be known
-    (FLOPs of another model, peak of a device) are not logged.
+    FLOPs come from the module's ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention.
+    Metrics that cannot be known (FLOPs of another model, peak of a device) are not logged.
 
     Nothing waits for the device: each row is written about a step late, under the step that it belongs to.
+
+    Logs:
+        tokens_per_s: tokens per second on all devices.
+        tokens_per_s_per_device: the same, divided by the number of devices.
+        tflop_per_s_per_device: FLOPs of the model per second and device, in 10^12. Recomputation does not count.
+        mfu_percent: ``tflop_per_s_per_device`` as a share of the device's peak.
+        step_time_s: seconds per optimizer step.
+        data_wait_percent: share of the time in which the host waited for batches.
+        memory_gib: highest memory use so far; allocated on GPUs, resident on CPUs.
 
     Args:
         peak_tflops: peak of one device, for ``mfu_percent``. None: looked up by the name of the device; CPUs have none.

@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 
 
 class Timers(TimedSteps):
-    """Logs the seconds per step of each part of a step as ``time/<name>_s``, every few steps, to every logger.
+    """Logs the seconds per step of each part of a step, every few steps, to every logger.
 
     Level 0 times ``step``, ``data`` (waiting for batches), ``optimizer`` and ``checkpoint``. Level 1 adds the forward
     and backward passes, and the gradient reduction that is left after them. Level 2 adds pipeline receives, single
@@ -22,14 +22,16 @@ class Timers(TimedSteps):
     step waits for them. Rows are logged a window late, under the step they belong to. Work inside a replayed CUDA graph
     has no events and is not timed.
 
-    The first step is logged as ``time/first/<name>_s`` and is in no mean. With it, the time that the run needed to
-    start is logged as ``startup/..._s`` (see :func:`megalight.callbacks.startup.spans`).
-
     Args:
         level: 0, 1 or 2.
         ranks: how the values of all ranks are logged: ``max``; ``minmax``, as ``<name>_min_s`` and ``<name>_max_s``; or
             ``all``, as ``<name>_rank<r>_s``.
         every_n_steps: optimizer steps in the mean of a row. null: the trainer's ``log_every_n_steps``.
+
+    Logs:
+        time/<part>_s: seconds per step of a part. By ``ranks``, ``_min``, ``_max`` or ``_rank<r>`` comes before ``_s``.
+        time/first/<part>_s: the same for the first step, which is in no mean.
+        startup/<part>_s: seconds that the run needed to start (see :func:`megalight.callbacks.startup.spans`).
 
     Raises:
         ConfigurationError: an argument is out of range.

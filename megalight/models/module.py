@@ -46,6 +46,14 @@ class MegalightModule(pl.LightningModule):
         saves_base: whether checkpoints hold all weights, or only those that transforms added.
         varying_carry: whether the carry of ``forward_step`` can change its names or shapes between micro-batches of
             equal shapes. If so, pipeline stages send its shapes before every carry.
+
+    Logs:
+        train_loss: mean loss of the global batch.
+        train_<name>: an auxiliary loss, or a metric of ``Loss.metrics``.
+        val_loss: mean loss over the whole validation data.
+        val_<name>: an auxiliary loss or a metric over the whole validation data.
+        test_loss: mean loss over the whole test data.
+        test_<name>: an auxiliary loss or a metric over the whole test data.
     """
 
     varying_carry = False

@@ -96,7 +96,11 @@ class Constant(WarmedUp):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(WarmedUp):
-    """Half a cosine from 1 down to ``min_ratio`` (Loshchilov and Hutter 2017, without restarts)."""
+    """Half a cosine from 1 down to ``min_ratio`` (Loshchilov and Hutter 2017, without restarts).
+
+    Attributes:
+        min_ratio: factor that it never falls below.
+    """
 
     min_ratio: float = 0.1
 
@@ -112,7 +116,11 @@ class Cosine(WarmedUp):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(WarmedUp):
-    """A straight line from 1 down to ``min_ratio``."""
+    """A straight line from 1 down to ``min_ratio``.
+
+    Attributes:
+        min_ratio: factor that it never falls below.
+    """
 
     min_ratio: float = 0.0
 
@@ -158,7 +166,11 @@ class WSD(WarmedUp):
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt(WarmedUp):
-    """Falls with one over the square root of the step (Vaswani et al. 2017). It is 1 at the end of the warm-up."""
+    """Falls with one over the square root of the step (Vaswani et al. 2017). It is 1 at the end of the warm-up.
+
+    Attributes:
+        min_ratio: factor that it never falls below.
+    """
 
     min_ratio: float = 0.0
 

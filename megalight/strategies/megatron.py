@@ -82,6 +82,9 @@ class MegatronStrategy(FolderCheckpoints):
             (:mod:`~megalight.strategies.ordinary`).
         report: report of the last training step. None before the first.
 
+    Logs:
+        grad_norm: norm of the whole gradient before clipping, over all ranks, with clipping by norm.
+
     Raises:
         LayoutError: the degrees do not fit the number of processes or the model.
         ConfigurationError: options cannot be combined.

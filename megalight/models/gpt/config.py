@@ -125,7 +125,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them)."""
+    """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
+
+    Attributes:
+        attention, norm, rotary, activation, experts, cross_entropy: a backend's name.
+    """
 
     attention: str = "auto"
     norm: str = "auto"
