@@ -7,6 +7,8 @@ from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
 from megalight.nn.head import LMHead as LMHead
+from megalight.nn.latent_attention import LatentAttention as LatentAttention
+from megalight.nn.latent_attention import SharedHead as SharedHead
 from megalight.nn.layer import TransformerLayer as TransformerLayer
 from megalight.nn.linear import Linear as Linear
 from megalight.nn.masked_lm import MaskedLMHead as MaskedLMHead

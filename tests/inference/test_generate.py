@@ -5,7 +5,16 @@ import torch
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import Cache, Sampling, generate, sample, stream
-from megalight.models.gpt import GPT, AttentionConfig, DropoutConfig, GPTConfig, InitConfig, NormConfig, PositionConfig
+from megalight.models.gpt import (
+    GPT,
+    AttentionConfig,
+    DropoutConfig,
+    GPTConfig,
+    InitConfig,
+    LatentConfig,
+    NormConfig,
+    PositionConfig,
+)
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
 
@@ -20,6 +29,10 @@ STYLES = {
     },
     "windowed": {"attention": AttentionConfig(window=4, window_pattern=(True, False), qk_norm=True)},
     "hybrid": {"mixer_pattern": ("conv", "attention"), "conv_kernel": 4},
+    "latent": {
+        "mixer_pattern": ("latent_attention",),
+        "latent": LatentConfig(kv_rank=10, q_rank=14, head_dim=6, rotary_dim=4, value_dim=7),
+    },
     "capped": {"attention": AttentionConfig(softcap=2.0)},
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
@@ -60,7 +73,7 @@ def test_logits_with_cache_equal_recomputation(style):
     assert cache.lengths == [len(row) for row in rows]
 
 
-@pytest.mark.parametrize("style", ["llama", "gpt2", "hybrid"])
+@pytest.mark.parametrize("style", ["llama", "gpt2", "hybrid", "latent"])
 def test_greedy_completions_equal_recomputation(style):
     model = build(style)
     rows = [list(prompt) for prompt in PROMPTS]

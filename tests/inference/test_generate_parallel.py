@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalight.inference import ParallelGPT, generate
-from megalight.models.gpt import GPT, InitConfig
+from megalight.models.gpt import GPT, InitConfig, LatentConfig
 from megalight.nn.init import initialise
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
@@ -20,6 +20,13 @@ from tests.workers import run
 
 MODELS = {name: replace(CONFIGS[name], num_layers=4, init=InitConfig(std=0.4)) for name in ("gqa", "gpt2", "tied")}
 MODELS["hybrid"] = replace(MODELS["gqa"], mixer_pattern=("conv", "attention", "conv"))
+MODELS["latent"] = replace(
+    MODELS["gqa"],
+    num_kv_heads=0,
+    head_dim=0,
+    mixer_pattern=("latent_attention",),
+    latent=LatentConfig(kv_rank=10, q_rank=14, head_dim=6, rotary_dim=4, value_dim=7),
+)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
 REQUESTS: list[dict[str, Any]] = [
     {"max_new_tokens": 9, "temperature": 0},
@@ -33,6 +40,7 @@ LAYOUTS = [
     ("gpt2", 2, {**PP, "pipeline_layout": "E|t|ttt|L"}),
     ("gqa", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
     ("gqa", 2, {"context_parallel": 2}),
+    ("latent", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
     ("hybrid", 4, {**PP, "tensor_parallel": 2, "sequence_parallel": True}),
     *[
         pytest.param(*row, marks=pytest.mark.full)

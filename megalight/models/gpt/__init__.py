@@ -9,6 +9,7 @@ from megalight.models.gpt.config import BackendConfig as BackendConfig
 from megalight.models.gpt.config import DropoutConfig as DropoutConfig
 from megalight.models.gpt.config import GPTConfig as GPTConfig
 from megalight.models.gpt.config import InitConfig as InitConfig
+from megalight.models.gpt.config import LatentConfig as LatentConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
 from megalight.models.gpt.config import PositionConfig as PositionConfig
 from megalight.models.gpt.model import GPT as GPT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from megalight.models.config import DropoutConfig as DropoutConfig
@@ -12,7 +12,7 @@ from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
 from megalight.ops.rotary import RotaryScaling
 
-MIXERS = ("attention", "conv")
+MIXERS = ("attention", "latent_attention", "conv")
 """The mixers that a layer can have."""
 
 
@@ -124,6 +124,35 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Sizes of latent attention (MLA, https://arxiv.org/abs/2405.04434), in features.
+
+    Attributes:
+        kv_rank: the latent of keys and values.
+        q_rank: the latent of queries. None: queries have none.
+        head_dim: part of a query and key head that is not rotated.
+        rotary_dim: part that is rotated; all key heads have the same.
+        value_dim: a value head.
+        norm_eps: eps of the norms of the latents.
+    """
+
+    kv_rank: int
+    q_rank: int | None = None
+    head_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            require(value is None or value > 0, f"latent.{name} is {value}; it must be above 0.")
+        require(
+            self.rotary_dim % 2 == 0,
+            f"latent.rotary_dim is {self.rotary_dim}; it must be even, for pairs.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendConfig:
     """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
 
@@ -150,8 +179,10 @@ class GPTConfig(ModelConfig):
         mlp_bias: whether the MLP has biases.
         tie_embeddings: whether the head and the word embedding share one weight.
         embedding_multiplier: factor of the word embedding.
-        mixer_pattern: the mixers of the layers, repeated over the depth: ``attention``, or ``conv`` (a gated short
-            convolution). ``[conv, conv, attention]`` means two layers with ``conv``, then one with ``attention``.
+        mixer_pattern: the mixers of the layers, repeated over the depth: ``attention``, ``latent_attention`` (MLA) or
+            ``conv`` (a gated short convolution). ``[conv, conv, attention]`` means two layers with ``conv``, then one
+            with ``attention``.
+        latent: sizes of ``latent_attention``. It decides over the sizes of heads in place of ``head_dim``.
         conv_kernel: number of tokens that a convolution sees.
         logit_softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
         moe: layers with experts in place of the MLP. None: all layers are dense.
@@ -168,6 +199,7 @@ class GPTConfig(ModelConfig):
     embedding_multiplier: float = 1.0
     logit_softcap: float | None = None
     mixer_pattern: tuple[str, ...] = ("attention",)
+    latent: LatentConfig | None = None
     conv_kernel: int = 3
     norm: NormConfig = field(default_factory=NormConfig)
     position: PositionConfig = field(default_factory=PositionConfig)
@@ -177,6 +209,17 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "mixer_pattern", tuple(self.mixer_pattern))
+        require(bool(self.mixer_pattern), "mixer_pattern is empty; give one entry per layer of the pattern.")
+        for mixer in self.mixer_pattern:
+            require_choice("an entry of mixer_pattern", mixer, MIXERS)
+        if self.latent is not None:
+            self._check_latent(self.latent)
+            object.__setattr__(self, "head_dim", self.latent.head_dim + self.latent.rotary_dim)
+        require(
+            self.latent is not None or "latent_attention" not in self.mixer_pattern,
+            "mixer_pattern has latent_attention without its sizes; set latent.kv_rank and the others.",
+        )
         if not self.head_dim:
             require(
                 self.hidden_size % self.num_heads == 0,
@@ -206,11 +249,30 @@ class GPTConfig(ModelConfig):
             f"moe.glu_offset and moe.clamp belong to gated activations, and activation is {self.activation!r}. Leave "
             "them out, or choose a gated one, such as quick_geglu.",
         )
-        object.__setattr__(self, "mixer_pattern", tuple(self.mixer_pattern))
-        require(bool(self.mixer_pattern), "mixer_pattern is empty; give one entry per layer of the pattern.")
-        for mixer in self.mixer_pattern:
-            require_choice("an entry of mixer_pattern", mixer, MIXERS)
         require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        require(
+            "latent_attention" in self.mixer_pattern,
+            "latent is set, and no entry of mixer_pattern is latent_attention; add it, or leave latent out.",
+        )
+        require(
+            "attention" not in self.mixer_pattern,
+            "mixer_pattern has attention and latent_attention, whose rotary tables differ; choose one of them.",
+        )
+        size = latent.head_dim + latent.rotary_dim
+        require(
+            self.head_dim in (0, size) and self.num_kv_heads in (0, self.num_heads),
+            f"head_dim is {self.head_dim} and num_kv_heads {self.num_kv_heads} with latent attention, whose heads have "
+            f"latent.head_dim + latent.rotary_dim = {size} features, and where every query head has a key head. Leave "
+            "both out.",
+        )
+        attention = self.attention
+        require(
+            not (attention.qkv_bias or attention.proj_bias or attention.qk_norm) and self.position.fraction == 1,
+            "attention.qkv_bias, attention.proj_bias, attention.qk_norm and position.fraction have no meaning in "
+            "latent attention; leave them out.",
+        )
 
     def mixer_of(self, layer: int) -> str:
         """Return the name of the mixer of the layer with this index."""
@@ -228,4 +290,6 @@ class GPTConfig(ModelConfig):
     @property
     def rotary_dim(self) -> int:
         """Number of features of a head that are rotated. It is even."""
+        if self.latent is not None:
+            return self.latent.rotary_dim
         return int(self.head_dim * self.position.fraction) // 2 * 2

@@ -20,6 +20,14 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = h * (qkv_size + config.num_heads * config.head_dim)
     mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel)}
+    if (latent := config.latent) is not None:
+        queries = config.num_heads * config.head_dim
+        mixers["latent_attention"] = (
+            (h * queries if latent.q_rank is None else latent.q_rank * (h + queries))
+            + h * (latent.kv_rank + latent.rotary_dim)
+            + latent.kv_rank * config.num_heads * (latent.head_dim + latent.value_dim)
+            + config.num_heads * latent.value_dim * h
+        )
     projections = 3 if is_gated(config.activation) else 2
     dense, experts = projections * h * config.ffn_hidden_size, 0
     if (moe := config.moe) is not None:
@@ -44,6 +52,8 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
         attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.attention.proj_bias:
         attention += config.hidden_size
+    if config.latent is not None:
+        attention = (config.latent.q_rank or 0) + config.latent.kv_rank  # norms of the latents
     wide = 2 if is_gated(config.activation) else 1
     mlp = config.ffn_hidden_size * wide + config.hidden_size if config.mlp_bias else 0
     experts = 0
@@ -56,7 +66,7 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
 
 
 def _attention_layers(config: GPTConfig) -> list[int]:
-    return [layer for layer in range(config.num_layers) if config.mixer_of(layer) == "attention"]
+    return [layer for layer in range(config.num_layers) if "attention" in config.mixer_of(layer)]
 
 
 def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
@@ -76,13 +86,15 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     """Return floating-point operations of forward and backward per token, in sequences of ``sequence_length`` tokens.
 
     Each weight of projections, convolutions and the head counts six operations; of the experts, only those that a
-    token passes through. Attention counts twelve for each query feature and visible key: with a causal mask, half of
-    the sequence on average; with a window, less. Not counted: the embedding (a look-up) and recomputation.
+    token passes through. Attention counts six for each query feature, each value feature and visible key:
+    with a causal mask, half of the sequence on average; with a window, less. Not counted: the embedding (a look-up) and
+    recomputation.
     """
     matmul = _matmul_parameters(config, True) + config.vocab_size * config.hidden_size
     windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
     keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
-    return 6.0 * matmul + 12.0 * config.num_heads * config.head_dim * keys
+    value_dim = config.head_dim if config.latent is None else config.latent.value_dim
+    return 6.0 * matmul + 6.0 * config.num_heads * (config.head_dim + value_dim) * keys
 
 
 def _mean_visible_keys(length: int, window: int | None) -> float:

@@ -18,6 +18,7 @@ from megalight.nn import (
     Attention,
     Embedding,
     InnerAttention,
+    LatentAttention,
     LayerContext,
     LayerNorm,
     Linear,
@@ -57,15 +58,20 @@ def build_norm(config: GPTConfig, size: int) -> nn.Module:
     return kind(size, config.norm.eps, backend=config.backends.norm)
 
 
-def build_attention(config: GPTConfig, index: int) -> Attention:
-    """Build the attention of the layer with this global index."""
-    inner = InnerAttention(
-        scale=config.attention.scale,
+def build_inner(config: GPTConfig, index: int, scale: float | None) -> InnerAttention:
+    """Build the attention between the projections."""
+    return InnerAttention(
+        scale=scale,
         window=config.attention.window_of(index),
         softcap=config.attention.softcap,
         dropout=config.dropout.attention,
         backend=config.backends.attention,
     )
+
+
+def build_attention(config: GPTConfig, index: int) -> Attention:
+    """Build the attention of the layer with this global index."""
+    inner = build_inner(config, index, config.attention.scale)
     normed, whole = config.attention.qk_norm, config.attention.qk_norm_whole
     return Attention(
         config.hidden_size,
@@ -84,13 +90,41 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
     )
 
 
+def build_latent_attention(config: GPTConfig, index: int) -> LatentAttention:
+    """Build the latent attention of the layer with this global index."""
+    latent, scaling, scale = config.latent, config.position.scaling, config.attention.scale
+    assert latent is not None
+    if scale is None:
+        # DeepSeek moves the concentration of YaRN to the scores, so that features that are not rotated get it too
+        scale = config.head_dim**-0.5 * (1.0 if scaling is None else scaling.score_factor)
+    return LatentAttention(
+        config.hidden_size,
+        config.num_heads,
+        latent.q_rank,
+        latent.kv_rank,
+        latent.head_dim,
+        latent.rotary_dim,
+        latent.value_dim,
+        build_inner(config, index, scale),
+        norm_eps=latent.norm_eps,
+        rotary=ROTARY if config.position.rotates(index) else None,
+        std=config.init.std,
+        proj_std=config.residual_std,
+        norm_backend=config.backends.norm,
+    )
+
+
 def build_conv(config: GPTConfig, index: int) -> ShortConv:
     """Build the convolution of a layer. All convolutions are the same."""
     return ShortConv(config.hidden_size, config.conv_kernel, std=config.init.std, proj_std=config.residual_std)
 
 
-MIXERS: dict[str, Callable[[GPTConfig, int], nn.Module]] = {"attention": build_attention, "conv": build_conv}
-"""Name in ``mixer_pattern``, also of the layer's submodule -> function that builds the mixer of a layer index."""
+MIXERS: dict[str, tuple[str, Callable[[GPTConfig, int], nn.Module]]] = {
+    "attention": ("attention", build_attention),
+    "latent_attention": ("attention", build_latent_attention),
+    "conv": ("conv", build_conv),
+}
+"""Name in ``mixer_pattern`` -> name of the layer's submodule, and function that builds the mixer of a layer index."""
 
 
 def build_mlp(config: GPTConfig) -> MLP:
@@ -137,11 +171,10 @@ def build_experts(config: GPTConfig) -> MoE:
 
 def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
     """Build the layer with this global index."""
-    name = config.mixer_of(index)
+    name, build = MIXERS[config.mixer_of(index)]
     mlp = build_experts(config) if config.has_experts(index) else build_mlp(config)
     norms = build_norm(config, config.hidden_size), build_norm(config, config.hidden_size)
-    mixer = MIXERS[name](config, index)
-    return TransformerLayer(norms[0], mixer, norms[1], mlp, name=name, dropout=config.dropout.hidden)
+    return TransformerLayer(norms[0], build(config, index), norms[1], mlp, name=name, dropout=config.dropout.hidden)
 
 
 def build_embedding(config: GPTConfig) -> TokenEmbedding:

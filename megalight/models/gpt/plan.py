@@ -17,6 +17,7 @@ from megalight.parallel.styles import (
     Routing,
     Row,
     SequenceRegion,
+    SharedHead,
     Vocab,
     VocabHead,
     WholeSequences,
@@ -29,6 +30,10 @@ RULES = Plan(
         "*.attention.qkv": Column(),
         "*.attention.[qk]_norm": HeadRegion(),
         "*.attention.proj": Row(),
+        # latents are small, so every rank computes them whole, of its share of the tokens
+        "*.attention.*_down": SequenceRegion(),
+        "*.attention.*_up": Column(),
+        "*.attention.shared_key": SharedHead(),
         "*.conv.gates": Column(),
         "*.conv.filter": Channels(),
         "*.conv.proj": Row(),

@@ -12,6 +12,7 @@ from megalight.parallel.styles.replicated import Replicated as Replicated
 from megalight.parallel.styles.routing import Routing as Routing
 from megalight.parallel.styles.row import Row as Row
 from megalight.parallel.styles.sequence_region import SequenceRegion as SequenceRegion
+from megalight.parallel.styles.shared_head import SharedHead as SharedHead
 from megalight.parallel.styles.style import STYLES as STYLES
 from megalight.parallel.styles.style import Style as Style
 from megalight.parallel.styles.style import register as register

@@ -1,0 +1,142 @@
+"""Multi-head latent attention (MLA) of DeepSeek-V2 (https://arxiv.org/abs/2405.04434)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalight.nn.canonical import Section
+from megalight.nn.context import LayerContext
+from megalight.nn.linear import Linear
+from megalight.nn.norm import RMSNorm
+from megalight.nn.state import Slots, TokenRows
+from megalight.ops.parameter import precision_of
+
+
+class SharedHead(nn.Module):
+    """A head that all others read: the identity. A plan replaces it where the heads are divided."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[T, D] -> [T, D]``."""
+        return x
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are projections of one low-rank latent per token.
+
+    A query head has ``head_dim`` features without position and ``rotary_dim`` rotated ones. A key head has
+    ``head_dim`` features from the latent, and the same rotated features as all other key heads. So a token's state is
+    its latent and one rotated head, instead of keys and values of all heads.
+
+    Generation multiplies queries and outputs by the weights of ``kv_up``, and attends to the latents themselves: then
+    keys and values of earlier tokens are never computed. Scores and outputs are the same.
+
+    Args:
+        hidden_size: ``h``.
+        num_heads: number of heads, ``H``.
+        q_rank: size of the latent of queries; None: queries are projections of the hidden states.
+        kv_rank: size of the latent of keys and values, ``c``.
+        head_dim: features of a query and key head that are not rotated, ``D``.
+        rotary_dim: features that are rotated, ``R``.
+        value_dim: features of a value head, ``V``.
+        inner: attention between the projections. It must have the scale of ``D + R`` features: in generation, heads
+            have ``c + R``.
+        norm_eps: eps of the norms of the latents.
+        rotary: name of the rotary table in the context. None means no rotation.
+        std: standard deviation of the initial weights, except for ``proj``.
+        proj_std: standard deviation of the initial ``proj`` weights.
+        norm_backend: backend of the norms of the latents.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        q_rank: int | None,
+        kv_rank: int,
+        head_dim: int,
+        rotary_dim: int,
+        value_dim: int,
+        inner: nn.Module,
+        *,
+        norm_eps: float = 1e-6,
+        rotary: str | None = None,
+        std: float = 0.02,
+        proj_std: float = 0.02,
+        norm_backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.kv_rank, self.head_dim, self.rotary_dim, self.value_dim = kv_rank, head_dim, rotary_dim, value_dim
+        self.rotary = rotary
+        self.q_down: Linear | None = None
+        self.q_latent_norm: nn.Module | None = None
+        if q_rank is not None:
+            self.q_down = Linear(hidden_size, q_rank, std=std)
+            self.q_latent_norm = RMSNorm(q_rank, norm_eps, backend=norm_backend)
+        queries = Section("q_up", num_heads * (head_dim + rotary_dim), num_heads)
+        self.q_up = Linear(hidden_size if q_rank is None else q_rank, (queries,), std=std)
+        self.kv_down = Linear(hidden_size, kv_rank + rotary_dim, std=std)
+        self.kv_latent_norm = RMSNorm(kv_rank, norm_eps, backend=norm_backend)
+        self.kv_up = Linear(kv_rank, (Section("kv_up", num_heads * (head_dim + value_dim), num_heads),), std=std)
+        self.shared_key = SharedHead()
+        self.inner = inner
+        self.proj = Linear(num_heads * value_dim, hidden_size, std=proj_std)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Numbers of query heads and of key heads in the outputs of the projections."""
+        return (self.q_up.section_sizes[0] // (self.head_dim + self.rotary_dim),) * 2
+
+    def make_state(self, slots: Slots) -> TokenRows:
+        """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key."""
+        return slots.per_token()
+
+    def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
+        """``[T, h] -> [T, h]``. ``memory`` is unused."""
+        table = None if self.rotary is None else context.rotary[self.rotary]
+        q_latent = hidden
+        if self.q_down is not None and self.q_latent_norm is not None:
+            q_latent = self.q_latent_norm(self.q_down(hidden))
+        queries = self.q_up(q_latent)
+        q = queries.view(len(queries), -1, self.head_dim + self.rotary_dim)
+        latent, key = torch.split(self.kv_down(hidden), [self.kv_rank, self.rotary_dim], -1)
+        # the norm is over the latent alone, and before the projection gathers tokens, where that is cheap
+        latent, key = self.kv_latent_norm(latent), self.shared_key(key)
+        if table is not None:
+            plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
+            q, key = torch.cat([plain, table.rotate(turned)], -1), table.rotate(key[:, None])[:, 0]
+        if state is not None:
+            rows = state.append(torch.cat([latent, key], -1))
+            # the first pass of a sequence has no earlier tokens, and computes keys and values as training does
+            if context.sequences.keys is not None:
+                return self._project(self._continue(q, rows, context))
+        k, v = self._keys_values(latent, key)
+        return self._project(self.inner(q, k, v, context.sequences))
+
+    def _project(self, mixed: Tensor) -> Tensor:
+        projected: Tensor = self.proj(mixed.flatten(1))
+        return projected
+
+    def _keys_values(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """``latent [T, c], key [T, R] -> [T, H, D + R], [T, H, V]``. Of the latent, a share of the tokens will do."""
+        wide = self.kv_up(latent)
+        heads = wide.view(len(wide), -1, self.head_dim + self.value_dim)
+        k, v = torch.split(heads, [self.head_dim, self.value_dim], -1)
+        return torch.cat([k, key[:, None].expand(-1, k.shape[1], -1)], -1), v
+
+    def _continue(self, q: Tensor, rows: Tensor, context: LayerContext) -> Tensor:
+        """Attend to all tokens of the sequences, given by their rows: ``q [T, H, D + R], rows [Tk, c + R]``."""
+        if self.kv_up.adapter is not None or precision_of(self.kv_up.weight) is not None:
+            # the layer computes something else than a product with its weight
+            k, v = self._keys_values(*torch.split(rows, [self.kv_rank, self.rotary_dim], -1))
+            whole: Tensor = self.inner(q, k, v, context.sequences)
+            return whole
+        weight = self.kv_up.weight.view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
+        for_keys, for_values = torch.split(weight, [self.head_dim, self.value_dim], 1)
+        plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
+        # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values
+        absorbed = torch.cat([torch.einsum("thd,hdc->thc", plain, for_keys), turned], -1)
+        mixed = self.inner(absorbed, rows[:, None], rows[:, None, : self.kv_rank], context.sequences)
+        return torch.einsum("thc,hvc->thv", mixed, for_values)
