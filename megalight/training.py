@@ -28,12 +28,13 @@ from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.degrees import check_sequence_parallel
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions, check_sequence_parallel
+from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,7 @@ class Given:
     @classmethod
     def read(cls, words: Sequence[str]) -> Given:
         """Read the words after the verb. Unreadable files are skipped here; the parser itself reports them."""
-        values: dict[str, Any] = {}
-        for key, value in _options(words):
-            if key in ("config", "c"):
-                values.update(_flatten(_read_yaml(value)))
-            else:
-                values[_short(key)] = value
-        return cls(values)
+        return cls({key: value for part in parts(words) for key, value in part.items()})
 
     def ending_in(self, key: str) -> list[str]:
         """Return the given keys that are ``key`` or end with ``.key``."""
@@ -77,6 +71,12 @@ class Given:
         """Return the last entry of a list: on the command line, arguments of the list belong to it."""
         entries = [value for key, value in self.values.items() if re.fullmatch(re.escape(prefix) + r"\.\d+", key)]
         return entries[-1] if entries else None
+
+
+def parts(words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield what each option of a command gives, in order: the values of a file, or one value."""
+    for key, value in _options(words):
+        yield _flatten(_read_yaml(value)) if key in ("config", "c") else {_short(key): value}
 
 
 def explain(message: str, given: Given, options: Iterable[str]) -> str:
@@ -148,18 +148,25 @@ def members(cls: type) -> dict[str, Any]:
 def _unknown_key(key: str, given: Given, known: list[str]) -> str:
     full = next(iter(given.ending_in(key) or [name for name in given.values if f".{_short(key)}." in f".{name}."]), key)
     prefix, name, choices, where = _first_bad(_short(full), given, known)
-    value = given.values.get(full)
+    return unknown_key(f"{prefix}.{name}" if prefix else name, given.values.get(full), where, choices, known)
+
+
+def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], known: Iterable[str] = ()) -> str:
+    """Say that a key does not exist.
+
+    Args:
+        key: the key, in full.
+        value: its value, if there is one.
+        owner: what has no such argument.
+        choices: the arguments that it has.
+        known: keys of the whole configuration. For ``max_steps``, ``trainer.max_steps`` is suggested.
+    """
+    name = key.rpartition(".")[2]
     shown = f" (value {str(value)!r})" if value is not None else ""
-    bad = f"{prefix}.{name}" if prefix else name
     listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
-    hint = nearest(name, choices) or _elsewhere(name, known)
-    return f"unknown key {bad!r}{shown}: {where} has no such argument.{hint}{listing}"
-
-
-def _elsewhere(name: str, known: list[str]) -> str:
-    """Suggest the same name in another place: for ``--max_steps``, ``--trainer.max_steps``."""
-    same = [option for option in known if option.rpartition(".")[2] == name]
-    return f" Did you mean {same[0]!r}?" if same else ""
+    same = (f" Did you mean {option!r}?" for option in known if option.rpartition(".")[2] == name)
+    hint = nearest(name, choices) or next(same, "")
+    return f"unknown key {key!r}{shown}: {owner} has no such argument.{hint}{listing}"
 
 
 def _first_bad(key: str, given: Given, known: list[str]) -> tuple[str, str, list[str], str]:
@@ -185,14 +192,18 @@ def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
     full = _full_key(key, given, known)
     if "dot import path string: " in rule or "has no attribute" in rule or "No module named" in rule:
         return _unknown_class(full, rule, given)
-    value = given.values.get(full)
-    shown = f"{full} = {str(value)!r}" if value is not None else full
     reasons = [re.sub(r"\.? Got value: .*", "", reason).rstrip(".") for reason in rules(rule)]
     choices = [choice for reason in reasons if (match := _LITERAL.match(reason)) for choice in _choices(match)]
     others = [re.sub(r"^Expected an? ", "", reason) for reason in reasons if not _LITERAL.match(reason)]
     expected = [*others, *([f"one of {', '.join(choices)}"] if choices else [])]
+    return not_valid(full, given.values.get(full), ", or ".join(expected), choices)
+
+
+def not_valid(key: str, value: Any, expected: str, choices: Iterable[str] = ()) -> str:
+    """Say that a key has a value of another kind than expected, with the nearest of the choices."""
+    shown = f"{key} = {str(value)!r}" if value is not None else key
     hint = nearest(str(value), choices) if value is not None else ""
-    return f"{shown} is not valid; expected: {', or '.join(expected) or 'see --help'}.{hint}"
+    return f"{shown} is not valid; expected: {expected or 'see --help'}.{hint}"
 
 
 def _choices(literal: re.Match[str]) -> list[str]:
@@ -208,6 +219,11 @@ def _unknown_class(key: str, rule: str, given: Given) -> str:
     hint = nearest(name.rpartition(".")[2], known)
     if "." in name:  # an import path is answered with one
         hint = re.sub("'(.*)'", lambda match: repr(known[match[1]]), hint)
+    return no_class(key, name, reason, hint)
+
+
+def no_class(key: str, name: str, reason: str, hint: str) -> str:
+    """Say that a name means no class."""
     return (
         f"{key} = {name!r} names no known class{f' ({reason})' if reason else ''}.{hint} "
         "Give the name of an imported class, or its import path (package.module.Class)."
@@ -253,13 +269,14 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, Mapping):
         return {prefix: node} if prefix else {}
     flat: dict[str, Any] = {}
-    for key, value in node.items():
+    for name, value in node.items():
+        key = str(name).removesuffix("+")  # it appends to a list
         if key == "class_path":
             flat[prefix] = value
         elif key == "init_args":
             flat.update(_flatten(value, prefix))
         else:
-            flat.update(_flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+            flat.update(_flatten(value, f"{prefix}.{key}" if prefix else key))
     return flat
 
 

@@ -53,8 +53,6 @@ def run(words: Sequence[str]) -> int:
 
     It is 75 for a run that ``Preemption`` stopped: start it again with ``--ckpt_path=auto`` to complete it.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
     load_plugins()
     for family in families():

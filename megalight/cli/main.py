@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megalight import __version__
 from megalight.cli import help_pages
-from megalight.cli.report import Parser, reported, tell
+from megalight.cli.report import Parser, debugging, reported, tell
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
 from megalight.errors import nearest
 
@@ -67,11 +67,17 @@ def _train(name: str, rest: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(help_pages.short_help(name))
         return 0
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     rest = ["--help" if word == "--help-all" else word for word in rest]
     with reported(f"megalight {name}"):
         from megalight.cli.files import check_files
 
         check_files(rest)
+        if not debugging() and "--help" not in rest:
+            from megalight.cli import early
+
+            early.check(name, rest)
     from megalight.cli.lightning import run
 
     return run([name, *rest])

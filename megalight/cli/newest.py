@@ -44,12 +44,9 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     if found is not None:
         _log(f"--ckpt_path={wanted}: the newest checkpoint is {found}")
         return str(found)
-    where = ", ".join(map(str, places))
     if wanted == "last":
-        raise CheckpointError(
-            f"--ckpt_path=last: there is no finished checkpoint under {where}. Give the path of one, or "
-            "--ckpt_path=auto to start anew if there is none."
-        )
+        raise _none(places)
+    where = ", ".join(map(str, places))
     _log(f"--ckpt_path=auto: there is no finished checkpoint under {where}; the run starts anew")
     return None
 
@@ -68,6 +65,20 @@ def newest_in(path: str | os.PathLike[str], said: str = "") -> Path:
     if found is not None and said:
         _log(f"{said}: the newest checkpoint in it is {found}")
     return folder if found is None else found
+
+
+def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise :class:`CheckpointError` if there is no finished checkpoint, damaged or not, in the folders."""
+    places = sorted({Path(folder).absolute() for folder in folders})
+    if _newest(places) is None:
+        raise _none(places)
+
+
+def _none(places: Iterable[Path]) -> CheckpointError:
+    return CheckpointError(
+        f"--ckpt_path=last: there is no finished checkpoint under {', '.join(map(str, places))}. Give the path of one, "
+        "or --ckpt_path=auto to start anew if there is none."
+    )
 
 
 def _newest_undamaged(places: Iterable[Path]) -> Path | None:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
+from megalight.cli.rules import check_trainer
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
@@ -123,20 +124,7 @@ def check_values(arguments: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: with the value, the rule and the next step.
     """
-    clip = arguments.get("gradient_clip_val")
-    if isinstance(clip, int | float) and clip < 0:
-        raise ConfigurationError(
-            f"trainer.gradient_clip_val is {clip}; it must be at least 0. Leave it out to train without clipping."
-        )
-    window = arguments.get("accumulate_grad_batches")
-    if window is not None and window < 1:
-        raise ConfigurationError(
-            f"trainer.accumulate_grad_batches is {window}; it must be at least 1: the number of batches whose "
-            "gradients are added up before each optimizer step."
-        )
-    every = arguments.get("log_every_n_steps")
-    if every is not None and every < 0:
-        raise ConfigurationError(f"trainer.log_every_n_steps is {every}; it must be at least 1, or 0 for no logs.")
+    check_trainer(arguments)
     if str(arguments.get("precision") or "").startswith("16") and _on_cpu(arguments.get("accelerator", "auto")):
         raise ConfigurationError(
             f"trainer.precision is {arguments['precision']}, and this run is on the CPU, where 16-bit floats with loss "

@@ -18,6 +18,7 @@ from megalight.data.corpus import Corpus, same_tokenizer
 from megalight.data.loader import TokenLoader
 from megalight.data.mixture import Data, Mixture, Part
 from megalight.data.sampler import GlobalBatchSampler
+from megalight.data.sizes import check_sizes
 from megalight.data.splits import SPLITS
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
@@ -81,11 +82,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         samples: tuple[int | None, int | None, int | None],
     ) -> None:
         super().__init__()
-        for name, value in (("global_batch_size", global_batch_size), ("sequence_length", sequence_length)):
-            if value < 1:
-                raise DataError(f"{name} is {value}; it must be at least 1.")
-        if num_workers < 0:
-            raise DataError(f"num_workers is {num_workers}; it must be at least 0, which reads in the main process.")
+        check_sizes(global_batch_size=global_batch_size, sequence_length=sequence_length, num_workers=num_workers)
         self.global_batch_size = global_batch_size
         self.sequence_length = sequence_length
         self.seed = seed

@@ -20,19 +20,6 @@ from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform
 
 
-def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> None:
-    """Raise if sequence parallelism would have no effect.
-
-    Raises:
-        LayoutError: there is no tensor parallelism.
-    """
-    if sequence_parallel and tensor_parallel == 1:
-        raise LayoutError(
-            "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
-            "layers. Set tensor_parallel, or leave sequence_parallel off."
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
     """The options of :class:`~megalight.parallel.model.ParallelModel`, in addition to the mesh.

@@ -17,6 +17,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.optim.sharded import sharding_of
+from megalight.parallel import degrees
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine
 from megalight.parallel.ending import FAILED
@@ -121,19 +122,19 @@ class MegatronStrategy(FolderCheckpoints):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refusals.check_degrees(
-            tensor_parallel,
-            sequence_parallel,
-            context_parallel,
-            pipeline_parallel,
-            virtual_pipeline,
-            expert_parallel,
-            expert_tensor_parallel,
+        degrees.check_degrees(
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            context_parallel=context_parallel,
+            pipeline_parallel=pipeline_parallel,
+            virtual_pipeline=virtual_pipeline,
+            expert_parallel=expert_parallel,
+            expert_tensor_parallel=expert_tensor_parallel,
         )
-        refusals.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
-        refusals.check_timeout(timeout_seconds)
+        degrees.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
+        degrees.check_timeout(timeout_seconds)
         if micro_batch_size is not None:
-            refusals.check_at_least_one("micro_batch_size", micro_batch_size)
+            degrees.check_at_least_one("micro_batch_size", micro_batch_size)
         refusals.check_checkpoint_io(checkpoint_io)
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.tensor_parallel = tensor_parallel

@@ -12,40 +12,8 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import ConfigurationError
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import check_sequence_parallel
-
-
-def check_degrees(
-    tensor_parallel: int,
-    sequence_parallel: bool,
-    context_parallel: int,
-    pipeline_parallel: int,
-    virtual_pipeline: int,
-    expert_parallel: int,
-    expert_tensor_parallel: int,
-) -> None:
-    """Refuse parallel degrees that cannot work with any number of ranks."""
-    check_at_least_one("tensor_parallel", tensor_parallel)
-    check_at_least_one("context_parallel", context_parallel)
-    check_at_least_one("pipeline_parallel", pipeline_parallel)
-    check_at_least_one("virtual_pipeline", virtual_pipeline)
-    check_at_least_one("expert_parallel", expert_parallel)
-    check_at_least_one("expert_tensor_parallel", expert_tensor_parallel)
-    check_sequence_parallel(sequence_parallel, tensor_parallel)
-
-
-def check_at_least_one(name: str, value: int) -> None:
-    """Refuse counts below one."""
-    if value < 1:
-        raise LayoutError(f"{name}={value}; it must be at least 1.")
-
-
-def check_timeout(seconds: float) -> None:
-    """Refuse timeouts that no collective can meet."""
-    if not seconds > 0:
-        raise ConfigurationError(f"timeout_seconds={seconds:g}; it must be above 0. The default is 1800.")
 
 
 def check_checkpoint_io(plugin: CheckpointIO | None) -> None:

@@ -1,0 +1,151 @@
+"""Find mistakes in a command before torch is imported: in keys, in kinds of values, and in values themselves.
+
+Keys and kinds are compared with the source of the classes (:mod:`megalight.cli.signatures`); values are checked by the
+functions that the classes themselves call. What cannot be known without imports is left to the parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megalight.cli import explain, rules, signatures
+from megalight.cli.signatures import Source
+from megalight.errors import ConfigurationError, nearest
+
+MODULES = (
+    "megalight.models.gpt",
+    "megalight.models.bert",
+    "megalight.data.gpt.module",
+    "megalight.data.bert.module",
+    "megalight.strategies",
+    "megalight.callbacks",
+    "megalight.loggers",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.strategies",
+)
+"""Where classes are found by their bare names. The parser knows more; it decides about those."""
+
+STRATEGY = "trainer.strategy"
+START = {"trainer": "megalight.cli.trainer.MegalightTrainer", STRATEGY: "megalight.strategies.MegatronStrategy"}
+"""Classes that nobody needs to name."""
+
+STRATEGIES = {
+    "megatron": START[STRATEGY],
+    "megatron_fsdp": "megalight.strategies.MegatronFSDPStrategy",
+}
+"""Registered names of strategies -> their classes."""
+
+ROOT = (
+    "config",
+    "print_config",
+    "seed_everything",
+    "trainer",
+    "model",
+    "data",
+    "ckpt_path",
+    "weights_only",
+    "verbose",
+    "return_predictions",
+)
+"""Keys of the configuration itself, for any verb."""
+
+Classes = dict[str, Source | None]
+
+
+def check(verb: str, words: Sequence[str]) -> None:
+    """Check the words after the verb.
+
+    Raises:
+        MegalightError: a key does not exist, or a value has another kind or breaks a rule.
+    """
+    signatures.find_module.cache_clear()  # files may have changed since an earlier command of this process
+    classes: Classes = {key: signatures.find(path) for key, path in START.items()}
+    values: dict[str, Any] = {}
+    for part in explain.parts(words):
+        classes |= _classes(part, classes)
+        for key, value in part.items():
+            _check(key, value, classes, verb)
+        values |= part
+    if not any(key.partition("=")[0] == "print_config" for key in values):
+        rules.check(verb, {key: _read(value) for key, value in values.items()}, classes)
+
+
+def _classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Classes:
+    """Return the classes that values name; None for a class that cannot be read."""
+    found: Classes = {}
+    for key, value in part.items():
+        if not isinstance(value, str):
+            continue
+        name = STRATEGIES.get(value.lower(), value) if key == STRATEGY else value
+        source = signatures.find(name, MODULES) if name.replace(".", "").isidentifier() else None
+        if (
+            source is not None
+            or key in before
+            or key in ("model", "data")
+            or any(k.startswith(f"{key}.") for k in part)
+        ):
+            found[key] = source
+            _check_module(key, name)
+    return found
+
+
+def _check_module(key: str, name: str) -> None:
+    """Refuse an import path whose module is there and has no such name."""
+    where, _, attribute = name.rpartition(".")
+    module = signatures.find_module(where) if where.replace(".", "").isidentifier() else None
+    if module is None or not {attribute, "*", "__getattr__"}.isdisjoint(module.names):
+        return
+    if module.path.name == "__init__.py" and signatures.find_module(name) is not None:
+        return
+    hint = nearest(attribute, [each for each in module.names if each[0].isupper()]).replace("'", f"'{where}.", 1)
+    reason = f"module {where!r} has no attribute {attribute!r}"
+    raise ConfigurationError(explain.no_class(key, name, reason, hint))
+
+
+def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str) -> None:
+    """Follow the parts of a key through the arguments of classes, as far as these are known."""
+    if key.partition(".")[0] not in ROOT:
+        known = (
+            [f"trainer.{name}" for name in signatures.members(classes["trainer"]) or ()] if classes["trainer"] else []
+        )
+        _refuse(verb, explain.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, known))
+    prefix = key
+    while (prefix := prefix.rpartition(".")[0]) not in classes:
+        if not prefix:
+            return
+    owner, parts = classes[prefix], key[len(prefix) + 1 :].split(".")
+    for index, part in enumerate(parts):
+        arguments = None if owner is None else signatures.members(owner)
+        if owner is None or arguments is None or part in ("help", "dict_kwargs"):
+            return
+        prefix = f"{prefix}.{part}"
+        if part not in arguments:
+            _refuse(verb, explain.unknown_key(prefix, value, _called(owner, prefix), arguments))
+        accepted = arguments[part]
+        if index == len(parts) - 1 and not accepted.accepts(value):
+            choices = [str(choice) for choice in accepted.choices]
+            _refuse(verb, explain.not_valid(prefix, value, accepted.describe(), choices))
+        owner = accepted.source if accepted.source is not None and accepted.source.is_dataclass else None
+
+
+def _called(owner: Source, key: str) -> str:
+    """Name a class as the user knows it: the trainer is a section of the configuration."""
+    return "'trainer'" if key.count(".") == 1 and key.startswith("trainer.") else owner.name
+
+
+def _refuse(verb: str, message: str) -> None:
+    raise ConfigurationError(f"{message}\nSee: megalight {verb} --help")
+
+
+def _read(value: Any) -> Any:
+    """Return the value that a word stands for."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value

@@ -1,0 +1,110 @@
+"""Rules for the values of a command that need no torch. The classes themselves call the same functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megalight.cli.signatures import Source
+from megalight.errors import ConfigurationError, MissingCheckpointError
+from megalight.parallel.degrees import check_at_least_one, check_degrees, check_timeout
+
+Values = Mapping[str, Any]
+STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy")
+DATA = ("GPTDataModule", "BertDataModule")
+
+
+def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> None:
+    """Check the values of a whole command.
+
+    Args:
+        verb: the command.
+        values: dotted key -> value; see :class:`megalight.cli.explain.Given`.
+        classes: the classes that fill keys.
+
+    Raises:
+        MegalightError: a value breaks a rule.
+    """
+    check_trainer(_under("trainer", values))
+    if _is_one_of(STRATEGIES, classes.get("trainer.strategy")):
+        given = _under("trainer.strategy", values)
+        _call(check_degrees, given)
+        for name in ("micro_batch_size", "sigterm_every_n_steps"):
+            if isinstance(given.get(name), int):
+                check_at_least_one(name, given[name])
+        if isinstance(given.get("timeout_seconds"), int | float):
+            check_timeout(given["timeout_seconds"])
+    if _is_one_of(DATA, classes.get("data")):
+        _check_data(_under("data", values))
+    _check_checkpoint(verb, values)
+
+
+def check_trainer(arguments: Values) -> None:
+    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse with another cause.
+
+    Raises:
+        ConfigurationError: with the value, the rule and the next step.
+    """
+    clip = arguments.get("gradient_clip_val")
+    if isinstance(clip, int | float) and clip < 0:
+        raise ConfigurationError(
+            f"trainer.gradient_clip_val is {clip}; it must be at least 0. Leave it out to train without clipping."
+        )
+    window = arguments.get("accumulate_grad_batches")
+    if window is not None and window < 1:
+        raise ConfigurationError(
+            f"trainer.accumulate_grad_batches is {window}; it must be at least 1: the number of batches whose "
+            "gradients are added up before each optimizer step."
+        )
+    every = arguments.get("log_every_n_steps")
+    if every is not None and every < 0:
+        raise ConfigurationError(f"trainer.log_every_n_steps is {every}; it must be at least 1, or 0 for no logs.")
+
+
+def _check_data(given: Values) -> None:
+    """Check sizes, and that token files are there and whole."""
+    from megalight.data.corpus import Corpus
+    from megalight.data.mixture import Mixture
+    from megalight.data.sizes import check_sizes
+
+    _call(check_sizes, given)
+    for name in ("data", "train_data", "val_data", "test_data"):
+        if isinstance(given.get(name), str):
+            for prefix in Mixture.parse(given[name]).prefixes:
+                Corpus.open(prefix)
+
+
+def _check_checkpoint(verb: str, values: Values) -> None:
+    """Check that there is a checkpoint."""
+    from pathlib import Path
+
+    from megalight.checkpoint import publish
+    from megalight.cli import newest
+
+    wanted = values.get("ckpt_path")
+    if not isinstance(wanted, str) or wanted in newest.LIGHTNINGS or wanted == "auto":
+        return
+    if wanted != "last" and "://" not in wanted and not publish.resolve(Path(wanted)).exists():
+        other = publish.latest(Path(wanted).parent)
+        hint = "" if other is None else f" The newest finished checkpoint beside it is {other}."
+        raise MissingCheckpointError(f"--ckpt_path={wanted}: there is nothing at this path.{hint}")
+    callbacks = [
+        value for key, value in values.items() if key.startswith("trainer.callbacks") and key.endswith("dirpath")
+    ]
+    if wanted == "last":
+        newest.check_there_is_one([values.get("trainer.default_root_dir") or ".", *callbacks])
+
+
+def _call(rule: Callable[..., None], given: Values) -> None:
+    """Call a rule with the values that it takes, where they are plain numbers; the parser reads all others."""
+    names = inspect.signature(rule).parameters
+    rule(**{name: value for name, value in given.items() if name in names and isinstance(value, int)})
+
+
+def _under(prefix: str, values: Values) -> dict[str, Any]:
+    return {key[len(prefix) + 1 :]: value for key, value in values.items() if key.startswith(f"{prefix}.")}
+
+
+def _is_one_of(names: tuple[str, ...], source: Source | None) -> bool:
+    return source is not None and source.name in names and source.module.name.startswith("megalight.")

@@ -1,0 +1,292 @@
+"""The arguments of a class, read from its source file. Nothing is imported, so it takes milliseconds.
+
+What the source does not say plainly is unknown (None), and the real parser decides about it later.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+DEPTH = 12
+"""Imports that are followed from one name. Longer chains, and circles, are unknown."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file.
+
+    Attributes:
+        name: its import path.
+        path: the file.
+    """
+
+    name: str
+    path: Path
+
+    @functools.cached_property
+    def names(self) -> dict[str, ast.stmt]:
+        """What the file defines or imports at its top level: name -> statement."""
+        found: dict[str, ast.stmt] = {}
+        for node in _statements(ast.parse(self.path.read_text(encoding="utf-8")).body):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found[node.name] = node
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                found |= {alias.asname or alias.name: node for alias in node.names}
+            elif isinstance(node, ast.Assign):
+                found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+        return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """A class, where its source is."""
+
+    module: Module
+    node: ast.ClassDef
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.node.name
+
+    @property
+    def is_dataclass(self) -> bool:
+        """Whether the class is decorated with ``@dataclass``."""
+        heads = [each.func if isinstance(each, ast.Call) else each for each in self.node.decorator_list]
+        return any(ast.unparse(head).rpartition(".")[2] == "dataclass" for head in heads)
+
+    def bases(self) -> Iterator[Source | None]:
+        """Yield the base classes; None for one that cannot be found."""
+        for base in self.node.bases:
+            if ast.unparse(base).partition("[")[0].rpartition(".")[2] not in ("object", "ABC", "Generic", "Protocol"):
+                yield class_of(self.module, ast.unparse(base))
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What an argument accepts, as far as the source says.
+
+    Attributes:
+        scalars: the plain types, a subset of int, float, bool and str.
+        choices: the values of a ``Literal``.
+        source: the class, if there is exactly one.
+        complete: nothing else is accepted, except None if ``optional``.
+        optional: None is accepted.
+    """
+
+    scalars: frozenset[type] = frozenset()
+    choices: tuple[Any, ...] = ()
+    source: Source | None = None
+    complete: bool = True
+    optional: bool = False
+
+    def __or__(self, other: Annotation) -> Annotation:
+        """Return the union of both."""
+        return Annotation(
+            self.scalars | other.scalars,
+            self.choices + other.choices,
+            self.source or other.source,
+            self.complete and other.complete and not (self.source and other.source),
+            self.optional or other.optional,
+        )
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value may be right. Words of the command line are read as YAML does."""
+        if not self.complete or self.source or isinstance(value, dict | list):
+            return True
+        if value in self.choices or str(value) in map(str, self.choices) or str in self.scalars:
+            return True
+        if value is None or str(value).lower() in ("null", "none", "~", ""):
+            return True  # also where it is not optional: the parser has its own message
+        number = _number(value)
+        return (
+            (float in self.scalars and number is not None)
+            or (int in self.scalars and number is not None and number == number // 1)
+            or (bool in self.scalars and str(value).lower() in ("true", "false", "yes", "no", "on", "off"))
+        )
+
+    def describe(self) -> str:
+        """Return what is accepted, in words."""
+        names = [name for name, kind in SCALARS.items() if kind in self.scalars]
+        return ", or ".join([*names, *([f"one of {', '.join(map(str, self.choices))}"] if self.choices else [])])
+
+
+UNKNOWN = Annotation(complete=False)
+
+
+def find(path: str, extra: tuple[str, ...] = ()) -> Source | None:
+    """Return the class of an import path, or None.
+
+    Args:
+        path: ``package.module.Class``; or a bare name, which is looked up in ``extra``.
+        extra: import paths of modules.
+    """
+    if "." not in path:
+        return next((found for module in extra if (found := find(f"{module}.{path}"))), None)
+    name, _, attribute = path.rpartition(".")
+    module = find_module(name)
+    return None if module is None else class_of(module, attribute)
+
+
+@functools.cache
+def find_module(name: str) -> Module | None:
+    """Return the source of a module, or None."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin)
+    for part in rest:
+        if path.name != "__init__.py":
+            return None
+        folder = path.parent / part
+        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if not path.is_file():
+            return None
+    return Module(name, path)
+
+
+def class_of(module: Module, name: str, depth: int = DEPTH) -> Source | None:
+    """Return the class that a name means in a module, through imports; None if it is no class, or unknown."""
+    found = _lookup(module, name, depth)
+    return Source(found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
+
+
+def _lookup(module: Module, name: str, depth: int) -> tuple[Module, ast.stmt] | None:
+    """Find the statement that defines a name."""
+    head, _, rest = name.partition(".")
+    node = module.names.get(head)
+    if depth == 0:
+        return None
+    if node is None:  # packages of models import their ``module`` only when somebody asks for the class
+        below = find_module(f"{module.name}.module") if "__getattr__" in module.names and not rest else None
+        return None if below is None else _lookup(below, name, depth - 1)
+    if isinstance(node, ast.Import):
+        alias = next(each for each in node.names if (each.asname or each.name) == head)
+        full = f"{alias.name}.{rest}"
+    elif isinstance(node, ast.ImportFrom):
+        alias = next(each for each in node.names if (each.asname or each.name) == head)
+        package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+        for _ in range(node.level - 1):
+            package = package.rpartition(".")[0]
+        start = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
+        full = f"{start}.{alias.name}" + (f".{rest}" if rest else "")
+    else:
+        return None if rest else (module, node)
+    where, _, last = full.rpartition(".")
+    target = find_module(where)
+    return None if target is None else _lookup(target, last, depth - 1)
+
+
+def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
+    """Return the arguments of a class's constructor, or None if the source does not tell them all.
+
+    ``**kwargs`` adds the arguments of the base classes.
+    """
+    if depth == 0:
+        return None
+    init = next(
+        (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
+    )
+    found: dict[str, Annotation] = {}
+    if init is not None:
+        arguments = [*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs][1:]
+        found = {each.arg: annotation(source.module, each.annotation) for each in arguments}
+        if init.args.kwarg is None:
+            return found
+        if _go_elsewhere(init, init.args.kwarg.arg):
+            return None
+    elif source.is_dataclass:
+        fields = [node for node in source.node.body if isinstance(node, ast.AnnAssign)]
+        found = {
+            node.target.id: annotation(source.module, node.annotation)
+            for node in fields
+            if isinstance(node.target, ast.Name)
+        }
+    inherited: dict[str, Annotation] = {}
+    for base in source.bases():
+        above = None if base is None else members(base, depth - 1)
+        if above is None:
+            return None
+        inherited = {**above, **inherited}
+    if init is not None and not inherited:  # nobody above takes any of ``**kwargs``
+        return None
+    return {**inherited, **found}
+
+
+def _go_elsewhere(init: ast.FunctionDef, name: str) -> bool:
+    """Whether ``**kwargs`` are kept, or passed on to something else than the constructor of the base class."""
+    for node in ast.walk(init):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name) and node.value.id == name:
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func) != "super().__init__":
+            passed = (each.value for each in node.keywords if each.arg is None)
+            if any(isinstance(value, ast.Name) and value.id == name for value in passed):
+                return True
+    return False
+
+
+def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Annotation:
+    """Return what an annotation in a module accepts."""
+    if node is None or depth == 0:
+        return UNKNOWN
+    if isinstance(node, ast.Constant):
+        if node.value is None:
+            return Annotation(optional=True)
+        return (
+            annotation(module, ast.parse(node.value, mode="eval").body, depth - 1)
+            if isinstance(node.value, str)
+            else UNKNOWN
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return annotation(module, node.left, depth) | annotation(module, node.right, depth)
+    if isinstance(node, ast.Subscript):
+        return _subscript(module, node, depth)
+    text = ast.unparse(node)
+    if text in SCALARS:
+        return Annotation(frozenset({SCALARS[text]}))
+    found = _lookup(module, text, depth) if isinstance(node, ast.Name | ast.Attribute) else None
+    if found is not None and isinstance(found[1], ast.ClassDef):
+        return Annotation(source=Source(*found))  # type: ignore[arg-type]  # narrowed above
+    if found is not None and isinstance(found[1], ast.Assign):
+        return annotation(found[0], found[1].value, depth - 1)
+    return UNKNOWN
+
+
+def _subscript(module: Module, node: ast.Subscript, depth: int) -> Annotation:
+    head = ast.unparse(node.value).rpartition(".")[2]
+    parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if head == "Literal":
+        values = [part.value if isinstance(part, ast.Constant) else UNKNOWN for part in parts]
+        return UNKNOWN if UNKNOWN in values else Annotation(choices=tuple(values))
+    if head not in ("Optional", "Union"):
+        return UNKNOWN
+    joined = Annotation(optional=head == "Optional")
+    for part in parts:
+        joined = joined | annotation(module, part, depth)
+    return joined
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the top-level statements, also those under ``if`` and ``try``."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,54 @@
+"""Rules for parallel degrees, whatever the model. This file imports no torch, so that commands can check them early."""
+
+from __future__ import annotations
+
+from megalight.errors import ConfigurationError, LayoutError
+
+
+def check_degrees(
+    *,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    context_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
+) -> None:
+    """Refuse parallel degrees that cannot work with any number of ranks.
+
+    Raises:
+        LayoutError: a degree is below 1, or sequence parallelism would have no effect.
+    """
+    check_at_least_one("tensor_parallel", tensor_parallel)
+    check_at_least_one("context_parallel", context_parallel)
+    check_at_least_one("pipeline_parallel", pipeline_parallel)
+    check_at_least_one("virtual_pipeline", virtual_pipeline)
+    check_at_least_one("expert_parallel", expert_parallel)
+    check_at_least_one("expert_tensor_parallel", expert_tensor_parallel)
+    check_sequence_parallel(sequence_parallel, tensor_parallel)
+
+
+def check_at_least_one(name: str, value: int) -> None:
+    """Refuse counts below one."""
+    if value < 1:
+        raise LayoutError(f"{name}={value}; it must be at least 1.")
+
+
+def check_sequence_parallel(sequence_parallel: bool, tensor_parallel: int) -> None:
+    """Raise if sequence parallelism would have no effect.
+
+    Raises:
+        LayoutError: there is no tensor parallelism.
+    """
+    if sequence_parallel and tensor_parallel == 1:
+        raise LayoutError(
+            "sequence_parallel=True needs tensor_parallel > 1: it splits the activations between tensor-parallel "
+            "layers. Set tensor_parallel, or leave sequence_parallel off."
+        )
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse timeouts that no collective can meet."""
+    if not seconds > 0:
+        raise ConfigurationError(f"timeout_seconds={seconds:g}; it must be above 0. The default is 1800.")

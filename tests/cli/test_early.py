@@ -1,0 +1,146 @@
+"""Mistakes in a command are found before torch is imported, with the parser's own words."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalight.cli import early
+from megalight.cli.lightning import MegalightCLI
+from megalight.cli.main import main
+from megalight.cli.named_recipes import recipes
+from megalight.errors import MegalightError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = """
+trainer:
+  default_root_dir: PLACE
+  callbacks:
+    - class_path: megalight.callbacks.EMA
+      init_args: {decay: 0.9}
+model:
+  class_path: megalight.models.gpt.GPTModule
+  init_args:
+    config: {num_layers: 1, hidden_size: 8, num_heads: 2, ffn_hidden_size: 8, vocab_size: 8, max_sequence_length: 8}
+data:
+  class_path: megalight.data.gpt.module.GPTDataModule
+  init_args: {data: absent/text, global_batch_size: 4, sequence_length: 8}
+"""
+MISTAKES = [
+    (["--trainer.max_step=3"], ["unknown key 'trainer.max_step' (value '3')", "'trainer' has no", "'max_steps'"]),
+    (["--max_steps=3"], ["unknown key 'max_steps'", "Did you mean 'trainer.max_steps'?"]),
+    (["--trainer.max_steps=abc"], ["trainer.max_steps = 'abc' is not valid; expected: int."]),
+    (["--trainer.max_steps=1.5"], ["trainer.max_steps = '1.5'"]),
+    (["--trainer.precision=bf16mixed"], ["trainer.precision = 'bf16mixed'", "Did you mean 'bf16-mixed'?"]),
+    (["--trainer.gradient_clip_val=-1"], ["gradient_clip_val is -1", "at least 0"]),
+    (["--trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches is 0"]),
+    (
+        ["--trainer.strategy.tensor_paralel=2"],
+        ["'trainer.strategy.tensor_paralel'", "MegatronStrategy", "'tensor_parallel'"],
+    ),
+    (["--trainer.strategy=megatron_fsdp", "--trainer.strategy.sharding=x"], ["MegatronFSDPStrategy has no such"]),
+    (["--trainer.strategy.tensor_parallel=0"], ["tensor_parallel=0; it must be at least 1"]),
+    (["--trainer.strategy.sequence_parallel=true"], ["sequence_parallel=True needs tensor_parallel > 1"]),
+    (["--trainer.strategy.timeout_seconds=-5"], ["timeout_seconds=-5"]),
+    (["--trainer.strategy.micro_batch_size=0"], ["micro_batch_size=0"]),
+    (["--trainer.callbacks+=EMA", "--trainer.callbacks.decai=1"], ["'trainer.callbacks.decai'", "EMA", "'decay'"]),
+    (["--model=megalight.models.gpt.module.GPTModul"], ["has no attribute 'GPTModul'", "module.GPTModule'?"]),
+    (["--model.config.num_layer=3"], ["unknown key 'model.config.num_layer'", "GPTConfig", "'num_layers'"]),
+    (["--model.config.attention.windw=3"], ["'model.config.attention.windw'", "AttentionConfig", "'window'"]),
+    (["--model.config.hidden_size=x"], ["model.config.hidden_size = 'x' is not valid; expected: int."]),
+    (["--model.optimizer.lr=fast"], ["model.optimizer.lr = 'fast'", "float"]),
+    (["--data.num_workers=-1"], ["num_workers is -1"]),
+    (["--data.global_batch_size=0"], ["global_batch_size is 0"]),
+    (["--data.seqence_length=1"], ["'data.seqence_length'", "'sequence_length'"]),
+    ([], ["absent/text.bin does not exist", "megalight prepare"]),
+    (["--ckpt_path=absent.ckpt", "--data.data=null"], ["absent.ckpt", "nothing at this path"]),
+    (["--ckpt_path=last", "--data.data=null"], ["--ckpt_path=last", "no finished checkpoint"]),
+]
+PROBE = """
+import contextlib, io, json, sys
+from megalight.cli.main import main
+answers = []
+for words in json.loads(sys.stdin.read()):
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        answers.append([main(words), text.getvalue()])
+print(json.dumps([answers, sorted({"torch", "lightning"} & set(sys.modules))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """All mistakes, one after another in one process."""
+    place = tmp_path_factory.mktemp("early")
+    (place / "r.yaml").write_text(RECIPE.replace("PLACE", str(place)))
+    commands = [["fit", "-c", "r.yaml", *words] for words, _ in MISTAKES]
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE], input=json.dumps(commands), cwd=place, capture_output=True, text=True, check=True
+    )
+    found, heavy = json.loads(run.stdout)
+    assert heavy == []
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda number: " ".join(MISTAKES[number][0]) or "no data")
+def test_mistakes_are_found_without_torch(number, answers):
+    code, text = answers[number]
+    assert code == 2
+    assert len(text.splitlines()) <= 8
+    for part in MISTAKES[number][1]:
+        assert part in text.replace("\n  ", " "), text
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_have_no_mistake(path):
+    early.check("fit", ["-c", str(path), "--print_config"])
+
+
+def test_named_recipes_have_no_mistake(tmp_path):
+    path = tmp_path / "named.yaml"
+    for recipe in list(recipes().values())[::5]:
+        path.write_text(yaml.safe_dump(recipe.configuration))
+        early.check("fit", ["-c", str(path), "--print_config"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trainer.strategy=ddp", "--trainer.strategy.find_unused_parameters=true"],
+        ["--trainer.strategy=SomeOther", "--trainer.strategy.own=1"],
+        ["--trainer.logger=TensorBoardLogger", "--trainer.logger.purge_step=1"],
+        ["--model=users.module.Model", "--model.anything=1"],
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"],
+        ["--model.config=llama3_8b", "--trainer.devices=auto", "--trainer.max_time", "00:01:00:00"],
+        ["--trainer.strategy.init_args.tensor_parallel=2", "--trainer.limit_val_batches=0.5"],
+        ["--model.help=GPTModule", "--trainer.deterministic=warn", "--trainer.profiler=simple"],
+        ["--model=GPTModule", "--model.optimizer.schedule=Cosine", "--model.optimizer.schedule.warmup=3"],
+    ],
+)
+def test_what_cannot_be_known_is_left_to_the_parser(words):
+    early.check("fit", [*words, "--print_config"])
+
+
+def test_a_class_of_a_later_file_takes_its_own_arguments(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "trainer: {strategy: {class_path: MegatronStrategy, init_args: {expert_parallel: 1}}}"
+    )
+    (tmp_path / "b.yaml").write_text("trainer: {strategy: {class_path: DDPStrategy, init_args: {static_graph: true}}}")
+    early.check("fit", ["-c", str(tmp_path / "a.yaml"), "-c", str(tmp_path / "b.yaml")])
+    with pytest.raises(MegalightError, match=r"static_graph.*MegatronStrategy"):
+        early.check(
+            "fit", ["-c", str(tmp_path / "b.yaml"), "--trainer.strategy=megatron", "--trainer.strategy.static_graph=1"]
+        )
+
+
+def test_the_parser_says_the_same(capsys, tmp_path):
+    """Both find this mistake; a user cannot tell which of them did."""
+    words = ["--model=GPTModule", "--model.config.num_layer=3", f"--trainer.default_root_dir={tmp_path}"]
+    assert main(["fit", *words]) == 2
+    first = capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        MegalightCLI(args=["fit", *words])
+    assert capsys.readouterr().err == first

@@ -1,0 +1,108 @@
+"""Arguments read from source files agree with those of the imported classes."""
+
+import importlib
+
+import pytest
+
+from megalight import callbacks
+from megalight.cli import explain, signatures
+from megalight.cli.early import MODULES, START
+from megalight.cli.lightning import NAMED
+from megalight.models.family import families
+
+CLASSES = [
+    *START.values(),
+    *(f"megalight.callbacks.{name}" for name in callbacks.__all__ if name != "WholeModelSummary"),
+    *(f"{kind.__module__}.{kind.__name__}" for kind in NAMED),
+    "megalight.models.gpt.GPTConfig",
+    "megalight.models.bert.BertModule",
+    "megalight.optim.Cosine",
+    "lightning.pytorch.callbacks.ModelCheckpoint",
+    "tests.cli.samples.SampleModule",
+    "tests.cli.samples.TornData",
+]
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_the_source_and_the_class_have_the_same_arguments(path):
+    module, _, name = path.rpartition(".")
+    found = signatures.find(path)
+    assert found is not None
+    assert found.name == name
+    arguments = signatures.members(found)
+    assert arguments is not None
+    assert set(arguments) == set(explain.members(getattr(importlib.import_module(module), name)))
+
+
+def test_every_named_class_is_found_by_its_bare_name():
+    for kind in (*NAMED, *(family.module() for family in families())):
+        found = signatures.find(kind.__name__, MODULES)
+        assert found is not None
+        assert found.module.name == kind.__module__
+
+
+SOURCE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Any, Literal, Optional, Union
+import other
+KIND = Union[Literal["a", "b"], int]
+
+@dataclass
+class Inner:
+    size: int = 3
+
+class Base:
+    def __init__(self, base: bool = True): ...
+
+class Child(Base):
+    def __init__(self, kind: KIND, ratio: "float | None", any, inner: Optional[Inner] = None, **kwargs): ...
+
+class Loose(Base):
+    def __init__(self, **kwargs): ...
+
+class Elsewhere(other.Thing):
+    def __init__(self, a: int, **kwargs): ...
+
+class Bare:
+    def __init__(self, a: int, **kwargs): ...
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    (tmp_path / "scratch_of_user.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    signatures.find_module.cache_clear()
+    yield "scratch_of_user"
+    signatures.find_module.cache_clear()
+
+
+def members(path):
+    found = signatures.find(path)
+    assert found is not None
+    return signatures.members(found)
+
+
+def test_annotations_aliases_and_inherited_arguments(place):
+    arguments = members(f"{place}.Child")
+    assert list(arguments) == ["base", "kind", "ratio", "any", "inner"]
+    kind, ratio = arguments["kind"], arguments["ratio"]
+    assert [kind.accepts(value) for value in ("a", "3", 3, "c", "2.5", None)] == [True, True, True, False, False, True]
+    assert kind.describe() == "int, or one of a, b"
+    assert [ratio.accepts(value) for value in ("1e-3", "x", "null")] == [True, False, True]
+    assert arguments["base"].accepts("false")
+    assert not arguments["base"].accepts("maybe")
+    assert arguments["any"].accepts("anything")
+    assert arguments["inner"].source.name == "Inner"
+    assert members(f"{place}.Loose") == {"base": arguments["base"]}
+
+
+@pytest.mark.parametrize("name", ["Elsewhere", "Bare"])
+def test_what_the_source_does_not_tell_is_unknown(place, name):
+    assert members(f"{place}.{name}") is None
+
+
+@pytest.mark.parametrize("path", ["absent.Thing", "json.Absent", "math.sin", "megalight.nowhere.Class", "Nothing"])
+def test_classes_that_cannot_be_found(path):
+    assert signatures.find(path) is None
