@@ -128,7 +128,10 @@ def _guess(root: Path) -> str:
             "transformers (Megatron Bridge does), which megalight convert reads."
         )
     if ".metadata" in found:
-        return "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint."
+        return (
+            "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint; if "
+            "Megatron-core wrote it, megalight convert turns it into a checkpoint."
+        )
     if "config.json" in found:
         return "it looks like a folder of transformers. Start from it with weights=FOLDER, or use megalight convert."
     if "data" in found or "index.json" in found:

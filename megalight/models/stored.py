@@ -20,6 +20,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.folder import is_folder, read_config
+from megalight.models.gpt import megatron
 from megalight.models.saved import (
     BASE,
     PREFIX,
@@ -54,7 +55,7 @@ class StoredModel:
 
 
 def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredModel:
-    """Open the model in a checkpoint or in a ``transformers`` folder. No weights are read.
+    """Open the model in a checkpoint, a ``transformers`` folder, or one of Megatron-core. No weights are read.
 
     Args:
         path: the folder.
@@ -70,6 +71,11 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         known = family_of_transformers(read_config(path))
         config = initial_config(path, known)
         return StoredModel(known, config, initial_source(path, known, config), companions_of(path))
+    if megatron.is_folder(path):
+        if ema:
+            raise CheckpointError(f"{path} is of Megatron-core, which keeps no moving averages of weights.")
+        source = megatron.MegatronFolder(path, PREFIX)
+        return StoredModel(family("gpt"), source.config, source, {})
     opened = checkpoint.open(path)
     described = description(opened)
     if described.get("transforms") or not holds_base(opened.common):

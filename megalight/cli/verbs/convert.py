@@ -1,4 +1,4 @@
-"""``megalight convert SOURCE OUTPUT``: models between checkpoints and folders of ``transformers``; formats."""
+"""``megalight convert SOURCE OUTPUT``: checkpoints, folders of ``transformers``, those of Megatron-core; formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("source", type=Path, help="a checkpoint, a run's folder, or a folder of transformers")
+    parser.add_argument(
+        "source", type=Path, help="a checkpoint, a run's folder, or a folder of transformers or of Megatron-core"
+    )
     parser.add_argument("output", type=Path, help="the folder to write")
     parser.add_argument(
         "--to",
@@ -49,9 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.cli.newest import newest_in
     from megalight.errors import ConfigurationError
     from megalight.models.folder import is_folder
+    from megalight.models.gpt import megatron
 
     arguments.source = newest_in(arguments.source)
-    to = arguments.to or ("checkpoint" if is_folder(arguments.source) else "transformers")
+    foreign = is_folder(arguments.source) or megatron.is_folder(arguments.source)
+    to = arguments.to or ("checkpoint" if foreign else "transformers")
     with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
         task = bar.add_task("converting", total=None)
         if to in MODELS:

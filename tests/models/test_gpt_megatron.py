@@ -1,0 +1,357 @@
+"""Checkpoints of Megatron-core: weights and configurations are those that were written, and nothing in them is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megalight import checkpoint
+from megalight.checkpoint import Box, View, pickles
+from megalight.checkpoint.torch_folder import TorchFolder
+from megalight.cli.main import main
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.megatron import MegatronFolder, config_of
+from megalight.models.gpt.model import GPT
+from megalight.models.saved import saved_model
+from megalight.nn.canonical import canonical_tensors
+from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
+from megalight.parallel.source import Target
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+LLAMA = GPTConfig(
+    num_layers=3,
+    hidden_size=16,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_hidden_size=20,
+    vocab_size=37,
+    max_sequence_length=24,
+    position=PositionConfig(base=5e5),
+    attention=AttentionConfig(qk_norm=True),
+    norm=NormConfig(eps=1e-6),
+)
+GPT2 = GPTConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_heads=4,
+    ffn_hidden_size=64,
+    vocab_size=37,
+    max_sequence_length=24,
+    activation="gelu_tanh",
+    mlp_bias=True,
+    tie_embeddings=True,
+    norm=NormConfig(kind="layer"),
+    position=PositionConfig(kind="learned"),
+    attention=AttentionConfig(qkv_bias=True, proj_bias=True),
+)
+EXPERTS = replace(
+    LLAMA,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=12,
+        router=RouterConfig(top_k=2, score="sigmoid", expert_bias=True, scale=2.5),
+        shared=SharedConfig(ffn_hidden_size=8, gate=True),
+    ),
+)
+
+
+def arguments(config: GPTConfig, **changes: Any) -> argparse.Namespace:
+    """What Megatron-LM keeps of its command line."""
+    values: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "group_query_attention": config.num_kv_heads != config.num_heads,
+        "num_query_groups": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": 48,
+        "max_position_embeddings": config.max_sequence_length,
+        "swiglu": config.activation == "swiglu",
+        "add_bias_linear": config.mlp_bias,
+        "untie_embeddings_and_output_weights": not config.tie_embeddings,
+        "normalization": "RMSNorm" if config.norm.kind == "rms" else "LayerNorm",
+        "norm_epsilon": config.norm.eps,
+        "position_embedding_type": "learned_absolute" if config.position.kind == "learned" else "rope",
+        "rotary_base": config.position.base,
+        "qk_layernorm": config.attention.qk_norm,
+        "params_dtype": torch.bfloat16,
+    }
+    if config.moe is not None:
+        assert config.moe.shared is not None
+        values |= {
+            "num_experts": config.moe.num_experts,
+            "moe_ffn_hidden_size": config.moe.ffn_hidden_size,
+            "moe_router_topk": 2,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": config.moe.router.scale,
+            "moe_shared_expert_intermediate_size": config.moe.shared.ffn_hidden_size,
+            "moe_shared_expert_gate": config.moe.shared.gate,
+        }
+    return argparse.Namespace(**values | changes)
+
+
+def weights(config: GPTConfig) -> dict[str, Tensor]:
+    """All canonical tensors, every element another number."""
+    torch.manual_seed(3)
+    found = {name: torch.randn(tensor.shape) for name, tensor in canonical_tensors(GPT(config)).items()}
+    if config.moe is not None:
+        for layer in range(config.num_layers):
+            found[f"layers.{layer}.mlp.router.expert_bias"] = torch.randn(config.moe.num_experts)
+    return found
+
+
+def theirs(config: GPTConfig, ours: dict[str, Tensor], experts_apart: bool = False) -> dict[str, Tensor]:
+    """Megatron's tensors with a key per layer, put together in loops, head by head."""
+    made: dict[str, Tensor] = {}
+
+    def vocabulary(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, torch.full((48 - len(tensor), tensor.shape[1]), torch.nan)])
+
+    made["embedding.word_embeddings.weight"] = vocabulary(ours["embed.word.weight"])
+    if not config.tie_embeddings:
+        made["output_layer.weight"] = vocabulary(ours["head.output_layer.weight"])
+    if config.position.kind == "learned":
+        made["embedding.position_embeddings.weight"] = ours["embed.position.weight"]
+    for layer in range(config.num_layers):
+        old, new = f"layers.{layer}.", f"decoder.layers.{layer}."
+        for leaf in ("weight", "bias"):
+            if f"{old}attention.q.{leaf}" in ours:
+                q, k, v = (ours[f"{old}attention.{part}.{leaf}"] for part in "qkv")
+                size, queries = config.head_dim, config.num_heads // config.num_kv_heads
+                rows = []
+                for group in range(config.num_kv_heads):
+                    for head in range(group * queries, (group + 1) * queries):
+                        rows += [q[head * size : (head + 1) * size]]
+                    rows += [part[group * size : (group + 1) * size] for part in (k, v)]
+                made[f"{new}self_attention.linear_qkv.{leaf}"] = torch.cat(rows)
+            norms = "linear_qkv.layer_norm_"
+            if f"{old}attention_norm.{leaf}" in ours:
+                made[f"{new}self_attention.{norms}{leaf}"] = ours[f"{old}attention_norm.{leaf}"]
+                key = "pre_mlp_layernorm." if config.moe else "mlp.linear_fc1.layer_norm_"
+                made[f"{new}{key}{leaf}"] = ours[f"{old}mlp_norm.{leaf}"]
+                made[f"decoder.final_layernorm.{leaf}"] = ours[f"head.norm.{leaf}"]
+            if f"{old}attention.proj.{leaf}" in ours:
+                made[f"{new}self_attention.linear_proj.{leaf}"] = ours[f"{old}attention.proj.{leaf}"]
+            for mine, its in (("mlp.", "mlp."), ("mlp.shared.", "mlp.shared_experts.")):
+                if f"{old}{mine}down.{leaf}" in ours:
+                    parts = [ours[f"{old}{mine}{p}.{leaf}"] for p in ("gate", "up") if f"{old}{mine}{p}.{leaf}" in ours]
+                    made[f"{new}{its}linear_fc1.{leaf}"] = torch.cat(parts)
+                    made[f"{new}{its}linear_fc2.{leaf}"] = ours[f"{old}{mine}down.{leaf}"]
+        if config.attention.qk_norm:
+            for part in "qk":
+                made[f"{new}self_attention.{part}_layernorm.weight"] = ours[f"{old}attention.{part}_norm.weight"]
+        if config.moe is not None:
+            made[f"{new}mlp.router.weight"] = ours[f"{old}mlp.router.weight"]
+            made[f"{new}mlp.router.expert_bias"] = ours[f"{old}mlp.router.expert_bias"]
+            made[f"{new}mlp.shared_experts.gate_weight"] = ours[f"{old}mlp.shared_gate.weight"]
+            each = range(config.moe.num_experts)
+            gates, ups, downs = (
+                [ours[f"{old}mlp.experts.{e}.{part}.weight"] for e in each] for part in ("gate", "up", "down")
+            )
+            if experts_apart:
+                for e in each:
+                    made[f"{new}mlp.experts.{e}.linear_fc1.weight_w"] = gates[e]
+                    made[f"{new}mlp.experts.{e}.linear_fc1.weight_v"] = ups[e]
+                    made[f"{new}mlp.experts.{e}.linear_fc2.weight"] = downs[e]
+            else:
+                fused = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+                made[f"{new}mlp.experts.experts.linear_fc1.weight"] = torch.stack(fused)
+                made[f"{new}mlp.experts.experts.linear_fc2.weight"] = torch.stack(downs)
+    return made
+
+
+def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The same with one key for all layers."""
+    made = {key: tensor for key, tensor in tensors.items() if ".layers." not in key}
+    for key in tensors:
+        if ".layers.0." in key:
+            parts = [tensors[key.replace(".layers.0.", f".layers.{n}.")] for n in range(layers)]
+            made[key.replace(".layers.0.", ".layers.")] = torch.stack(parts)
+    return made
+
+
+def sharded(key: str, tensor: Tensor) -> View:
+    """A tensor as four ranks save it: cut in two along the first and the last dim."""
+    boxes = [Box((0,) * tensor.ndim, tensor.clone())]
+    for dim in {0, tensor.ndim - 1}:
+        halves = []
+        for box in boxes:
+            middle = box.data.shape[dim] // 2
+            for start, size in ((0, middle), (middle, box.data.shape[dim] - middle)):
+                if size:
+                    offset = tuple(o + start * (d == dim) for d, o in enumerate(box.offset))
+                    halves.append(Box(offset, box.data.narrow(dim, start, size).contiguous()))
+        boxes = halves
+    return View(key, tensor.shape, boxes)
+
+
+def save(path: Path, tensors: dict[str, Tensor], args: argparse.Namespace) -> Path:
+    folder = path / "iter_0000010"
+    views = {key: sharded(key, tensor) for key, tensor in tensors.items()}
+    dcp.save({**views, "decoder.layers.mlp._extra_state/shard_0_3": b"objects"}, checkpoint_id=folder)
+    torch.save({"args": args, "iteration": 10, "checkpoint_version": 3.0}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (path / "latest_checkpointed_iteration.txt").write_text("10")
+    return path
+
+
+CASES: dict[str, tuple[GPTConfig, Callable[[GPTConfig, dict[str, Tensor]], dict[str, Tensor]]]] = {
+    "llama": (LLAMA, theirs),
+    "llama, layers stacked": (LLAMA, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
+    "gpt2, wrapped": (GPT2, lambda config, ours: {f"module.{k}": t for k, t in theirs(config, ours).items()}),
+    "experts": (EXPERTS, theirs),
+    "experts, layers stacked": (EXPERTS, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
+    "experts apart": (EXPERTS, lambda config, ours: theirs(config, ours, experts_apart=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_weight_is_imported(case: str, tmp_path: Path) -> None:
+    config, make = CASES[case]
+    ours = weights(config)
+    save(tmp_path / "run", make(config, ours), arguments(config))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--quiet"]) == 0
+    opened = checkpoint.open(tmp_path / "a.ckpt")
+    assert GPTConfig.from_dict(opened.common["model"]["config"]) == config
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in ours.items()}
+    boxes = [Target(f"model.{name}", tuple(t.shape), (0,) * t.ndim, t) for name, t in found.items()]
+    opened.fill(boxes, prefix="model.")
+    for name, tensor in ours.items():
+        assert torch.equal(found[name], tensor), name
+    model = saved_model(opened).root
+    assert torch.isfinite(model.embed.word.weight).all()
+
+
+def test_a_box_of_a_fused_weight(tmp_path: Path) -> None:
+    """Rows that begin and end inside groups of heads, and a few columns."""
+    ours = weights(LLAMA)
+    source = MegatronFolder(save(tmp_path, theirs(LLAMA, ours), arguments(LLAMA)), "model.")
+    for name, low, high in (("attention.q", 3, 19), ("attention.v", 5, 7), ("mlp.up", 11, 20)):
+        whole = ours[f"layers.1.{name}.weight"]
+        data = torch.empty(high - low, 5, dtype=torch.float64)
+        source.fill([Target(f"model.layers.1.{name}.weight", tuple(whole.shape), (low, 2), data)], strict=False)
+        assert torch.equal(data, whole[low:high, 2:7].double())
+
+
+def test_mismatches_list_key_shape_and_shard(tmp_path: Path) -> None:
+    tensors = theirs(LLAMA, weights(LLAMA))
+    tensors["decoder.layers.1.mlp.linear_fc1.weight"] = torch.zeros(44, 16)
+    del tensors["decoder.layers.2.self_attention.linear_proj.weight"]
+    tensors["mtp.layers.0.eh_proj.weight"] = torch.zeros(2, 4)
+    save(tmp_path, tensors, arguments(LLAMA))
+    with pytest.raises(CheckpointError) as error:
+        MegatronFolder(tmp_path, "model.")
+    message = str(error.value)
+    assert "decoder.layers.1.mlp.linear_fc1.weight has shape [44, 16], expected [40, 16] (shards: [22, 8] at" in message
+    assert (
+        "decoder.layers.2.self_attention.linear_proj.weight is missing (for layers.2.attention.proj.weight" in message
+    )
+    assert "mtp.layers.0.eh_proj.weight of shape [2, 4] has no counterpart" in message
+
+
+def test_optimizer_state_is_left_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = theirs(LLAMA, weights(LLAMA))
+    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(16)
+    with caplog.at_level(logging.WARNING):
+        MegatronFolder(save(tmp_path, tensors, arguments(LLAMA)), "model.")
+    assert "optimizer state, which is not imported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"multi_latent_attention": True}, "multi_latent_attention is True: multi-latent attention cannot be"),
+        ({"mtp_num_layers": 2}, "mtp_num_layers is 2"),
+        ({"position_embedding_type": "mrope"}, "'mrope'; it has no counterpart"),
+    ],
+)
+def test_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        config_of(vars(arguments(LLAMA, **changes)))
+
+
+def test_arguments_become_options() -> None:
+    scaled = config_of(vars(arguments(LLAMA, use_rope_scaling=True, rope_scaling_factor=32.0, rotary_percent=0.5)))
+    assert scaled.position.scaling is not None
+    assert (scaled.position.scaling.factor, scaled.position.fraction) == (32.0, 0.5)
+    exact = config_of(vars(arguments(GPT2, bias_gelu_fusion=False)))
+    assert exact.activation == "gelu"
+    mixed = config_of(vars(arguments(EXPERTS, moe_layer_freq=2)))
+    assert [mixed.has_experts(layer) for layer in range(3)] == [True, False, True]
+    with pytest.raises(CheckpointError, match="lack 'num_layers'"):
+        config_of({"position_embedding_type": "rope", "num_attention_heads": 2, "group_query_attention": False})
+
+
+class Hostile:
+    """Writes a file where its pickle is loaded."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hostile",)
+
+
+def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = pickles.read(pickle.dumps({"a": Hostile(), "b": {1, 2}}), "x")
+    assert record["a"].kind.endswith(".system")
+    assert (record["a"].arguments, record["b"]) == (("touch hostile",), {1, 2})
+    folder = save(tmp_path / "run", theirs(LLAMA, weights(LLAMA)), arguments(LLAMA, hook=Hostile())) / "iter_0000010"
+    MegatronFolder(tmp_path / "run", "model.")
+    metadata = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+        TorchFolder(folder)
+    for cut in range(0, len(metadata), len(metadata) // 40):
+        (folder / ".metadata").write_bytes(metadata[:cut])
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            TorchFolder(folder)
+    (folder / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"../__0.distc"))
+    with pytest.raises(CheckpointError, match="stay inside the folder"):
+        read_all(tmp_path / "run")
+    assert not (tmp_path / "hostile").exists()
+
+
+def read_all(path: Path) -> None:
+    source = MegatronFolder(path, "model.")
+    shapes = {name: place.shape for name, place in source.tensors.items()}
+    source.fill([Target(name, shape, (0,) * len(shape), torch.empty(shape)) for name, shape in shapes.items()])
+
+
+def test_damaged_shards_are_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, theirs(LLAMA, weights(LLAMA)), arguments(LLAMA)) / "iter_0000010"
+    read_all(tmp_path)
+    data = folder / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"the shard at \[\d+.* of shape \[.*\(__0_0\.distcp\) is damaged"):
+        read_all(tmp_path)
+
+
+def test_other_formats_are_refused_with_the_way_to_migrate(tmp_path: Path) -> None:
+    folder = save(tmp_path, theirs(LLAMA, weights(LLAMA)), arguments(LLAMA)) / "iter_0000010"
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    with pytest.raises(CheckpointError, match=r"'zarr'; torch_dist is read.*--ckpt-format torch_dist"):
+        MegatronFolder(tmp_path, "model.")
+    (folder / "metadata.json").unlink()
+    (folder / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="format torch, or not finished"):
+        MegatronFolder(tmp_path, "model.")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../10")
+    with pytest.raises(CheckpointError, match="a number of an iteration is expected"):
+        MegatronFolder(tmp_path, "model.")
