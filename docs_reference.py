@@ -257,7 +257,9 @@ def _table(rows: Rows) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Return one line of text for a table. A ``|`` inside code needs no mark."""
+    parts = " ".join(text.split()).split("`")
+    return "`".join(part if index % 2 else part.replace("|", "\\|") for index, part in enumerate(parts))
 
 
 def _plain(text: str | None) -> str:

@@ -19,6 +19,9 @@ from docs_reference import pages
 
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)\s]*)?\)")
 
+ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):(?=<code>)")
+"""Sphinx roles of docstrings, which mkdocstrings keeps as text."""
+
 MARKED = re.compile(r"^( *```\w+) test(?: full)?$", re.MULTILINE)
 
 
@@ -40,3 +43,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match[1] if match[1].strip("`") == target else f"{match[1]} (`{target}`)"
 
     return LINK.sub(replaced, MARKED.sub(r"\1", markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Drop Sphinx roles, and the marks that shorten a name (``:class:`~a.b.C``` becomes ``C``)."""
+    return re.sub(r"<code>~[\w.]*?(\w+)</code>", r"<code>\1</code>", ROLE.sub("", html))

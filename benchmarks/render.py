@@ -1,7 +1,8 @@
 """Make the table and the plot of the performance page from the results in benchmarks/results/*.json.
 
-    python benchmarks/render.py            # rewrite docs/performance/index.md; with matplotlib, rows.svg too
-    python benchmarks/render.py --check    # exit 1 if the page differs from the results
+    python benchmarks/render.py            # rewrite docs/performance/index.md and the table of README.md; with
+                                           # matplotlib, rows.svg and parts.svg too
+    python benchmarks/render.py --check    # exit 1 if a page differs from the results
 
 A result belongs to the row of :data:`benchmarks.rows.ROWS` with the same step. Rooflines are computed again.
 """
@@ -29,12 +30,36 @@ from megalight.imports import has, require
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance" / "index.md"
-PLOT = PAGE.with_name("rows.svg")
+PLOT, PARTS_PLOT = PAGE.with_name("rows.svg"), PAGE.with_name("parts.svg")
+README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = "megalight"
 
+HEADLINES = (
+    "8b-16l-bf16", "8b-16l-fp8", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph", "8b-16l-dp2",
+    "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-8b-dp4", "llama3-8b-tp2dp2-graph-symmetric",
+    "llama3-8b-pp4-vpp4-zb", "llama3-8b-cp4-32k-all-gather",
+)  # fmt: skip
+"""Rows of the README's table."""
+
+PEAKS = {"NVIDIA H200": {"bf16": 989, "fp8": 1979}}
+"""Dense TFLOP/s by the vendor's data sheet."""
+
 PLACES = (*PARTS[:-1], "computing", PARTS[-1], "idle", "accounted")
 """Parts of a breakdown, in the order of the table."""
+
+LABELS = ("products", "attention", "optimizer", "other kernels", "exposed messages", "idle")
+
+ABOUT = {
+    "8b-16l-fp8": "the same in FP8",
+    "mixtral-4l-mbs2": "Mixtral 8x7B cut to 4 layers, micro-batches of two sequences",
+    "125m-graph": "125M, micro-batches of 1024 tokens, as a CUDA graph",
+    "8b-16l-dp2": "the first row on two GPUs, DP=2",
+    "8b-16l-tp2-symmetric": "the first row on two GPUs, TP=2 with SP",
+    "llama3-16l-dp2-full": "16 layers of Llama-3-8B, fully sharded",
+    "llama3-8b-pp4-vpp4-zb": "Llama-3-8B, PP=4, VPP=4, zero bubble",
+}
+"""What rows are whose own line refers to the row above them in the list of all."""
 
 Record = dict[str, Any]
 
@@ -240,6 +265,28 @@ def verdict(row: Row, record: Record, folder: Path) -> str:
     return "; ".join(words) + "\n" if words else ""
 
 
+def headlines(found: dict[str, Record]) -> str:
+    """Make the README's table: the share of what the measured rates allow, and of the data sheet's peak."""
+    lines = []
+    for name in HEADLINES:
+        row, entry = ROWS[name], found[name]
+        ours, bound = entry["peers"][OURS], least(row, entry["device"])
+        peak = PEAKS[entry["device"]]["fp8" if row.step.precision == "fp8" else "bf16"]
+        peers = {peer: it["tflops"] for peer, it in entry["peers"].items() if peer != OURS} or row.figures
+        lines.append(
+            [
+                ABOUT.get(name, row.about),
+                f"{entry['gpus']} x {entry['device'].removeprefix('NVIDIA ')}",
+                fitting(ours["tflops"]),
+                number(bound and ours["tflops"] / bound, ".0%"),
+                number(ours["tflops"] / peak, ".0%"),
+                ", ".join(f"{peer} {fitting(rate)}" for peer, rate in peers.items()),
+            ]
+        )
+    columns = ["", "on", "TFLOP/s per GPU", "of the sustained rates", "of the chip's peak", "others"]
+    return markdown(columns, lines)
+
+
 def blocks(found: dict[str, Record]) -> str:
     """Make the text between the page's markers."""
     return (
@@ -249,11 +296,17 @@ def blocks(found: dict[str, Record]) -> str:
     )
 
 
-def page(text: str, found: dict[str, Record]) -> str:
+def page(text: str, measured: str) -> str:
     """Return the page with a new measured part."""
     return re.sub(
-        f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n{blocks(found)}\n{END}", text, flags=re.DOTALL
+        f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: f"{BEGIN}\n{measured}\n{END}", text, flags=re.DOTALL
     )
+
+
+def pages(found: dict[str, Record]) -> dict[Path, str]:
+    """Return the new text of each page with measured parts."""
+    parts = {PAGE: blocks(found), README: headlines(found)}
+    return {path: page(path.read_text(encoding="utf-8"), text) for path, text in parts.items()}
 
 
 def points(found: dict[str, Record]) -> list[dict[str, Any]]:
@@ -270,7 +323,7 @@ def points(found: dict[str, Record]) -> list[dict[str, Any]]:
     ]
 
 
-def digest(shown: list[dict[str, Any]]) -> str:
+def digest(shown: Any) -> str:
     """Return a hash of the points, which shows whether a plot is up to date."""
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -303,18 +356,46 @@ def plot(shown: list[dict[str, Any]], output: Path) -> None:
     pyplot.close(figure)
 
 
+def shares(found: dict[str, Record]) -> dict[str, dict[str, float]]:
+    """Return the parts of a step of each headline that was profiled in full."""
+    known = {name: parts(found[name]["peers"][OURS]) for name in HEADLINES}
+    return {name: part for name, part in known.items() if PARTS[0] in part}
+
+
+def plot_parts(shown: dict[str, dict[str, float]], output: Path) -> None:
+    """Plot where the time of a step goes: one bar per row, one colour per part."""
+    matplotlib = require("matplotlib", "the plot")
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "megalight"})
+    pyplot = require("matplotlib.pyplot", "the plot")
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.34 * len(shown)), layout="constrained")
+    left = [0.0] * len(shown)
+    colours = ("#4c72b0", "#8172b3", "#937860", "#dd8452", "#c44e52", "#cccccc")
+    for part, label, colour in zip((*PARTS, "idle"), LABELS, colours, strict=True):
+        widths = [100 * share[part] for share in shown.values()]
+        axes.barh(list(shown), widths, left=left, height=0.6, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of a step")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1 - 0.5 / len(shown)), ncols=6, fontsize=8)
+    figure.savefig(output, metadata={"Date": None, "Description": f"points {digest(shown)}"})
+    pyplot.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
     check = parser.parse_args().check
     found = collect()
-    before = PAGE.read_text(encoding="utf-8")
-    after = page(before, found)
+    after = pages(found)
     if check:
-        return int(after != before)
-    PAGE.write_text(after, encoding="utf-8")
+        return int(any(path.read_text(encoding="utf-8") != text for path, text in after.items()))
+    for path, text in after.items():
+        path.write_text(text, encoding="utf-8")
     if has("matplotlib"):
         plot(points(found), PLOT)
+        plot_parts(shares(found), PARTS_PLOT)
     return 0
 
 

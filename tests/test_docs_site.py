@@ -28,6 +28,11 @@ def test_marks_of_executed_blocks_are_dropped() -> None:
     assert shown(text) == text.replace(" test full", "").replace(" test", "")
 
 
+def test_roles_of_docstrings_are_dropped() -> None:
+    html = "<p>see :class:<code>~a.b.C</code> and :mod:<code>a.b</code>, not <code>~/x y</code></p>"
+    assert docs_site.on_page_content(html) == "<p>see <code>C</code> and <code>a.b</code>, not <code>~/x y</code></p>"
+
+
 def test_every_page_has_a_place() -> None:
     configuration = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 

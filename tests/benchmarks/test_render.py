@@ -9,15 +9,21 @@ from benchmarks.rows import ROWS
 from megalight.imports import has
 
 
-def test_the_page_is_up_to_date():
-    text = render.PAGE.read_text(encoding="utf-8")
-    assert render.page(text, render.collect()) == text, "run: python benchmarks/render.py"
+def test_the_pages_are_up_to_date():
+    for path, text in render.pages(render.collect()).items():
+        assert path.read_text(encoding="utf-8") == text, "run: python benchmarks/render.py"
 
 
-def test_the_plot_is_up_to_date():
-    assert render.digest(render.points(render.collect())) in render.PLOT.read_text(encoding="utf-8"), (
-        "run: python benchmarks/render.py"
-    )
+def test_the_plots_are_up_to_date():
+    found = render.collect()
+    for plot, shown in ((render.PLOT, render.points(found)), (render.PARTS_PLOT, render.shares(found))):
+        assert render.digest(shown) in plot.read_text(encoding="utf-8"), "run: python benchmarks/render.py"
+
+
+def test_headlines_name_every_row():
+    lines = render.headlines(render.collect()).splitlines()[2:]
+    assert len(lines) == len(render.HEADLINES)
+    assert not [line for line in lines if "the same," in line]
 
 
 def write(folder, name, rows, **shape):
