@@ -18,7 +18,7 @@ from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Target, parameter_targets, shard_targets
@@ -59,6 +59,8 @@ class Run:
         tensors, flat = self._weights()
         if only is not None:
             tensors = {name: t for name, t in tensors.items() if self.model.specs[name].pieces[0].name in only}
+            # a bucket holds parameters that are trained, or frozen ones
+            flat = [b for b in flat if any(piece.name in only for spec, _ in b.shard.slots for piece in spec.pieces)]
         weights = [bucket.weights.to(bucket.layout.kind.param_dtype) for bucket in flat]
         states = [State("", weights, [bucket.shard for bucket in flat])] if flat else []
         if optimizer:
@@ -139,9 +141,11 @@ class Run:
         assert self.engine is not None and self.optimizer is not None
         return self.engine, self.optimizer
 
-    def _weights(self) -> tuple[dict[str, Tensor], list[Bucket]]:
+    def _weights(self) -> tuple[dict[str, Tensor], list[FlatParameters]]:
         """The tensors that hold weights themselves, and the buckets whose parameters are codes or sharded."""
-        flat = [] if self.engine is None else [bucket for bucket in self.engine.buckets if bucket.holds_codes]
+        flat: list[FlatParameters] = []
+        if self.engine is not None:
+            flat += [bucket for bucket in self.engine.buckets if bucket.holds_codes]
         if self.model.shards is not None:
             flat += self.model.shards.buckets
         hidden = {id(info.parameter) for bucket in flat for info in bucket.infos}

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import Recompute, apply_recompute, check_recompute
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.source import Filled, Source, parameter_targets
+from megalight.parallel.source import Filled, Source, Target, parameter_targets, shard_targets
 from megalight.parallel.storage import has_memory, unknown
 from megalight.parallel.transform import ModelTransform, apply_transforms
 
@@ -228,10 +229,8 @@ class ParallelModel:
         for refusal in self._refusals:
             refusal.remove()
         self._refusals.clear()
-        buckets = [] if self.shards is None else self.shards.buckets
-        sharded = {id(info.parameter) for bucket in buckets for info in bucket.infos}
         for parameter in self.parameters():
-            if id(parameter) not in sharded and not has_memory(parameter):
+            if id(parameter) not in self._sharded and not has_memory(parameter):
                 parameter.data = unknown(parameter, self.device)
 
     def _refuse_to_run(self) -> None:
@@ -279,12 +278,24 @@ class ParallelModel:
         self.pending, self.filled = False, True
         self.clear_padding()
         self.origin = Origin(None, source)
-        targets = parameter_targets(self.tensors().items(), self.specs)
+        whole = ((name, tensor) for name, tensor in self.tensors().items() if id(tensor) not in self._sharded)
+        flat = [] if self.shards is None else self.shards.buckets
+        shards = shard_targets([bucket.weights for bucket in flat], [bucket.shard for bucket in flat])
+        targets: Iterator[Target] = chain(parameter_targets(whole, self.specs), shards)
         if only_added:
             targets = (target for target in targets if target.name in self.added)
         elif self.added.isdisjoint(source.tensors):
             targets = (target for target in targets if target.name not in self.added)
-        return source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
+        filled = source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
+        if self.shards is not None:
+            self.shards.expire()
+        return filled
+
+    @property
+    def _sharded(self) -> set[int]:
+        """The ids of the parameters of which this rank holds only a shard."""
+        buckets = [] if self.shards is None else self.shards.buckets
+        return {id(info.parameter) for bucket in buckets for info in bucket.infos}
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:

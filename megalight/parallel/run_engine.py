@@ -81,6 +81,12 @@ def engine_over(
         log.warning(text)
     for model in models:
         _check_equal_groups(model.mesh, len(groups))
+    if options.shards_parameters:
+        for model in models:
+            for name, parameter in model.root.named_parameters():
+                if not parameter.requires_grad and id(parameter) in numbers:
+                    full, unit = whole.format(model.name) + name, numbers[id(parameter)]
+                    infos[id(parameter)] = ParamInfo(full, parameter, model.specs[name], 0, 0, model.mesh, unit)
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
     ordered = [infos[key] for key in named if key in infos]
     engine = options.engine(ordered, models[0].mesh, models[0].device, units)
@@ -149,10 +155,12 @@ def _read(
     for name, tensor in model.padded().items():
         tensor.zero_()
         give(name, torch.zeros_like(tensor, dtype=torch.float32))
-    found = shard_targets([shard.master for shard in engine.shards], engine.shards)
+    # frozen parameters have no masters, so there is nothing to read for them if they have values
+    shards = [*engine.shards, *(bucket.shard for bucket in engine.frozen if pending)]
+    found = shard_targets([shard.master for shard in shards], shards)
     targets = [target for target in found if target.name.startswith(model.prefix)]
     if pending:
-        held = {id(info.parameter) for info in engine.infos}
+        held = {id(info.parameter) for bucket in (*engine.buckets, *engine.frozen) for info in bucket.infos}
         others = [(name, tensor) for name, tensor in model.tensors().items() if id(tensor) not in held]
         targets += parameter_targets(others, model.specs)
     if model.added.isdisjoint(source.tensors):

@@ -28,7 +28,7 @@ from megalight.parallel.plan import Plan
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
-from megalight.strategies import MegatronStrategy, Pipeline, load_weights
+from megalight.strategies import DataParallel, MegatronStrategy, Pipeline, load_weights
 from megalight.types import PackedSequences
 from tests.environment import trainer
 from tests.parallel.graphs.tape import Tape
@@ -111,6 +111,9 @@ def saving(
 
 
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
+PP = {"pipeline_parallel": 2}
+FULL = {"data_parallel": DataParallel(level="optim_grads_params")}
+"""The frozen weights of layers are sharded, too."""
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +124,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "step=2.ckpt")
 
 
-@pytest.mark.parametrize("lora", [LORA, None])
-def test_a_checkpoint_goes_on_under_another_layout(saved: str, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(("lora", "layout"), [(LORA, PP), (None, PP), (None, FULL)])
+def test_a_checkpoint_goes_on_under_another_layout(
+    saved: str, tmp_path: Path, lora: dict[str, Any] | None, layout: dict[str, Any]
+) -> None:
     whole = by_hand(CONFIGS["gqa"], 4, transforms=[LoRA(**LORA)])
-    losses, final = run(saving, 2, str(tmp_path), {"pipeline_parallel": 2}, saved, lora)[0]
+    losses, final = run(saving, 2, str(tmp_path), layout, saved, lora)[0]
     np.testing.assert_allclose(losses, whole["losses"][2:], rtol=1e-9)
     for name, value in whole["final"].items():
         assert np.linalg.norm(final[name] - value) <= 1e-9 * max(float(np.linalg.norm(value)), 1e-3), name
@@ -152,10 +157,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_adapters_alone_beside_their_base(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = {**LORA, "save_base": False}
-    run(saving, 2, str(tmp_path), SP, None, lora, base)
+    run(saving, 2, str(tmp_path), FULL, None, lora, base)
     path = str(tmp_path / "step=2.ckpt")
     assert all(".lora_" in name for name in checkpoint.open(path).tensors)
-    losses, final = run(saving, 2, str(tmp_path / "b"), {"pipeline_parallel": 2}, path, lora, base)[0]
+    losses, final = run(saving, 2, str(tmp_path / "b"), PP, path, lora, base)[0]
+    for found, other in run(saving, 2, str(tmp_path / "c"), FULL, path, lora, base):
+        np.testing.assert_allclose(found, losses, rtol=1e-9)
+        for name, value in final.items():
+            assert np.linalg.norm(other[name] - value) <= 1e-9 * max(float(np.linalg.norm(value)), 1e-3), name
     run(saving, 1, str(tmp_path / "one"), {}, None, LORA, base)
     whole = run(saving, 1, str(tmp_path / "one"), {}, str(tmp_path / "one" / "step=2.ckpt"), LORA, base)[0]
     np.testing.assert_allclose(losses, whole[0], rtol=1e-9)

@@ -113,36 +113,27 @@ class FlatShard:
                     yield piece, first, last, offset + piece.start + first - self.start
 
 
-class Bucket:
-    """The storage of one bucket: flat parameters, flat gradients, and this rank's masters.
+class FlatParameters:
+    """Parameters that lie end to end in one flat tensor. On its own: those of one unit that are frozen and sharded.
 
     Args:
         layout: the position of every parameter.
-        infos: all parameters of the engine.
-        groups: the ranks that share the bucket.
+        infos: all parameters that layouts count.
+        groups: the ranks that share them.
         divided: each rank keeps only the masters of its own interval.
-        master_dtype: dtype of the masters.
         params: ``[numel]`` memory that the whole parameters share with those of other units; None: memory of their own.
-        grads: ``[numel]`` the same for the gradients.
-        sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
 
     Attributes:
         group: ranks over which gradients are summed; None for a single rank.
         shard_group: ranks among which the masters are divided; None: each rank has all masters.
         replica_group: ranks that hold the same masters, if these are divided; None for a single rank.
         params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
-        grads: ``[numel]`` flat gradients.
         own_params: the interval of the parameters that this rank keeps: a view of :attr:`params`, or memory of its own
             if the whole parameters come and go.
-        own_grads: the same for the gradients. With memory of its own, it sums them over micro-batches.
-        shards_params, shards_grads: whether this rank keeps only its interval of them.
+        shards_params: whether this rank keeps only its interval of them.
         shown: ``[numel]`` the flat parameters of which the parameters are views now; one NaN if they have no memory.
-        main_grads: every parameter with its view of :attr:`grads`.
         shard: this rank's part.
-        arrived: number of parameters whose gradients of the last micro-batch are complete.
-        sent: whether the reduction of the gradients has started.
         holds_codes: whether the parameters are 8-bit codes; the precision of each weight holds its scale.
-        master_is_own_params: whether the optimizer updates the parameters' storage itself.
     """
 
     def __init__(
@@ -151,31 +142,20 @@ class Bucket:
         infos: Sequence[ParamInfo],
         groups: Groups,
         divided: bool,
-        master_dtype: torch.dtype,
         params: Tensor | None = None,
-        grads: Tensor | None = None,
-        sum_dtype: torch.dtype | None = None,
     ) -> None:
+        kind, codes = layout.kind, layout.kind.codes
         self.layout = layout
         self.group = groups.data
         self.shard_group = groups.shards if divided else None
         self.replica_group = groups.replicas if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
-        device = self.infos[0].parameter.device
-        codes = layout.kind.codes
-        kind = layout.kind
-        interval = layout.interval(kind.place) if divided else (0, layout.numel)
-        self.shards_params, self.shards_grads = params is not None, grads is not None
-        self.grads = torch.zeros(layout.numel, dtype=kind.grad_dtype, device=device) if grads is None else grads
-        self.own_grads = self.grads[slice(*interval)]
-        if self.shards_grads:
-            self.own_grads = torch.zeros_like(self.own_grads, dtype=sum_dtype)
-        self.main_grads = list(self._views(self.grads))
-        self.arrived = 0
-        self.sent = False
+        self.shards_params = params is not None
         self.holds_codes = codes is not None
+        device = self.infos[0].parameter.device
+        interval = layout.interval(kind.place) if divided else (0, layout.numel)
         # In the parameters' own dtype: they become the parameters, or, with codes, only the source of the masters.
-        values = torch.zeros(layout.numel, dtype=layout.kind.param_dtype, device=device)
+        values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
         for parameter, view in self._views(values):
             if has_memory(parameter):
                 view.copy_(parameter.detach())
@@ -191,12 +171,9 @@ class Bucket:
         if self.shards_params:
             self.vacate()
         replicas = kind.replica_ranks if divided else kind.ranks
-        self.master_is_own_params = codes is None and master_dtype == own.dtype
-        master = own.detach() if self.master_is_own_params else own.to(master_dtype, copy=True)
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
-        self.shard = FlatShard(kind.group, *interval, master.requires_grad_(), slots, replicas)
+        self.shard = FlatShard(kind.group, *interval, own.detach(), slots, replicas)
         self.shard.place = replicas.index(kind.mesh.global_rank)
-        state_of(self.shard.master).master_copy = not self.master_is_own_params
 
     def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with its place in a flat tensor of the bucket."""
@@ -215,6 +192,78 @@ class Bucket:
         for info in self.infos:
             nan = self._nowhere[0] if info.parameter.numel() > 1 else self._nowhere[0].clone()  # one element: writable
             info.parameter.data = nan.expand(info.parameter.shape)
+
+    def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
+        """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""
+        if self.shown is self._nowhere or self.holds_codes:
+            return []
+        first, size = self.shown.data_ptr(), self.shown.element_size()
+        return [
+            (info, self.shown[slot.start : slot.stop].view(info.parameter.shape))
+            for info, slot in zip(self.infos, self.layout.slots, strict=True)
+            if info.parameter.data_ptr() != first + slot.start * size
+        ]
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return a flat tensor ``[numel]`` of the whole bucket from every rank's interval of it."""
+        if self.shard_group is None:
+            return own
+        whole = own.new_empty(self.layout.numel)
+        all_gather(whole, own, group=self.shard_group)
+        return whole
+
+    @property
+    def weights(self) -> Tensor:
+        """This rank's interval of the parameters: to read, and to write before the masters are refreshed."""
+        return self.shard.master.detach() if self.holds_codes else self.own_params
+
+
+class Bucket(FlatParameters):
+    """The storage of one bucket: flat parameters, flat gradients, and this rank's masters.
+
+    Args:
+        layout, infos, groups, divided, params: as for :class:`FlatParameters`.
+        master_dtype: dtype of the masters.
+        grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
+        sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
+
+    Attributes:
+        grads: ``[numel]`` flat gradients.
+        own_grads: the interval of them that this rank keeps: a view of :attr:`grads`, or memory of its own, which sums
+            them over micro-batches.
+        shards_grads: whether this rank keeps only its interval of them.
+        main_grads: every parameter with its view of :attr:`grads`.
+        arrived: number of parameters whose gradients of the last micro-batch are complete.
+        sent: whether the reduction of the gradients has started.
+        master_is_own_params: whether the optimizer updates the parameters' storage itself.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        infos: Sequence[ParamInfo],
+        groups: Groups,
+        divided: bool,
+        master_dtype: torch.dtype,
+        params: Tensor | None = None,
+        grads: Tensor | None = None,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(layout, infos, groups, divided, params)
+        shard, dtype = self.shard, layout.kind.grad_dtype
+        self.shards_grads = grads is not None
+        self.grads = torch.zeros(layout.numel, dtype=dtype, device=self.params.device) if grads is None else grads
+        self.own_grads = self.grads[shard.start : shard.stop]
+        if self.shards_grads:
+            self.own_grads = torch.zeros_like(self.own_grads, dtype=sum_dtype)
+        self.main_grads = list(self._views(self.grads))
+        self.arrived = 0
+        self.sent = False
+        own = shard.master  # the values in the parameters' own dtype, also of parameters that are codes
+        self.master_is_own_params = not self.holds_codes and master_dtype == own.dtype
+        master = own if self.master_is_own_params else own.to(master_dtype, copy=True)
+        shard.master = master.requires_grad_()
+        state_of(shard.master).master_copy = not self.master_is_own_params
 
     @torch.no_grad()
     def widen(self, gather: Callable[[Tensor, Tensor], object]) -> None:
@@ -238,25 +287,6 @@ class Bucket:
         self.grads, self.main_grads = self.grads.new_empty(0), []
         self.own_grads = self.grads
 
-    def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
-        """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""
-        if self.shown is self._nowhere or self.holds_codes:
-            return []
-        first, size = self.shown.data_ptr(), self.shown.element_size()
-        return [
-            (info, self.shown[slot.start : slot.stop].view(info.parameter.shape))
-            for info, slot in zip(self.infos, self.layout.slots, strict=True)
-            if info.parameter.data_ptr() != first + slot.start * size
-        ]
-
-    def gathered(self, own: Tensor) -> Tensor:
-        """Return a flat tensor ``[numel]`` of the whole bucket from every rank's interval of it."""
-        if self.shard_group is None:
-            return own
-        whole = own.new_empty(self.layout.numel)
-        all_gather(whole, own, group=self.shard_group)
-        return whole
-
     @property
     def autograd_adds(self) -> bool:
         """Whether ``parameter.grad`` may be the buffer's view itself, so that autograd adds into it."""
@@ -269,27 +299,21 @@ class Bucket:
         return [self.grads[low:high] for low, high in gaps if low < high]
 
     @property
-    def weights(self) -> Tensor:
-        """This rank's interval of the parameters: to read, and to write before the masters are refreshed."""
-        return self.shard.master.detach() if self.holds_codes else self.own_params
-
-    @property
     def rounds_masters(self) -> bool:
         """Whether the parameters are the masters rounded to a narrower dtype (and not codes with scales)."""
         return not (self.master_is_own_params or self.holds_codes)
 
 
-def distinct_trainable(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
-    """Return the parameters that need gradients, in order; a tied parameter comes once.
+def distinct(infos: Sequence[ParamInfo]) -> list[ParamInfo]:
+    """Return the parameters in order; a tied parameter comes once.
 
     Raises:
-        MegalightError: the parameters have no storage yet, or live on several devices.
+        MegalightError: those that need gradients have no storage yet, or live on several devices.
     """
     seen: dict[int, ParamInfo] = {}
     for info in infos:
-        if info.parameter.requires_grad:
-            seen.setdefault(id(info.parameter), info)
-    devices = {info.parameter.device: info.name for info in seen.values()}
+        seen.setdefault(id(info.parameter), info)
+    devices = {info.parameter.device: info.name for info in seen.values() if info.parameter.requires_grad}
     if len(devices) > 1 or torch.device("meta") in devices:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise MegalightError(f"parameters must have storage on one device: {where}. Materialise the model first.")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.buffers import Bucket, FlatShard, Groups, ParamInfo, distinct_trainable
+from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.layout import TURNS, BucketLayout, Kind, level_of, plan_buckets
-from megalight.parallel.data_parallel.parameters import ShardedParameters
+from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.groups import check_max_ctas, new_group
@@ -39,7 +39,8 @@ class DataParallelEngine:
         optimizer.step()                 # on engine.shards, see megalight.optim.shard_optimizer
         engine.publish()
 
-    All reductions are sums, so scale the loss. Parameters that need no gradient are left alone.
+    All reductions are sums, so scale the loss. Parameters that need no gradient are left alone, but those of units are
+    sharded where parameters are.
 
     Args:
         params: the local parameters, of one model or of several; a tied parameter may be listed several times.
@@ -71,6 +72,7 @@ class DataParallelEngine:
         units: the modules whose parameters or gradients are sharded; None: there are none.
         main_gradients: the gradient side. Code that replays recorded passes reports to it.
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
+        frozen: the parameters of units that need no gradients, and are sharded.
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
@@ -99,7 +101,8 @@ class DataParallelEngine:
         self.mesh = mesh
         self.level = level_of(level)
         self.replicate = replicate
-        self.infos = distinct_trainable(params)
+        every = distinct(params)
+        self.infos = [info for info in every if info.parameter.requires_grad]
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
@@ -113,8 +116,10 @@ class DataParallelEngine:
         )
         self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather)
         self.units: Units | None = None
-        if self.main_gradients.of_units.buckets:
-            self.units = Units(units, self.buckets, self.main_gradients.of_units, self.device)
+        self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
+        if self.main_gradients.of_units.buckets or self.frozen:
+            sharded = [bucket for bucket in self.buckets if bucket.shards_params]
+            self.units = Units(units, [*sharded, *self.frozen], self.main_gradients.of_units, self.device)
             self._parameters.residency = self.units.residency
 
     def _make_buckets(
@@ -140,6 +145,22 @@ class DataParallelEngine:
                 memory.take(layout, layout.kind.param_dtype) if memory and self.level.parameters else None,
                 memory.take(layout, layout.kind.grad_dtype, gradients=True) if memory else None,
                 self._reducer.sum_dtype(layout.kind.grad_dtype),
+            )
+            for layout in layouts
+        ]
+
+    def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> list[FlatParameters]:
+        """Shard what units hold beside the parameters that are trained. Only ordinary parameters can lie end to end."""
+        ordinary = [info for info in infos if self.level.parameters and _is_ordinary(info)]
+        chosen = {info: kind for info in ordinary if (kind := self._kind(info, None)).unit is not None}
+        infos, kinds = list(chosen), [replace(kind, group=FROZEN) for kind in chosen.values()]
+        if not infos:
+            return []
+        layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
+        memory = _TurnBuffers(layouts, infos[0].parameter.device)
+        return [
+            FlatParameters(
+                layout, infos, _groups(layout.kind, max_ctas), True, memory.take(layout, layout.kind.param_dtype)
             )
             for layout in layouts
         ]
@@ -304,11 +325,11 @@ class DataParallelEngine:
             residency.release()
 
     def fill_masters(self, name: str, values: Tensor) -> None:
-        """Set the masters of one parameter from values of its shape, in a wider dtype than the parameter's.
+        """Set the masters of one parameter, or its shard if it is frozen, from values of its shape in a wider dtype.
 
         Made for the float32 draws of ``parallel.initial_values``. Names that the engine does not know are ignored.
         """
-        self._parameters.fill_masters(name, values)
+        fill([*self.buckets, *self.frozen], name, values)
 
     def give_masters(self, other: DataParallelEngine) -> None:
         """Copy masters that are wider than their parameters to another engine over (some of) the same parameters."""
@@ -322,7 +343,7 @@ class DataParallelEngine:
     def reattach(self) -> None:
         """Take over the values of parameters whose memory somebody has replaced (``parameter.data = ...``)."""
         self.sync_parameters()
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             for info, view in bucket.replaced():
                 view.copy_(info.parameter.detach())
                 info.parameter.data = view
@@ -330,11 +351,22 @@ class DataParallelEngine:
 
     def memory(self) -> dict[str, int]:
         """Return bytes on this rank: ``parameters``, ``gradients``, ``masters`` (only those that are copies)."""
+        with_parameters = (*self.buckets, *self.frozen)
         return {
-            "parameters": _nbytes(flat for bucket in self.buckets for flat in (bucket.params, bucket.own_params)),
+            "parameters": _nbytes(flat for bucket in with_parameters for flat in (bucket.params, bucket.own_params)),
             "gradients": _nbytes(flat for bucket in self.buckets for flat in (bucket.grads, bucket.own_grads)),
             "masters": sum(b.shard.master.nbytes for b in self.buckets if not b.master_is_own_params),
         }
+
+
+FROZEN = -1
+"""In the place of the optimizer's group, for parameters in none."""
+
+
+def _is_ordinary(info: ParamInfo) -> bool:
+    """Whether a frozen parameter is plain numbers, and neither codes nor packed in a type of its own."""
+    plain = type(info.parameter.data) is Tensor and info.parameter.is_floating_point()
+    return plain and info.parameter.element_size() > 1 and codes_of(info) is None
 
 
 class _TurnBuffers:

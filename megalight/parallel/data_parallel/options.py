@@ -83,6 +83,11 @@ class DataParallel:
         """Whether gradients or parameters are sharded unit by unit."""
         return level_of(self.level).gradients
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters of units are sharded, too."""
+        return level_of(self.level).parameters
+
     def check(self, pipeline_parallel: int) -> None:
         """Refuse levels that a pipeline cannot have.
 

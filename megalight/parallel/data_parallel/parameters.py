@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.codes import Codes
 from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
 from megalight.parallel.data_parallel.residency import Residency
@@ -90,13 +90,14 @@ class ShardedParameters:
             self.residency.expire()
         self.recast()
 
-    @torch.no_grad()
-    def fill_masters(self, name: str, values: Tensor) -> None:
-        """Set the masters of one parameter; names in no bucket are ignored."""
-        for bucket in self.buckets:
-            for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
-                if info.name == name:
-                    bucket.shard.fill(slot.start, values)
-
     def _with_codes(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.holds_codes]
+
+
+@torch.no_grad()
+def fill(buckets: Sequence[FlatParameters], name: str, values: Tensor) -> None:
+    """Set this rank's part of one parameter, in its masters if it has any; names in no bucket are ignored."""
+    for bucket in buckets:
+        for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+            if info.name == name:
+                bucket.shard.fill(slot.start, values)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.gather import gather
 from megalight.parallel.data_parallel.layout import TURNS
 
@@ -26,7 +26,7 @@ class Residency:
         whole: all parameters have their values, in memory of their own (:meth:`gather_all`).
     """
 
-    def __init__(self, units: Sequence[Sequence[Bucket]], device: torch.device) -> None:
+    def __init__(self, units: Sequence[Sequence[FlatParameters]], device: torch.device) -> None:
         self.units = units
         self.whole = False
         self._present: list[int | None] = [None] * TURNS
@@ -111,7 +111,7 @@ class Residency:
                 self._hide(unit)
 
     @property
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[FlatParameters]:
         return [bucket for buckets in self.units for bucket in buckets]
 
     def _forget(self) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import in_backward
-from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.layout import TURNS
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
@@ -40,19 +40,23 @@ class Units:
 
     Args:
         modules: the units, in the order of the forward pass.
-        buckets: all buckets of the engine; those of units know which one by ``layout.kind.unit``.
+        buckets: the sharded parameters, frozen ones too; they know their unit by ``layout.kind.unit``.
 
     Attributes:
-        buckets: those whose parameters are sharded.
+        buckets: the sharded parameters.
         residency: their parameters; None: these are always whole.
         gradients: their gradients; None after training.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], buckets: Sequence[Bucket], gradients: UnitGradients, device: torch.device
+        self,
+        modules: Sequence[nn.Module],
+        buckets: Sequence[FlatParameters],
+        gradients: UnitGradients,
+        device: torch.device,
     ) -> None:
         self.modules = modules
-        self.buckets = [bucket for bucket in buckets if bucket.shards_params]
+        self.buckets = list(buckets)
         self.gradients: UnitGradients | None = gradients
         self.residency: Residency | None = None
         if self.buckets:
@@ -103,6 +107,11 @@ class Units:
             yield
         finally:
             self.residency.release()
+
+    def expire(self) -> None:
+        """Gather parameters again before they are used: values were written to the shards."""
+        if self.residency is not None:
+            self.residency.expire()
 
     def unshard(self) -> None:
         """Give all parameters memory of their own, with their values, for good."""

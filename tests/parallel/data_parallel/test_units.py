@@ -159,9 +159,14 @@ def _bytes(net: Net) -> tuple[dict[str, int], dict[str, int]]:
             sizes["own", bucket] = bucket.layout.numel // world
             turn = ("turn", unit % 2, bucket.layout.kind.group)
             sizes[turn] = max(sizes.get(turn, 0), bucket.layout.numel)
-    total = sum(sizes.values())
+    frozen: dict[object, int] = {}
+    for flat in engine.frozen:
+        turn = ("turn", flat.layout.kind.unit % 2)  # type: ignore[operator]
+        frozen["own", flat] = flat.layout.numel // world
+        frozen[turn] = max(frozen.get(turn, 0), flat.layout.numel)
+    total, beside = sum(sizes.values()), sum(frozen.values())
     masters = sum(bucket.layout.numel // world for bucket in engine.buckets)
-    return engine.memory(), {"parameters": 2 * total, "gradients": 4 * total, "masters": 4 * masters}
+    return engine.memory(), {"parameters": 2 * (total + beside), "gradients": 4 * total, "masters": 4 * masters}
 
 
 def _memory() -> None:
@@ -173,7 +178,8 @@ def _memory() -> None:
         # four more layers cost their shards, and nothing else
         matrices = align(align(7 * WIDTH, 64) + align(7 * WIDTH * 3, 64), 128 * world)
         vectors = align(6 * 64, 128 * world)
-        assert said[kind] - shallow[kind] == 4 * size * (matrices + vectors) // world
+        frozen = 128 * world if kind == "parameters" else 0
+        assert said[kind] - shallow[kind] == 4 * size * (matrices + vectors + frozen) // world
 
 
 def test_memory_is_the_formula() -> None:
