@@ -24,7 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # matrices in tests are small, and ranks of the pool share the cores
+    # Matrices in tests are small, and ranks share the cores. With two threads on busy cores, some operations take twenty
+    # times as long. Lightning sets the number itself, unless it finds the variable.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     if path := config.getoption("--summary"):
         config.pluginmanager.register(Summary(path, config.getoption("markexpr")))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import re
 import subprocess
@@ -12,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.source import ROOT
+from tests.workers import SERVER
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 SHARED = ("recipes", "examples")
 SECONDS = 200
-
-_server = mp.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "lightning.pytorch"])  # imported once instead of in every block
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ def run_bash(text: str, directory: Path, environment: dict[str, str], output: Pa
 
 
 def run_python(text: str, directory: Path, environment: dict[str, str], output: Path) -> int:
-    """Run a program in a process forked from one that has imported torch, and return its exit status."""
-    process = _server.Process(target=_program, args=(text, directory, environment, output))
+    """Run a program in a process forked from one that has imported torch and Lightning, and return its exit status."""
+    process = SERVER.Process(target=_program, args=(text, directory, environment, output))
     process.start()
     process.join(SECONDS)
     if process.exitcode is None:

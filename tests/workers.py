@@ -25,6 +25,9 @@ from typing import Any
 GRACE = 5.0
 """Seconds for other ranks to end after one has failed. They may hang in a collective that it never joins."""
 POLL = 0.2
+SERVER = mp.get_context("forkserver")
+"""Processes are forked from one that has imported what almost all of them need, which takes seconds."""
+SERVER.set_forkserver_preload(["torch", "lightning.pytorch", "megalight.models.gpt", "megalight.strategies"])
 LOST_PEER = re.compile(r"by peer|Broken pipe")
 """Matches errors of ranks that lost another rank. These are consequences of a failure, not its cause."""
 
@@ -71,11 +74,10 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
 
 class _Pool:
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
-        self.results = context.Queue()
-        self.jobs = [context.Queue() for _ in range(size)]
+        self.results = SERVER.Queue()
+        self.jobs = [SERVER.Queue() for _ in range(size)]
         self.processes = [
-            context.Process(target=_serve, args=(rank, self.jobs[rank], self.results), daemon=True)
+            SERVER.Process(target=_serve, args=(rank, self.jobs[rank], self.results), daemon=True)
             for rank in range(size)
         ]
         for process in self.processes:
