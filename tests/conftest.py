@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Matrices in tests are small, and ranks share the cores. With two threads on busy cores, some operations take twenty
-    # times as long. Lightning sets the number itself, unless it finds the variable.
+    # Matrices in tests are small, and ranks share the cores: with two threads, some operations take 20 times as long.
+    # Lightning sets the number of threads unless it finds the variable.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if path := config.getoption("--summary"):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
 from tests.source import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -65,16 +64,8 @@ def test_it_learns_on_one_device(name: str, one_device: float) -> None:
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
-    run = subprocess.run(
-        [sys.executable, f"{EXAMPLES / name}.py", *words(name, tmp_path / "two", 2)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr
-    (loss,) = map(float, LOSS.findall(run.stdout))  # told once
+    printed = run_program(f"{EXAMPLES / name}.py", *words(name, tmp_path / "two", 2), folder=tmp_path)
+    (loss,) = map(float, LOSS.findall(printed))  # told once
     assert loss < LEARNED[name]
     if name in SPLIT:  # the same global batches, split otherwise
         assert loss == pytest.approx(one_device, rel=1e-3)

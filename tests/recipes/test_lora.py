@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from megalight import checkpoint
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data
+from tests.recipes.test_pipeline import RECIPES, SHORT, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 
@@ -18,20 +15,6 @@ WORDS = [
     "--trainer.strategy.tensor_parallel=1",
     "--trainer.strategy.sequence_parallel=false",
 ]
-
-
-def megalight(folder: Path, *words: str) -> str:
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
-    run = subprocess.run(
-        [sys.executable, "-m", "megalight", *words],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def test_the_recipe_of_adapters(tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megalight.cli.main import main
+from tests.programs import run_program
 from tests.source import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -27,19 +25,15 @@ SHORT = [
 ]
 
 
+def megalight(folder: Path, *words: str) -> str:
+    """Run the command in ``folder``, and return what it printed."""
+    return run_program("megalight", *words, folder=folder)
+
+
 def metrics(folder: Path, *words: str) -> dict[str, list[float]]:
     """What a run logs."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
-    command = [sys.executable, "-m", "megalight", "fit", "-c", str(RECIPES / "demo.yaml"), *words, *SHORT]
-    run = subprocess.run(
-        [*command, f"--trainer.default_root_dir={folder}"],
-        cwd=folder.parent,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr
+    recipe = ["-c", str(RECIPES / "demo.yaml")]
+    megalight(folder.parent, "fit", *recipe, *words, *SHORT, f"--trainer.default_root_dir={folder}")
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
         rows = list(csv.DictReader(lines))

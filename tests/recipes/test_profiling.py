@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.recipes.test_pipeline import RECIPES, SHORT, _data
+from tests.recipes.test_pipeline import RECIPES, SHORT, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 
@@ -25,16 +22,7 @@ def test_the_profiling_recipe(tmp_path: Path) -> None:
         "--trainer.callbacks.stop_step=4",
     ]
     recipes = ["-c", str(RECIPES / "demo.yaml"), "-c", str(RECIPES / "profiling.yaml")]
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
-    run = subprocess.run(
-        [sys.executable, "-m", "megalight", "fit", *recipes, *words],
-        cwd=tmp_path,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr
+    megalight(tmp_path, "fit", *recipes, *words)
     (file,) = (tmp_path / "run").rglob("metrics.csv")
     header = file.read_text().splitlines()[0].split(",")
     assert {"time/forward_max_s", "time/first/step_min_s", "startup/all_s", "train_loss"} <= set(header)

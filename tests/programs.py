@@ -1,0 +1,59 @@
+"""Runs of a module or a script, as ``python -m NAME`` and ``python FILE`` would run it, without the time for imports.
+
+The process is forked from one that has made the imports. Processes that the program itself starts are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from tests.workers import SERVER
+
+SECONDS = 240
+STARTED = ("LOCAL_RANK", "WORLD_SIZE", "RANK")
+"""Variables that a Trainer of this process may have left. A program would take itself for a rank."""
+
+
+def run_program(program: str, *words: str, folder: Path) -> str:
+    """Run a module (by name) or a script (by its path) in ``folder``, and return what it printed.
+
+    Raises:
+        AssertionError: it failed; with all its output.
+        TimeoutError: it has not ended after ``SECONDS``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    printed, errors = folder / ".stdout", folder / ".stderr"
+    environment = {name: value for name, value in os.environ.items() if name not in STARTED}
+    process = SERVER.Process(target=_program, args=(program, words, folder, environment))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"{program} is not done after {SECONDS} s:\n{errors.read_text()}")
+    assert process.exitcode == 0, printed.read_text() + errors.read_text()
+    return printed.read_text()
+
+
+def _program(program: str, words: tuple[str, ...], folder: Path, environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name in ((1, ".stdout"), (2, ".stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = [program, *words]
+    try:
+        # `alter_sys` sets `__main__`, by which Lightning finds the command for the other ranks.
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves these out
+        sys.stdout.flush()
+        sys.stderr.flush()
