@@ -23,7 +23,7 @@ from megalight.models.family import Family
 from megalight.models.folder import CONFIG, GENERATION, INDEX, WEIGHTS
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel
-from megalight.nn.canonical import parts
+from megalight.nn.canonical import canonical_tensors, parts
 from megalight.parallel.source import Renamed
 
 MAX_FILE = 5 << 30
@@ -108,7 +108,9 @@ def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, Wanted]:
     """
     weights = _weights(model.family)
     with torch.device("meta"):
-        shapes = {part.name: part.shape for part in parts(model.family.model(model.config))}
+        empty = model.family.model(model.config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(empty).items()}
+    weights_only = {part.name for part in parts(empty)}
     stored = Renamed(model.weights, "", PREFIX).tensors
     wrong = [f"{name} is missing" for name in sorted(shapes.keys() - stored.keys())]
     wrong += [f"{name} is not of this model" for name in sorted(stored.keys() - shapes.keys())]
@@ -122,7 +124,9 @@ def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, Wanted]:
         raise CheckpointError(f"the tensors do not fit the model's configuration: {'; '.join(wrong[:5])}{more}.")
     whole = {}
     for name, each in weights.map(model.config).layout(shapes).items():
-        kind = dtype or getattr(torch, stored[next(iter(each.parts))].dtype)
+        first = next(iter(each.parts))
+        # buffers keep their dtype: the steps of an expert bias are too small for half of the bits
+        kind = dtype if dtype is not None and first in weights_only else getattr(torch, stored[first].dtype)
         whole[name] = Wanted(each.shape, kind, {PREFIX + ours: place.part for ours, place in each.parts.items()})
     return whole
 

@@ -85,10 +85,17 @@ def joined(*names: str) -> str:
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every canonical tensor by name, as a view of its parameter: writing to it changes the model."""
+    """Return every canonical tensor by name, as a view of its parameter: writing to it changes the model.
+
+    Persistent buffers are among them, each as one tensor (the expert bias of a router).
+    """
     parameters = dict(model.named_parameters())
     views = {}
     for part in parts(model):
         flat = parameters[part.parameter].detach().view(-1)
         views[part.name] = flat[part.start : part.start + prod(part.shape)].view(part.shape)
+    for path, module in model.named_modules():
+        for local, buffer in module._buffers.items():
+            if buffer is not None and local not in module._non_persistent_buffers_set:
+                views[joined(path, local)] = buffer
     return views

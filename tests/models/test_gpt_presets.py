@@ -30,6 +30,8 @@ PUBLISHED_PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "olmoe_1b_7b": 6_919_161_856,
+    "deepseek_v3": 671_026_404_352,
+    "kimi_k2": 1_026_408_209_408,
 }
 PUBLISHED_ACTIVE = {
     "mixtral_8x7b": 12.9,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
-from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalight.models.gpt.config import AttentionConfig, GPTConfig, LatentConfig, NormConfig, PositionConfig
+from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry
 
@@ -134,6 +134,57 @@ def olmoe() -> GPTConfig:
     )
 
 
+def deepseek_v3() -> GPTConfig:
+    """Configure DeepSeek-V3 (https://huggingface.co/deepseek-ai/DeepSeek-V3) without multi-token prediction."""
+    return GPTConfig(
+        num_layers=61,
+        hidden_size=7168,
+        num_heads=128,
+        ffn_hidden_size=18432,
+        vocab_size=129280,
+        max_sequence_length=163840,
+        norm=NormConfig(eps=1e-6),
+        position=PositionConfig(
+            interleaved=True,
+            scaling=RotaryScaling("yarn", 40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
+        ),
+        mixer_pattern=("latent_attention",),
+        latent=LatentConfig(kv_rank=512, q_rank=1536),
+        moe=MoEConfig(
+            num_experts=256,
+            ffn_hidden_size=2048,
+            pattern=(False,) * 3 + (True,) * 58,
+            router=RouterConfig(top_k=8, score="sigmoid", num_groups=8, group_top_k=4, scale=2.5, expert_bias=True),
+            shared=SharedConfig(ffn_hidden_size=2048),
+            balance=BalanceConfig(seq_aux_loss=1e-4),
+        ),
+    )
+
+
+def kimi_k2() -> GPTConfig:
+    """Configure Kimi-K2 (https://huggingface.co/moonshotai/Kimi-K2-Base): DeepSeek-V3 with more experts, no groups."""
+    base = deepseek_v3()
+    assert base.moe is not None
+    return replace(
+        base,
+        num_heads=64,
+        num_kv_heads=0,
+        vocab_size=163840,
+        max_sequence_length=131072,
+        position=PositionConfig(
+            base=50000.0,
+            interleaved=True,
+            scaling=RotaryScaling("yarn", 32.0, original_length=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+        ),
+        moe=replace(
+            base.moe,
+            num_experts=384,
+            pattern=(False,) + (True,) * 60,
+            router=RouterConfig(top_k=8, score="sigmoid", scale=2.827, expert_bias=True),
+        ),
+    )
+
+
 for _name, _config in {
     "gpt2_small": gpt2(12, 768, 12),
     "gpt2_medium": gpt2(24, 1024, 16),
@@ -155,5 +206,7 @@ for _name, _config in {
     "qwen3_30b_a3b": qwen3_moe(48, 2048, 32, 6144, 768),
     "qwen3_235b_a22b": qwen3_moe(94, 4096, 64, 12288, 1536),
     "olmoe_1b_7b": olmoe(),
+    "deepseek_v3": deepseek_v3(),
+    "kimi_k2": kimi_k2(),
 }.items():
     PRESETS.register(_name)(_config)

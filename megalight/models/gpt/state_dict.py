@@ -13,6 +13,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.deepseek_weights import after_layers, deepseek_from, deepseek_to, latent_places
 from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
 from megalight.models.gpt.rotary_values import rotary_from, rotary_to
 from megalight.models.weights import Theirs, WeightMap
@@ -54,6 +55,14 @@ GPT2_TRANSPOSED = {
 def weight_map(config: GPTConfig) -> WeightMap:
     """Return where ``transformers`` keeps the tensors of a model."""
     tied = config.tie_embeddings
+    if config.latent is not None:
+        rest = {ours: theirs for ours, theirs in LLAMA.items() if ".attention." not in ours or ours.endswith("proj")}
+        return WeightMap(
+            {ours: Theirs(theirs) for ours, theirs in (rest | latent_places(config)).items()},
+            root="model.",
+            copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+            left_out=after_layers(config),
+        )
     if config.position.kind != "learned":
         return WeightMap(
             {ours: Theirs(theirs) for ours, theirs in (LLAMA | expert_places(config)).items()},
@@ -223,6 +232,8 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "mixtral": _moe,
     "qwen3_moe": _moe,
     "olmoe": _moe,
+    "deepseek_v3": deepseek_from,
+    "kimi_k2": deepseek_from,
     "gpt2": _gpt2,
 }
 
@@ -323,6 +334,7 @@ WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
     "mixtral": _to_mixtral,
     "qwen3_moe": _to_qwen3_moe,
     "olmoe": _to_olmoe,
+    "deepseek_v3": deepseek_to,
     "gpt2": _to_gpt2,
 }
 
@@ -336,6 +348,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 

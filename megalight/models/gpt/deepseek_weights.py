@@ -1,0 +1,149 @@
+"""DeepSeek-V3 and Kimi-K2 in ``transformers``: names of tensors and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, NormConfig
+from megalight.models.gpt.rotary_values import rotary_from, rotary_to
+from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
+
+PLACES = {
+    "layers.N.attention.q_down": "model.layers.N.self_attn.q_a_proj",
+    "layers.N.attention.q_latent_norm": "model.layers.N.self_attn.q_a_layernorm",
+    "layers.N.attention.q_up": "model.layers.N.self_attn.q_b_proj",
+    "layers.N.attention.kv_down": "model.layers.N.self_attn.kv_a_proj_with_mqa",
+    "layers.N.attention.kv_latent_norm": "model.layers.N.self_attn.kv_a_layernorm",
+    "layers.N.attention.kv_up": "model.layers.N.self_attn.kv_b_proj",
+    "layers.N.mlp.router": "model.layers.N.mlp.gate",
+    "layers.N.mlp.router.expert_bias": "model.layers.N.mlp.gate.e_score_correction_bias",
+    "layers.N.mlp.experts.N.gate": "model.layers.N.mlp.experts.N.gate_proj",
+    "layers.N.mlp.experts.N.up": "model.layers.N.mlp.experts.N.up_proj",
+    "layers.N.mlp.experts.N.down": "model.layers.N.mlp.experts.N.down_proj",
+    "layers.N.mlp.shared.gate": "model.layers.N.mlp.shared_experts.gate_proj",
+    "layers.N.mlp.shared.up": "model.layers.N.mlp.shared_experts.up_proj",
+    "layers.N.mlp.shared.down": "model.layers.N.mlp.shared_experts.down_proj",
+}
+GROUP_SUM = 2
+"""Their score of a group of experts is the sum of so many best ones, whatever ``top_k`` is."""
+
+
+def latent_places(config: GPTConfig) -> dict[str, str]:
+    """Return the modules of latent attention and experts, our name -> theirs."""
+    if config.latent is not None and config.latent.q_rank is None:
+        return PLACES | {"layers.N.attention.q_up": "model.layers.N.self_attn.q_proj"}
+    return PLACES
+
+
+def after_layers(config: GPTConfig) -> str:
+    """Return the pattern of tensors that published weights hold for multi-token prediction, behind the last layer."""
+    return rf"model\.layers\.{config.num_layers}\..*"
+
+
+def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert the ``config.json`` of DeepSeek-V3 or Kimi-K2.
+
+    Raises:
+        ConfigurationError: an option has no counterpart here.
+    """
+    top_k, groups, group_top_k = (values.get(key) or 1 for key in ("num_experts_per_tok", "n_group", "topk_group"))
+    for option, value, good in (
+        ("attention_bias", values.get("attention_bias", False), False),
+        ("norm_topk_prob", values.get("norm_topk_prob", True), True),
+        ("hidden_act", values["hidden_act"], "silu"),
+        ("scoring_func", values.get("scoring_func", "sigmoid"), "sigmoid"),
+        ("moe_layer_freq", values.get("moe_layer_freq", 1), 1),
+    ):
+        if value != good:
+            raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
+    if groups > 1 and top_k // group_top_k != GROUP_SUM:
+        raise ConfigurationError(
+            f"num_experts_per_tok={top_k} with topk_group={group_top_k}: their groups are scored by {GROUP_SUM} "
+            f"experts, ours by num_experts_per_tok / topk_group = {top_k // group_top_k}."
+        )
+    layers, dense = values["num_hidden_layers"], values.get("first_k_dense_replace") or 0
+    router = RouterConfig(
+        top_k=top_k,
+        score="sigmoid",
+        num_groups=groups if groups > 1 else None,
+        group_top_k=group_top_k if groups > 1 else None,
+        scale=values["routed_scaling_factor"],
+        expert_bias=True,
+    )
+    width = values["moe_intermediate_size"]
+    moe = MoEConfig(
+        num_experts=values["n_routed_experts"],
+        ffn_hidden_size=width,
+        pattern=tuple(layer >= dense for layer in range(layers)),
+        router=router,
+        shared=SharedConfig(ffn_hidden_size=width * values["n_shared_experts"]),
+    )
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=values["hidden_size"],
+        num_heads=values["num_attention_heads"],
+        ffn_hidden_size=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values["max_position_embeddings"],
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
+        position=replace(rotary_from(values), interleaved=bool(values.get("rope_interleave", True))),
+        mixer_pattern=("latent_attention",),
+        latent=LatentConfig(
+            kv_rank=values["kv_lora_rank"],
+            q_rank=values["q_lora_rank"],
+            head_dim=values["qk_nope_head_dim"],
+            rotary_dim=values["qk_rope_head_dim"],
+            value_dim=values["v_head_dim"],
+        ),
+        moe=moe,
+        dropout=DropoutConfig(attention=values.get("attention_dropout", 0.0)),
+    )
+
+
+def deepseek_to(config: GPTConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``.
+
+    Raises:
+        ConfigurationError: the model has no latent attention, or no experts with a shared one.
+    """
+    latent, moe = config.latent, config.moe
+    if latent is None or moe is None or moe.shared is None:
+        raise ConfigurationError("a model of deepseek_v3 has latent attention, and experts with a shared one")
+    layers = range(config.num_layers)
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_heads,
+        "intermediate_size": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_act": "silu" if config.activation == "swiglu" else config.activation,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm.eps,
+        **rotary_to(config.position),
+        "rope_interleave": config.position.interleaved,
+        "attention_bias": False,
+        "attention_dropout": config.dropout.attention,
+        "initializer_range": config.init.std,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.head_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": max(1, moe.shared.ffn_hidden_size // config.expert_ffn_hidden_size),
+        "moe_intermediate_size": config.expert_ffn_hidden_size,
+        "num_experts_per_tok": moe.router.top_k,
+        "n_group": moe.router.num_groups or 1,
+        "topk_group": moe.router.group_top_k or 1,
+        "routed_scaling_factor": moe.router.scale,
+        "norm_topk_prob": True,
+        # other patterns differ when the values are read back, and are refused by name
+        "first_k_dense_replace": sum(not config.has_experts(layer) for layer in layers),
+        "num_nextn_predict_layers": 0,
+    }
