@@ -65,6 +65,8 @@ def of_sharding(strategy: MegatronStrategy) -> Iterator[str]:
 
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons against whole steps: code that runs between the beginning and the end of a step."""
+    if strategy.pipeline.schedule == "combined":
+        yield "the schedule 'combined' runs forward and backward in turns, in two threads; choose another schedule"
     for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
         if defines(owner, "on_before_backward"):
             yield f"{type(owner).__name__} defines on_before_backward, which a replay does not call"
@@ -79,6 +81,8 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
     """Yield reasons against recording layers, or blocks in them, one by one."""
     if schedules.chosen(strategy.pipeline.schedule, strategy.virtual_pipeline) == "zero_bubble":
         yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
+    if strategy.pipeline.schedule == "combined":
+        yield f"the schedule 'combined' runs forward and backward in turns, which scope={scope!r} cannot repeat"
     if strategy.mesh.cp > 1:
         yield f"context parallelism plans its exchange inside layers, on the host; use scope='iteration', not {scope!r}"
     if strategy.recompute.granularity == "full":

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class ParallelModel:
         shards: the modules whose parameters this rank holds a shard of; None: it holds all parameters whole.
 
     Raises:
-        LayoutError: the model is split already, or its sizes are not divisible.
+        LayoutError: the model is split already, its sizes are not divisible, or a schedule would have no effect.
         ConfigurationError: ``tp > 1``, but no plan says what to split; or recompute of a layer or module that does not
             exist.
     """
@@ -113,10 +114,10 @@ class ParallelModel:
         # Before the cut, because all stages run the same number of micro-batches, also those without experts.
         self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh, root.modules()) else None
         self.chunks = [root]
+        if self.options.pipeline.schedule in ("zero_bubble", "combined") and mesh.global_rank == 0:
+            _warn_of_undeferred(root, self.options.pipeline.schedule)
         if mesh.pp > 1:
             log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())
-            if self.options.pipeline.schedule == "zero_bubble" and mesh.global_rank == 0:
-                _warn_of_undeferred(root)
             self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
         self.made_after_split: set[str] = set()
         for transform in self.options.transforms:
@@ -354,8 +355,15 @@ class ParallelModel:
 
         Raises:
             LayoutError: names the layer, and gives the reason of each backend.
+            ConfigurationError: the device has a single queue, so nothing can run beside messages.
         """
         check_overlap(self.root, self.device)
+        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        if self.options.pipeline.schedule == "combined" and self.device.type == "cuda" and queues == "1":
+            raise ConfigurationError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue, in which the messages of "
+                "pipeline.schedule='combined' would block all other work. Set it to 8, or remove it."
+            )
 
     # ------------------------------------------------------------------ what it holds
 
@@ -458,6 +466,11 @@ def _split(
     for transform in options.transforms:
         plan = transform.plan(root, plan)
     layout = options.layout(root, mesh)
+    if options.pipeline.schedule == "combined" and mesh.ep * mesh.etp == 1:
+        raise LayoutError(
+            "pipeline.schedule='combined' hides the messages of experts, and with ep=1 and etp=1 there are none. Raise "
+            "expert_parallel, or choose another schedule."
+        )
     check_recompute(root, options.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
     specs = parallelize(
         root,
@@ -472,7 +485,7 @@ def _split(
     return plan, specs, layout
 
 
-def _warn_of_undeferred(root: nn.Module) -> None:
+def _warn_of_undeferred(root: nn.Module, schedule: str) -> None:
     """Warn of linear layers of the whole model whose weight gradients cannot be delayed: those of torch."""
     names = [
         name
@@ -481,8 +494,9 @@ def _warn_of_undeferred(root: nn.Module) -> None:
     ]
     if names:
         log.warning(
-            "schedule 'zero_bubble': %d linear layer%s weight gradients at once, where they fill no pause: %s%s; use "
+            "schedule %r: %d linear layer%s weight gradients at once, where they fill no pause: %s%s; use "
             "megalight.nn.Linear, or another schedule",
+            schedule,
             len(names),
             "s compute" if len(names) > 1 else " computes",
             ", ".join(names[:3]),

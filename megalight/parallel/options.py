@@ -52,16 +52,18 @@ class ParallelOptions:
     transforms: tuple[ModelTransform, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse to compute networks for all tokens on a stream of their own where another stream needs their parts."""
-        if not self.expert.shared_beside:
-            return
-        again = [pattern for pattern in self.recompute.modules if fnmatchcase("mlp.shared", pattern)]
-        others = [f"recompute.modules={again}"] * bool(again)
-        others += [f"pipeline.schedule={name!r}" for name in ("zero_bubble",) if self.pipeline.schedule == name]
-        if others:
+        """Refuse options of experts that do not go with others."""
+        schedule, again = self.pipeline.schedule, [p for p in self.recompute.modules if fnmatchcase("mlp.shared", p)]
+        if schedule == "combined" and self.expert.dispatcher == "all_gather":
             raise LayoutError(
-                f"ExpertOptions: shared_beside=True with {others[0]}: the network for all tokens would compute on two "
-                "streams. Leave out one of the two."
+                "pipeline.schedule='combined' with ExpertOptions(dispatcher='all_gather'), whose messages block. Set "
+                "dispatcher='all_to_all', or choose another schedule."
+            )
+        if self.expert.shared_beside and (again or schedule in ("zero_bubble", "combined")):
+            other = f"recompute.modules={again}" if again else f"pipeline.schedule={schedule!r}"
+            raise LayoutError(
+                f"ExpertOptions: shared_beside=True with {other}: parts of the network for all tokens would compute on "
+                "different streams, without order. Leave out one of the two."
             )
 
     def token_multiple(self, mesh: ParallelMesh) -> int:

@@ -45,6 +45,11 @@ def engine_over(
         options.check(model.mesh.pp)
         model.unshard()  # an earlier run may have sharded them
     units = _units(models, options)
+    if units and any(model.options.pipeline.schedule == "combined" for model in models):
+        raise ConfigurationError(
+            f"data_parallel.level={options.level!r} with pipeline.schedule='combined': a forward and a backward would "
+            "gather and free the same unit. Use level 'optim', or another schedule."
+        )
     numbers = {key: number for model in models for key, number in owned_alone(model.root, units).items()}
     named = {id(p): (model, name) for model in models for name, p in model.root.named_parameters()}
     parts = [part for model in models for part in model.chunks]

@@ -72,7 +72,7 @@ class AllToAllDispatcher(Dispatcher):
         if hidden.is_cuda:
             torch.cuda.current_stream().wait_stream(self._stream)
         rows = sum(send)
-        tokens, probs = (exchange(x[:rows], group, send, receive) for x in (tokens, probs))
+        tokens, probs = exchange((tokens[:rows], probs[:rows]), group, send, receive)
         groups = permutation(experts_of(received, sum(here)), num_experts, rows=sum(here))
         tokens, weights = permute(tokens, groups, probs.unsqueeze(1))
         assert weights is not None
@@ -80,8 +80,9 @@ class AllToAllDispatcher(Dispatcher):
 
     def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
         """Send the outputs back, and add up those of each token."""
-        back = unpermute(outputs, memo.groups)
-        return unpermute(exchange(back, self.shared.mesh.group("ep", "etp"), memo.receive, memo.send), memo.copies)
+        group = self.shared.mesh.group("ep", "etp")
+        (back,) = exchange((unpermute(outputs, memo.groups),), group, memo.receive, memo.send)
+        return unpermute(back, memo.copies)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:

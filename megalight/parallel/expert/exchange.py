@@ -11,36 +11,52 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.common import apply, once_differentiable
+from megalight.parallel.turns import pause, taking_turns
 
 
-def exchange(x: Tensor, group: ProcessGroup | None, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Send the first ``send[0]`` rows to rank 0, the next ``send[1]`` to rank 1, and so on.
+def exchange(
+    tensors: Sequence[Tensor], group: ProcessGroup | None, send: Sequence[int], receive: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Of each tensor, send the first ``send[0]`` rows to rank 0, the next ``send[1]`` to rank 1, and so on.
+
+    While the messages travel, another pass may compute (:mod:`megalight.parallel.turns`).
 
     Returns:
-        the rows from rank 0, then those from rank 1, and so on. The backward sends gradients back.
+        for each tensor, the rows from rank 0, then those from rank 1, and so on. The backward sends gradients back.
     """
     if group is None:
-        return x
-    out: Tensor = apply(_Exchange, x, group, list(send), list(receive))
-    return out
+        return tuple(tensors)
+    found: tuple[Tensor, ...] = apply(_Exchange, group, list(send), list(receive), *tensors)
+    return found
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
+    def forward(ctx: Any, group: ProcessGroup, send: list[int], receive: list[int], *tensors: Tensor) -> Any:
         ctx.group, ctx.send, ctx.receive = group, send, receive
-        return _all_to_all(x, group, send, receive)
+        return _all_to_all(tensors, group, send, receive)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_all_to_all(grads, ctx.group, ctx.receive, ctx.send)
 
 
-def _all_to_all(x: Tensor, group: ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
-    out = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-    return out
+def _all_to_all(
+    tensors: Sequence[Tensor], group: ProcessGroup, send: list[int], receive: list[int]
+) -> tuple[Tensor, ...]:
+    apart = taking_turns()
+    inputs = [x.contiguous() for x in tensors]
+    outs = tuple(x.new_empty((sum(receive), *x.shape[1:])) for x in tensors)
+    works = [
+        dist.all_to_all_single(out, x, receive, send, group=group, async_op=apart)
+        for out, x in zip(outs, inputs, strict=True)
+    ]
+    if apart:
+        pause()
+        for work in works:
+            work.wait()  # inputs live until here: their memory must not be used again while it is read
+    return outs
 
 
 class HostCounts:

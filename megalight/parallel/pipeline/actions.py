@@ -22,14 +22,21 @@ class Action(NamedTuple):
         kind: the kind of work.
         chunk: the chunk of the rank, counted in model order.
         micro_batch: the micro-batch of the step.
+        beside: for ``BACKWARD``: the forward of another micro-batch that runs together with it.
     """
 
     kind: Kind
     chunk: int
     micro_batch: int
+    beside: Action | None = None
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The pieces of work that begin and end together."""
+        return (self,) if self.beside is None else (self.beside, self._replace(beside=None))
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.micro_batch}.{self.chunk}"
+        return "+".join(f"{part.kind.value}{part.micro_batch}.{part.chunk}" for part in self.parts)
 
 
 Actions: TypeAlias = list[Action]

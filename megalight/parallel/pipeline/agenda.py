@@ -67,12 +67,13 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
     sent: dict[Place, Number] = {}
     for sender, spans in enumerate(lines):
         if sender != rank:
-            sent |= {place: span.end for span in spans if (place := gives(span.action, sender, pp)) is not None}
+            ends = [(part, span.end) for span in spans for part in span.action.parts]
+            sent |= {place: end for part, end in ends if (place := gives(part, sender, pp)) is not None}
     starts = [span.start for span in lines[rank]]
     found: dict[bool, list[Expected]] = {True: [], False: []}
-    for action in schedules[rank]:
-        place = comes(action, rank, pp, vpp)
+    for part in (part for action in schedules[rank] for part in action.parts):
+        place = comes(part, rank, pp, vpp)
         if place is not None and place in sent:
-            expected = Expected(action.chunk, action.micro_batch, bisect_left(starts, sent[place]))
-            found[action.kind is Kind.FORWARD].append(expected)
+            expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
+            found[part.kind is Kind.FORWARD].append(expected)
     return Agenda(schedules[rank], tuple(found[True]), tuple(found[False]))

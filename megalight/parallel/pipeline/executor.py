@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,8 @@ from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
 from megalight.parallel.pipeline.inbox import Inbox
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.p2p import Edges, Message
+from megalight.parallel.pipeline.p2p import Channel, Edges, Message
+from megalight.parallel.turns import Turns
 from megalight.types import Loss
 
 ForwardStep: TypeAlias = Callable[[nn.Module, Any, Carry | None], Carry]
@@ -79,6 +81,7 @@ class Executor:
         self.varying = varying
         self.edges = Edges.between(mesh, around=layout.vpp > 1)
         self.coming, self.going = Forms(), Forms()
+        self.turns = Turns(device)
         self.peak = 0
 
     def train(
@@ -134,31 +137,56 @@ class _Run:
         self.losses: dict[int, Loss] = {}
         self.carries: dict[int, Carry] = {}
         self.sent: dict[tuple[Kind | None, int, int], Message] = {}
+        self.kept_back: list[tuple[tuple[Kind, int, int], Channel, list[Tensor]]] | None = None
         self.peak = 0
         edges, device = executor.edges, executor.device
         self.activations = Inbox(edges.activations_in, agenda.activations, self._incoming, device)
         self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, device)
 
     def play(self) -> None:
+        for number, action in enumerate(self.actions):
+            with self._named(action):
+                # Receives are posted early, so that messages travel during computation.
+                self.gradients.post(number)
+                self.activations.post(number)
+                self.sent = {place: message for place, message in self.sent.items() if not message.done()}
+            if action.beside is None:
+                self._do(action)
+            else:
+                self._together(action, action.beside)
+            # a pair ends one flight and begins another, and meanwhile both are there
+            self.peak = max(self.peak, len(self.flights) + len(action.parts) - 1)
+        # Buffers of sent messages must not be freed or reused before the neighbours have them.
+        for message in self.sent.values():
+            message.wait()
+        del self.activations, self.gradients  # they refer to this run: without the cycle its memory is freed at once
+
+    def _do(self, action: Action) -> None:
         work = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
         }
-        for number, action in enumerate(self.actions):
-            span = trace.span(action.kind.name.lower(), chunk=action.chunk, micro_batch=action.micro_batch)
-            with self._named(action), span:
-                # Receives are posted early, so that messages travel during computation.
-                self.gradients.post(number)
-                self.activations.post(number)
-                self.sent = {place: message for place, message in self.sent.items() if not message.done()}
-                work[action.kind](action.chunk, action.micro_batch)
-            self.peak = max(self.peak, len(self.flights))
-        # Buffers of sent messages must not be freed or reused before the neighbours have them.
-        for message in self.sent.values():
-            message.wait()
-        del self.activations, self.gradients  # they refer to this run: without the cycle its memory is freed at once
+        span = trace.span(action.kind.name.lower(), chunk=action.chunk, micro_batch=action.micro_batch)
+        with self._named(action), span:
+            work[action.kind](action.chunk, action.micro_batch)
+
+    def _together(self, backward: Action, forward: Action) -> None:
+        """Run a backward and a forward in turns. Weight gradients wait for the messages of the backward."""
+        flight = self.flights[backward.chunk, backward.micro_batch]
+        weights = flight.weights = WeightGradients()
+
+        def both_gradients() -> None:
+            for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT):
+                self._do(backward._replace(kind=kind, beside=None))
+
+        # The backward begins: it computes with what is here, and the forward hides its first message.
+        self.kept_back = []
+        self.executor.turns.play(partial(self._do, forward), both_gradients, weights.run)
+        kept_back, self.kept_back = self.kept_back, None
+        for place, channel, tensors in kept_back:
+            self._send(place, channel, tensors)
 
     def _forward(self, chunk: int, index: int) -> None:
         stage, batch = self.executor.stages[chunk], self.micro_batches[index]
@@ -175,15 +203,25 @@ class _Run:
         else:
             form = form_of(outputs)
             self._announce(stage, index, form)
-            assert self.executor.edges.activations_out is not None
-            sent = self.executor.edges.activations_out.send(list(outputs.values()))
-            self.sent[Kind.FORWARD, chunk, index] = sent
+            self._send((Kind.FORWARD, chunk, index), self.executor.edges.activations_out, list(outputs.values()))
             flight.form = tuple(entry for entry in form if entry.requires_grad)
             # An edge keeps the graph alive, but not the output itself, whose memory the message alone still needs.
             flight.outputs = [get_gradient_edge(outputs[entry.name]) for entry in flight.form]
         # Without gradients nothing comes back, so there is nothing to remember.
         if torch.is_grad_enabled():
             self.flights[chunk, index] = flight
+
+    def _send(self, place: tuple[Kind, int, int], channel: Channel | None, tensors: list[Tensor]) -> None:
+        """Start to send; at the end of a pair, if one runs.
+
+        Until a neighbour receives, a message occupies the device. The neighbour may be inside a pair as well, and the
+        host must not wait for an idle device before that ends (see :mod:`.agenda`).
+        """
+        assert channel is not None
+        if self.kept_back is not None:
+            self.kept_back.append((place, channel, tensors))
+        else:
+            self.sent[place] = channel.send(tensors)
 
     def _received(self, chunk: int, index: int) -> Carry:
         form, tensors = self.activations.take()
@@ -194,7 +232,8 @@ class _Run:
 
     def _input_gradient(self, chunk: int, index: int) -> None:
         flight = self.flights[chunk, index]
-        flight.weights = WeightGradients()
+        if flight.weights is None:
+            flight.weights = WeightGradients()
         with deferring(flight.weights):  # weight gradients wait in a queue for a later action
             self._differentiate(chunk, index, flight)
 
@@ -217,10 +256,9 @@ class _Run:
                 torch.autograd.backward(flight.outputs, gradients)
         wanted = [tensor for tensor in flight.inputs.values() if tensor.requires_grad]
         if not self._first(stage):
-            assert self.executor.edges.gradients_out is not None
             # The previous stage expects a gradient of every input, also of one that this stage did not use.
             found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
-            self.sent[Kind.INPUT_GRADIENT, chunk, index] = self.executor.edges.gradients_out.send(found)
+            self._send((Kind.INPUT_GRADIENT, chunk, index), self.executor.edges.gradients_out, found)
         # With deferred weight gradients the flight lives on, so free what only this action needed.
         flight.inputs, flight.outputs, flight.loss = {}, [], None
 

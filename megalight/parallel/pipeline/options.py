@@ -17,14 +17,16 @@ class Pipeline:
 
     Attributes:
         schedule: ``1f1b``, ``interleaved`` (several chunks per rank), ``zero_bubble`` (weight gradients are computed
-            later, while a rank would wait). ``auto``: interleaved where a rank has several chunks, else 1F1B.
+            later, while a rank would wait), ``combined`` (messages of experts travel while another micro-batch
+            computes; with one chunk per rank or several, also without a pipeline). ``auto``: interleaved where a rank
+            has several chunks, else 1F1B.
         group_size: micro-batches that go through one chunk before the next chunk's turn; None: the pipeline's ranks.
         first_layers, last_layers: layers on the first and the last rank, where they differ from the others.
         count_embedding, count_loss: the embedding, or the head with the loss, counts as a layer in an even division.
             These four are refused without a pipeline.
     """
 
-    schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble"] = "auto"
+    schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble", "combined"] = "auto"
     group_size: int | None = None
     first_layers: int | None = None
     last_layers: int | None = None

@@ -1,7 +1,8 @@
 """Simulation of a schedule: when each action runs, the bubble, the memory for activations, and a picture.
 
 ``F`` of a stage needs ``F`` of the stage before it. ``B`` (or ``I``) needs the ``B`` (or ``I``) of the stage after it,
-and its own ``F``. ``W`` needs its own ``I``. A rank runs its actions in order, one at a time.
+and its own ``F``. ``W`` needs its own ``I``. A rank runs its actions in order, one at a time. A forward and a backward
+that run together take as long as one after the other: what they gain by it is not simulated.
 """
 
 from __future__ import annotations
@@ -89,20 +90,22 @@ class Timeline:
         """Return a picture with a line per rank, cut off at ``width`` characters.
 
         A column is the time of the shortest action; times are rounded to columns. ``F3`` is the forward of micro-batch
-        3 (``F3.1`` that of chunk 1), ``=`` continues the action before it, and ``.`` is waiting.
+        3 (``F3.1`` that of chunk 1), ``F3+B1`` two that run together, ``=`` continues the action before it, and ``.``
+        is waiting.
         """
         column = float(min(s.end - s.start for spans in self.ranks for s in spans if s.end > s.start))
         several = any(span.action.chunk for spans in self.ranks for span in spans)
-        labels = [[str(s.action) if several else str(s.action).split(".")[0] for s in spans] for spans in self.ranks]
+        names = [[str(span.action) for span in spans] for spans in self.ranks]
+        labels = names if several else [[name.replace(".0", "") for name in line] for line in names]
         cell = max(len(label) for line in labels for label in line) + 1
-        name = len(f"rank {len(self.ranks) - 1}")
+        width_of_name = len(f"rank {len(self.ranks) - 1}")
         lines = []
-        for rank, (spans, names) in enumerate(zip(self.ranks, labels, strict=True)):
+        for rank, (spans, texts) in enumerate(zip(self.ranks, labels, strict=True)):
             line = ["."] * round(float(self.total) / column)
-            for span, label in zip(spans, names, strict=True):
+            for span, label in zip(spans, texts, strict=True):
                 start, end = round(float(span.start) / column), round(float(span.end) / column)
                 line[start:end] = [label, *["="] * (end - start - 1)][: end - start]
-            text = f"{f'rank {rank}':<{name}}  " + "".join(f"{slot:<{cell}}" for slot in line).rstrip()
+            text = f"{f'rank {rank}':<{width_of_name}}  " + "".join(f"{slot:<{cell}}" for slot in line).rstrip()
             lines.append(text if len(text) <= width else text[: width - 3] + "...")
         return "\n".join(lines)
 
@@ -135,19 +138,20 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
         rank = ready.pop()
         while len(spans[rank]) < len(schedules[rank]):
             action = schedules[rank][len(spans[rank])]
-            cost = each[action.chunk * pp + rank]
-            needs = _needs(action, rank, pp, vpp)
+            cost = sum((each[part.chunk * pp + rank].of(part.kind) for part in action.parts), start=0)
+            needs = [place for part in action.parts for place in _needs(part, rank, pp, vpp)]
             if missing := [place for place in needs if place not in done]:
                 waiting[missing[0]].append(rank)
                 break
             start = spans[rank][-1].end if spans[rank] else 0
             for place in needs:
                 end, other = done[place]
-                start = max(start, end + (cost.transfer if other != rank else 0))
-            spans[rank].append(Span(action, start, start + cost.of(action.kind)))
-            if (given := gives(action, rank, pp)) is not None:
-                done[given] = (spans[rank][-1].end, rank)
-                ready += waiting.pop(given, [])
+                start = max(start, end + (each[action.chunk * pp + rank].transfer if other != rank else 0))
+            spans[rank].append(Span(action, start, start + cost))
+            for part in action.parts:
+                if (given := gives(part, rank, pp)) is not None:
+                    done[given] = (spans[rank][-1].end, rank)
+                    ready += waiting.pop(given, [])
     if waiting:
         raise LayoutError(_deadlock(schedules, spans, waiting))
     return Timeline(tuple(tuple(line) for line in spans))
@@ -166,10 +170,10 @@ def check_transfers(schedules: Sequence[Actions]) -> None:
     sent: dict[tuple[int, int, str], list[Place]] = defaultdict(list)
     taken: dict[tuple[int, int, str], list[Place]] = defaultdict(list)
     for rank, actions in enumerate(schedules):
-        for action in actions:
-            if (place := comes(action, rank, pp, vpp)) is not None and place[1] % pp != rank:
+        for part in (part for action in actions for part in action.parts):
+            if (place := comes(part, rank, pp, vpp)) is not None and place[1] % pp != rank:
                 taken[place[1] % pp, rank, place[0]].append(place)
-            if (given := gives(action, rank, pp)) is not None:
+            if (given := gives(part, rank, pp)) is not None:
                 to = given[1] + (1 if given[0] == "F" else -1)
                 if 0 <= to < pp * vpp and to % pp != rank:
                     sent[rank, to % pp, given[0]].append(given)
@@ -210,10 +214,10 @@ def gives(action: Action, rank: int, pp: int) -> Place | None:
 
 def _peak(actions: Actions) -> int:
     live = most = 0
-    for action in actions:
-        if action.kind is Kind.FORWARD:
+    for part in (part for action in actions for part in action.parts):
+        if part.kind is Kind.FORWARD:
             most = max(most, live := live + 1)
-        elif action.kind is not Kind.INPUT_GRADIENT:
+        elif part.kind is not Kind.INPUT_GRADIENT:
             live -= 1
     return most
 
@@ -225,10 +229,10 @@ def _check_complete(schedules: Sequence[Actions], vpp: int) -> None:
     wanted = set(product(range(vpp), range(micro_batches)))
     for rank, actions in enumerate(schedules):
         kinds: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in Kind}
-        for action in actions:
-            if (action.chunk, action.micro_batch) in kinds[action.kind]:
-                raise LayoutError(f"rank {rank} does {action} more than once; list it once.")
-            kinds[action.kind].add((action.chunk, action.micro_batch))
+        for part in (part for action in actions for part in action.parts):
+            if (part.chunk, part.micro_batch) in kinds[part.kind]:
+                raise LayoutError(f"rank {rank} does {part} more than once; list it once.")
+            kinds[part.kind].add((part.chunk, part.micro_batch))
         forward, whole, inputs, weights = kinds.values()
         wrong = (
             (wanted - forward) | (inputs ^ weights) | (whole & inputs) | (wanted - whole - inputs if trains else set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -38,26 +39,27 @@ class Group:
     Attributes:
         draws: tells whether the layers draw random numbers.
         members: the layers.
-        running: True while the members run their own layers.
+        running: the threads in which the members run their own layers now. A forward of one micro-batch may have
+            stopped halfway while the group runs again for another one (:mod:`megalight.parallel.turns`).
         expected: the arguments with which the other members must be called now: the first call's result and its other
             arguments.
     """
 
     draws: Draws
     members: list[Member] = field(default_factory=list)
-    running: bool = False
+    running: set[int] = field(default_factory=set)
     expected: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Run all layers."""
-        self.running = True
+        self.running.add(get_ident())
         try:
             hidden = self.members[0].plain(hidden, *args, **kwargs)
             for member in self.members[1:]:
                 hidden = member.module(hidden, *args, **kwargs)
             return hidden
         finally:
-            self.running = False
+            self.running.discard(get_ident())
 
 
 class Member(Override):
@@ -71,7 +73,7 @@ class Member(Override):
     def recomputed(self, *args: Any, **kwargs: Any) -> Any:
         """Run the whole group in the first member; return the input in the others."""
         group = self.group
-        if group.running:
+        if get_ident() in group.running:
             return self.plain(*args, **kwargs)
         if self.place == 0:
             result = run_region(group.run, group.draws(), args, kwargs)

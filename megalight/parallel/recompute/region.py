@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.ops.linear.inputs import recipe_of
 from megalight.parallel.recompute.override import Override
+from megalight.parallel.turns import uninterrupted
 
 
 class Region(Override):
@@ -26,7 +27,7 @@ class Region(Override):
 
 def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``function(*args, **kwargs)`` under ``torch.utils.checkpoint``, which keeps the inputs only."""
-    call = _Call(function, args)
+    call = _Call(function, args, draws)
     kept = [tensor for part, arg in zip(call.parts, args, strict=True) for tensor in part.kept(arg)]
     # The non-reentrant form allows keyword arguments, and inputs that need no gradients.
     return checkpoint(call, *kept, use_reentrant=False, preserve_rng_state=draws, **kwargs)
@@ -39,8 +40,9 @@ class _Call:
     as the recipe's ingredients.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], draws: bool) -> None:
         self.function = function
+        self.draws = draws
         self.parts = [_Part(arg) for arg in args]
         # A view has no recipe. So linear layers inside the region save the tensor itself, which is rebuilt only once.
         self.args: Sequence[Any] | None = [arg if recipe_of(arg) is None else arg.view_as(arg) for arg in args]
@@ -51,6 +53,9 @@ class _Call:
         if args is None:
             rest = iter(kept)
             args = [part.put_together([next(rest) for _ in range(part.count)]) for part in self.parts]
+            if self.draws:  # torch has set the generators back, which another pass would read, too
+                with uninterrupted():
+                    return self.function(*args, **kwargs)
         return self.function(*args, **kwargs)
 
 

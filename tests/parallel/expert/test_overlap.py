@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megalight.errors import LayoutError
+from megalight.errors import ConfigurationError, LayoutError
+from megalight.imports import in_backward
+from megalight.models.gpt import DropoutConfig
 from megalight.nn.init import initialise
 from megalight.nn.moe import BalanceConfig, MoE, SharedConfig
+from megalight.ops.linear.deferred import WeightGradients
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions
@@ -52,8 +56,8 @@ def expected(replicas: int, count: int) -> dict[str, torch.Tensor]:
     return _answers(step, [batch for replica in range(replicas) for batch in micro_batches(replica, count)])
 
 
-def _stepper(mesh: ParallelMesh, options: ParallelOptions) -> Step:
-    root = build(DEEP, **VARIANT).double()
+def _stepper(mesh: ParallelMesh, options: ParallelOptions, dropout: DropoutConfig | None = None) -> Step:
+    root = build(replace(DEEP, dropout=dropout or DropoutConfig()), **VARIANT).double()
     if mesh.world_size == 1:
         initialise(root, 3, prefix="model.")
     else:
@@ -109,6 +113,28 @@ def test_the_network_for_all_tokens_beside_the_messages(
     assert_equal(ranks, degrees, {"expert": BESIDE, **options})
 
 
+COMBINED: dict[str, Any] = {"pipeline": Pipeline(schedule="combined")}
+FULL = Recompute(granularity="full", num_layers=2)
+EXPERTS = Recompute(granularity="selective", modules=("moe", "attention_norm"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "options"),
+    [
+        (2, {"ep": 2}, {}),
+        (2, {"tp": 2, "ep": 2}, {"recompute": FULL}),
+        (4, {"ep": 2, "pp": 2}, {}),
+        (4, {"ep": 2, "pp": 2}, {"virtual_pipeline": 2, "recompute": EXPERTS}),
+        pytest.param(2, {"etp": 2}, {"recompute": EXPERTS}, marks=pytest.mark.full),
+        pytest.param(4, {"ep": 4}, {"recompute": EXPERTS}, marks=pytest.mark.full),
+        pytest.param(4, {"ep": 2, "tp": 2, "pp": 2}, {"recompute": FULL}, marks=pytest.mark.full),
+        pytest.param(4, {"ep": 2, "cp": 2, "pp": 2}, {"virtual_pipeline": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_forward_and_backward_in_turns(ranks: int, degrees: dict[str, int], options: dict[str, Any]) -> None:
+    assert_equal(ranks, degrees, {**COMBINED, **options}, count=6)
+
+
 def test_every_layer_with_such_a_network_computes_it_beside() -> None:
     with torch.device("meta"):
         model = build(DEEP, **VARIANT)
@@ -120,8 +146,12 @@ def test_every_layer_with_such_a_network_computes_it_beside() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": Recompute(granularity="selective", modules=("shared_experts",))}, r"\['mlp.shared'\].*two stre"),
+        (
+            {"recompute": Recompute(granularity="selective", modules=("shared_experts",))},
+            r"\['mlp.shared'\].*different",
+        ),
         ({"pipeline": Pipeline(schedule="zero_bubble")}, "with pipeline.schedule='zero_bubble'"),
+        (COMBINED, "with pipeline.schedule='combined'"),
     ],
 )
 def test_options_that_do_not_go_with_the_network_beside(options: dict[str, Any], message: str) -> None:
@@ -140,6 +170,100 @@ def test_models_without_such_a_network(degrees: dict[str, int], moe: dict[str, A
         parallelize(model, plan_for(model), ParallelMesh(2, 0, **degrees), expert=BESIDE)
 
 
+def test_schedules_without_messages_to_hide() -> None:
+    with pytest.raises(LayoutError, match=r"dispatcher='all_gather'.*whose messages block"):
+        ParallelOptions(expert=ExpertOptions("all_gather"), **COMBINED)
+    with torch.device("meta"):
+        model = build(DEEP, **VARIANT)
+    with pytest.raises(LayoutError, match="with ep=1 and etp=1 there are none"):
+        ParallelModel(model, ParallelMesh(), ParallelOptions(**COMBINED))
+
+
+def _order() -> list[str]:
+    """The starts and ends of messages of a step, and the weight gradients, in order."""
+    found: list[str] = []
+    start, run_weights = dist.all_to_all_single, WeightGradients.run
+
+    class Watched:
+        def __init__(self, work: dist.Work, name: str) -> None:
+            self.work, self.name = work, name
+
+        def wait(self) -> None:
+            found.append(f"{self.name} here")
+            self.work.wait()
+
+    def started(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        name = "back" if in_backward() else "on"
+        if async_op:
+            found.append(f"{name} sent")
+        work = start(*args, async_op=async_op, **kwargs)
+        return Watched(work, name) if async_op else work
+
+    def weights(self: WeightGradients) -> None:
+        found.append(f"{len(self)} weights")
+        run_weights(self)
+
+    mesh = ParallelMesh(2, dist.get_rank(), ep=2)
+    step = _stepper(mesh, ParallelOptions(**COMBINED))
+    batches = micro_batches(mesh.rank("dp"), 2)
+    with patch.object(dist, "all_to_all_single", started), patch.object(WeightGradients, "run", weights):
+        assert step.engine is not None
+        step.engine.zero_grad()
+        step.train(batches)
+    return found
+
+
+def test_each_message_is_hidden_behind_the_other_pass() -> None:
+    """One pair, in the layers 1 and 2. Tokens travel with their weights, and come back alone."""
+    on, back = ["on here", "on here", "on sent"], ["back here", "back here", "back sent"]
+    wanted = [
+        *("back sent", "on sent", "on sent"),  # outputs of layer 2 are on their way back, those of layer 1 on theirs
+        *("back here", "back sent", "back sent", *on),
+        *(*back, "on here", "on sent", "on sent"),
+        *("back here", "back sent", "back sent", *on),
+        *("back here", "back here", "on here"),
+    ]
+    for order in run(_order, 2):
+        assert [entry for entry in order if "weights" not in entry] == wanted
+        # weight gradients fill each pause of the backward, and its end
+        queued = [int(entry.split()[0]) for entry in order if "weights" in entry]
+        assert len(queued) == 5
+        assert all(queued)
+
+
+def _dropped_out() -> float:
+    """The largest difference between the gradients of two schedules, with dropout that recompute draws again."""
+    found = []
+    for schedule in ("1f1b", "combined"):
+        torch.manual_seed(5)
+        mesh = ParallelMesh(2, dist.get_rank(), ep=2)
+        pipeline = Pipeline(schedule=schedule)  # type: ignore[arg-type]
+        options = ParallelOptions(pipeline=pipeline, recompute=Recompute(granularity="full"))
+        step = _stepper(mesh, options, DropoutConfig(hidden=0.3))
+        found.append(_answers(step, micro_batches(mesh.rank("dp"), 4)))
+    return max(relative_error(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_recompute_draws_the_same_numbers_again() -> None:
+    assert max(run(_dropped_out, 2)) <= 1e-12
+
+
 def test_dispatchers_without_messages_to_hide_behind() -> None:
     with pytest.raises(LayoutError, match="shared_beside=True with dispatcher='all_gather'"):
         ExpertOptions("all_gather", shared_beside=True)
+
+
+def test_units_that_two_passes_would_free() -> None:
+    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
+    model.place("cpu")
+    with pytest.raises(ConfigurationError, match=r"level='optim_grads' with pipeline.schedule='combined'"):
+        engine_over([model], [model.parameters()], DataParallel(level="optim_grads"))
+
+
+def test_devices_with_a_single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    model.check_overlap()
+    model.device = torch.device("cuda")
+    with pytest.raises(ConfigurationError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue"):
+        model.check_overlap()

@@ -21,42 +21,48 @@ def play(schedules: Sequence[Actions], vpp: int, depth: int = 1) -> list[str]:
         list
     )  # (rank, forward) -> (chunk, i), in order
     for rank, actions in enumerate(schedules):
-        for kind, chunk, i in actions:
+        for kind, chunk, i, _ in (part for action in actions for part in action.parts):
             stage = chunk * pp + rank
             if kind is not Kind.WEIGHT_GRADIENT and stage != (0 if kind is Kind.FORWARD else last):
                 incoming[rank, kind is Kind.FORWARD].append((chunk, i))
     arrived: dict[tuple[int, bool], int] = defaultdict(int)
     taken: dict[tuple[int, bool], int] = defaultdict(int)
-    outgoing: list[tuple[int, bool] | None] = [None] * pp
+    outgoing: list[list[tuple[int, bool]]] = [[] for _ in range(pp)]
     place = [0] * pp
+    done: list[set[tuple[Kind, int, int]]] = [set() for _ in range(pp)]
 
     def room(channel: tuple[int, bool]) -> bool:
         rank, forward = channel
         if arrived[channel] >= taken[channel] + depth:
             return False
         chunk, i = incoming[channel][arrived[channel]]
-        return forward or (Kind.FORWARD, chunk, i) in schedules[rank][: place[rank]]
+        return forward or (Kind.FORWARD, chunk, i) in done[rank]
 
     def step(rank: int) -> bool:
-        if (channel := outgoing[rank]) is not None:
-            if not room(channel):
-                return False
-            arrived[channel] += 1
-            outgoing[rank] = None
-            return True
+        if outgoing[rank]:
+            channel = next(filter(room, outgoing[rank]), None)
+            if channel is not None:
+                arrived[channel] += 1
+                outgoing[rank].remove(channel)
+            return channel is not None
         if place[rank] == len(schedules[rank]):
             return False
-        kind, chunk, i = schedules[rank][place[rank]]
-        forward, stage = kind is Kind.FORWARD, chunk * pp + rank
-        if kind is not Kind.WEIGHT_GRADIENT:
-            channel = rank, forward
-            if stage != (0 if forward else last):
-                if arrived[channel] == taken[channel]:
-                    return False
-                assert incoming[channel][taken[channel]] == (chunk, i)
-                taken[channel] += 1
-            if stage != (last if forward else 0):
-                outgoing[rank] = (stage + (1 if forward else -1)) % pp, forward
+        parts = schedules[rank][place[rank]].parts
+        wanted = {}
+        for kind, chunk, i, _ in parts:
+            forward, stage = kind is Kind.FORWARD, chunk * pp + rank
+            if kind is not Kind.WEIGHT_GRADIENT and stage != (0 if forward else last):
+                wanted[rank, forward] = chunk, i
+        if any(arrived[channel] == taken[channel] for channel in wanted):
+            return False
+        for channel, message in wanted.items():
+            assert incoming[channel][taken[channel]] == message
+            taken[channel] += 1
+        for kind, chunk, i, _ in parts:
+            forward, stage = kind is Kind.FORWARD, chunk * pp + rank
+            if kind is not Kind.WEIGHT_GRADIENT and stage != (last if forward else 0):
+                outgoing[rank].append(((stage + (1 if forward else -1)) % pp, forward))
+            done[rank].add((kind, chunk, i))
         place[rank] += 1
         return True
 

@@ -45,13 +45,13 @@ def stopping(agendas: Sequence[Agenda], vpp: int, announced: bool) -> list[str]:
                 inbox.pop(0)
         if not waits[rank] <= sent & posted:
             return
-        action = agendas[rank].actions[doing[rank]]
-        needed = comes(action, rank, pp, vpp)
-        assert needed is None or needed[1] % pp == rank or needed in posted, f"{action} was not prepared for"
-        given = gives(action, rank, pp)
-        if given is not None and given[1] != (last if given[0] == "F" else 0) and pp > 1:
-            sent.add(given)
-            waits[rank].add(given)
+        for action in agendas[rank].actions[doing[rank]].parts:
+            needed = comes(action, rank, pp, vpp)
+            assert needed is None or needed[1] % pp == rank or needed in posted, f"{action} was not prepared for"
+            given = gives(action, rank, pp)
+            if given is not None and given[1] != (last if given[0] == "F" else 0) and pp > 1:
+                sent.add(given)
+                waits[rank].add(given)
         doing[rank] += 1
 
     before = None
@@ -87,7 +87,7 @@ def test_one_message_ahead_without_thought_would_stop_for_good() -> None:
     hasty = []
     for rank in range(2):
         agenda = agenda_of(rank, lists)
-        uses = {action[1:]: n for n, action in enumerate(agenda.actions) if action.kind is Kind.FORWARD}
+        uses = {(a.chunk, a.micro_batch): n for n, a in enumerate(agenda.actions) if a.kind is Kind.FORWARD}
         before = [0, *(uses[e.chunk, e.micro_batch] for e in agenda.activations)]
         ahead = [e._replace(before=n) for e, n in zip(agenda.activations, before, strict=False)]
         hasty.append(Agenda(agenda.actions, tuple(ahead), agenda.gradients))

@@ -63,6 +63,19 @@ def test_zero_bubble() -> None:
     assert words(last) == "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0"
 
 
+def test_combined() -> None:
+    first, last = build("combined", 2, 1, 5)
+    assert words(first) == "F0.0 F1.0 F2.0 F3.0+B0.0 F4.0+B1.0 B2.0 B3.0 B4.0"
+    assert words(last) == "F0.0 F1.0+B0.0 F2.0+B1.0 F3.0+B2.0 F4.0+B3.0 B4.0"
+    assert words(build("combined", 2, 2, 2)[1]) == "F0.0 F1.0 F0.1 F1.1+B0.1 B1.1 B0.0 B1.0"
+
+
+def test_pairs_cost_no_bubble() -> None:
+    for case in cases("combined"):
+        if case.m % case.pp == 0:
+            assert played(case).bubble == pytest.approx(played(case._replace(name="auto")).bubble), case
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_everything_is_done_once_in_an_order_that_ends(name: str) -> None:
     every = list(cases(name))
@@ -116,7 +129,9 @@ def test_live_activations_stay_below_theory(name: str) -> None:
         for rank, peak in enumerate(played(case).peak):
             started = pp - rank if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * (group or pp) + 1
             first = pp if vpp == 1 else 2 * (pp - 1) + (vpp - 1) * (group or pp) + 1
-            theory = {"forward_only": m * vpp, "zero_bubble": min(first, m * vpp)}.get(name, min(started, m * vpp))
+            pairs = 2 * (pp - rank - 1) + (vpp - 1) * (group or pp) + 2
+            other = {"forward_only": m * vpp, "zero_bubble": first, "combined": pairs}
+            theory = min(other.get(name, started), m * vpp)
             assert peak <= theory, (case, rank)
             if name == "1f1b":
                 assert peak == theory

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megalight.errors import LayoutError, nearest
 from megalight.parallel.pipeline.actions import Actions
-from megalight.parallel.pipeline.schedules import forward_only, interleaved, one_f_one_b, zero_bubble
+from megalight.parallel.pipeline.schedules import combined, forward_only, interleaved, one_f_one_b, zero_bubble
 from megalight.parallel.pipeline.schedules.order import group_sizes
 
 
@@ -31,6 +31,7 @@ SCHEDULES = {
     "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.why_not),
     "interleaved": Schedule(interleaved.interleaved, interleaved.why_not),
     "zero_bubble": Schedule(zero_bubble.zero_bubble, zero_bubble.why_not),
+    "combined": Schedule(combined.combined, combined.why_not),
     "forward_only": Schedule(forward_only.forward_only, forward_only.why_not),
 }
 """Name -> schedule. ``"auto"`` means ``1f1b``, or ``interleaved`` if a rank has several chunks."""

@@ -1,9 +1,10 @@
-"""Functions that schedules share: the order of forwards, alternating with backwards, splitting backwards."""
+"""Functions that schedules share: the order of forwards, alternating or paired with backwards, splitting backwards."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from megalight.parallel.pipeline.actions import Action, Actions, Kind
 
@@ -37,6 +38,21 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
     actions = list(forwards[:warm_up])
     for place, backward in enumerate(backwards):
         actions += [*forwards[warm_up + place : warm_up + place + 1], backward]
+    return actions
+
+
+def pair(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, micro_batches: int) -> Actions:
+    """Return ``warm_up`` forwards, then each backward together with the next forward, then the remaining backwards.
+
+    Micro-batches with numbers from ``micro_batches`` on (:func:`rounds`) are left out of their pairs.
+    """
+    actions = [action for action in forwards[:warm_up] if action.micro_batch < micro_batches]
+    for backward, forward in zip_longest(backwards, forwards[warm_up:]):
+        beside = forward if forward is not None and forward.micro_batch < micro_batches else None
+        if backward.micro_batch < micro_batches:
+            actions.append(backward._replace(beside=beside))
+        elif beside is not None:
+            actions.append(beside)
     return actions
 
 
