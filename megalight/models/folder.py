@@ -6,20 +6,21 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.boxes import in_threads, read_box
+from megalight.checkpoint.boxes import in_threads
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.datafile import OpenFile
 from megalight.checkpoint.files import MAX_HEADER, Entry, checked_name, parse_header
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
+from megalight.models.packed import Stored, stored
 from megalight.models.weights import Theirs, WeightMap
 from megalight.parallel.source import Filled, Target
 
@@ -55,15 +56,13 @@ class Kept:
     Attributes:
         shape: shape of the canonical tensor.
         dtype: torch's name of its dtype.
-        file: the file that holds it.
-        entry: header entry of the stored tensor.
+        stored: the stored tensor.
         place: which part of the stored tensor it is.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    file: str
-    entry: Entry
+    stored: Stored
     place: Theirs
 
 
@@ -95,13 +94,14 @@ class Folder:
         entries = {entry.key: (name, entry) for name in files for entry in _header(self.path, name)}
         self._total = sum(entry.nbytes for _, entry in entries.values())
         self.tensors: dict[str, Kept] = {}
+        tensors = stored(entries, _json(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
         try:
-            places = weights.ours(entries)
+            places = weights.ours(tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         for name, place in places.items():
-            file, entry = entries[place.name]
-            self.tensors[prefix + name] = Kept(place.shape(entry.shape), entry.dtype, file, entry, place)
+            found = tensors[place.name]
+            self.tensors[prefix + name] = Kept(place.shape(found.shape), found.dtype, found, place)
         self._check_fused()
 
     def fill(
@@ -124,7 +124,7 @@ class Folder:
         by_file: dict[str, list[Target]] = {}
         for target in boxes:
             if target.name in self.tensors:
-                by_file.setdefault(self.tensors[target.name].file, []).append(target)
+                by_file.setdefault(self.tensors[target.name].stored.file, []).append(target)
         counts: list[int] = []
         ranks.together(f"reading {where}", lambda: counts.extend(in_threads(self._read, sorted(by_file.items()))))
         self.bytes_read += sum(counts)
@@ -138,18 +138,25 @@ class Folder:
         return filled
 
     def _read(self, file: str, targets: Sequence[Target]) -> int:
-        """Fill boxes from one file, and return the number of bytes read."""
-        with OpenFile(self.path / file, f"{self.path}/{file}", host_buffer().numpy()) as opened:
+        """Fill boxes from one file (scales may be in others), and return the number of bytes read."""
+        buffer, opened = host_buffer().numpy(), dict[str, OpenFile]()
+        with ExitStack() as stack:
+
+            def files(name: str) -> OpenFile:
+                if name not in opened:
+                    opened[name] = stack.enter_context(OpenFile(self.path / name, f"{self.path}/{name}", buffer))
+                return opened[name]
+
             for target in targets:
                 kept = self.tensors[target.name]
-                entry, rows = kept.entry, kept.place.rows or (0, 0)
+                rows = kept.place.rows or (0, 0)
                 offset = [rows[0] + target.offset[0], *target.offset[1:]] if target.offset else []
                 data = target.data
                 # rows count in our order, [out, in]; the file has [in, out], so turn the box around
                 if kept.place.transposed and len(offset) == 2:
                     offset, data = offset[::-1], data.t()
-                read_box(opened, entry.start, getattr(torch, entry.dtype), entry.shape, offset, data)
-        return opened.count
+                kept.stored.read(files, offset, data)
+        return sum(each.count for each in opened.values())
 
     def _check_fused(self) -> None:
         """Check that the parts of each fused tensor cover all its rows."""
@@ -159,7 +166,7 @@ class Folder:
                 last[kept.place.name] = max(last.get(kept.place.name, 0), kept.place.rows[1])
         for kept in self.tensors.values():
             expected = last.get(kept.place.name)
-            rows = kept.entry.shape[-1 if kept.place.transposed else 0]
+            rows = kept.stored.shape[-1 if kept.place.transposed else 0]
             if expected not in (None, rows):
                 raise CheckpointError(
                     f"{kept.place.name} in {self.path} has {rows} output features; the configuration asks for "

@@ -1,0 +1,227 @@
+"""Weights in 8 or 4 bits with scales, as published models store them: widened box by box while they are read.
+
+- FP8 with a scale per block of ``128 x 128`` (DeepSeek, Kimi): ``X`` in ``float8_e4m3fn`` and ``X_scale_inv``. A value
+  is the stored number times the scale of its block.
+- MXFP4 (GPT-OSS, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf): ``X_blocks``
+  ``[..., rows, groups, 16]`` and ``X_scales`` ``[..., rows, groups]``. A group has 32 numbers of 4 bits along a row,
+  the first of each pair in the low bits, and one power of two. ``transformers`` has the widened weight with columns
+  before rows, and so it is shown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalight.checkpoint.boxes import read_box
+from megalight.checkpoint.datafile import OpenFile
+from megalight.checkpoint.files import Entry
+from megalight.errors import CheckpointError
+
+FP8 = "_scale_inv"
+BLOCKS, SCALES = "_blocks", "_scales"
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+METHODS = (None, "fp8", "mxfp4")
+
+GROUP = 32
+"""Numbers of MXFP4 that share a scale."""
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of 4 bits (E2M1)."""
+
+SLAB = 4 << 20
+"""Elements that are widened at a time, at least one row of blocks."""
+
+Open = Callable[[str], OpenFile]
+
+
+class Stored(Protocol):
+    """A tensor of a folder, and how it is read."""
+
+    @property
+    def file(self) -> str:
+        """The file that holds it; scales may be in another."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the widened tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what is read."""
+
+    def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
+        """Fill ``data``, of any dtype, device and strides, with the box that begins at ``offset``."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor that is stored as it is."""
+
+    file: str
+    entry: Entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :attr:`Stored.shape`."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """See :attr:`Stored.dtype`."""
+        return self.entry.dtype
+
+    def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
+        """See :meth:`Stored.read`."""
+        kind = getattr(torch, self.entry.dtype)
+        read_box(files(self.file), self.entry.start, kind, self.entry.shape, offset, data)
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A matrix in FP8 with a scale per block."""
+
+    values: Plain
+    scales: Plain
+    block: tuple[int, int]
+    dtype: str = "bfloat16"
+
+    @property
+    def file(self) -> str:
+        """See :attr:`Stored.file`."""
+        return self.values.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :attr:`Stored.shape`."""
+        return self.values.shape
+
+    def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
+        """See :meth:`Stored.read`; blocks that the box does not touch are not read."""
+        wide, (height, width) = _wide(data), self.block
+        columns = torch.arange(offset[1], offset[1] + data.shape[1]) // width
+        step = max(1, SLAB // data.shape[1] // height) * height
+        # slabs begin where blocks do, so that no row of scales is read for two of them
+        edges = range(offset[0] // height * height, offset[0] + len(data), step)
+        for edge in edges:
+            low, high = max(edge, offset[0]), min(edge + step, offset[0] + len(data))
+            values = torch.empty(high - low, data.shape[1], dtype=getattr(torch, self.values.dtype))
+            self.values.read(files, (low, offset[1]), values)
+            rows = torch.arange(low, high) // height
+            scales = torch.empty(int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1, dtype=wide)
+            self.scales.read(files, (int(rows[0]), int(columns[0])), scales)
+            spread = scales[:, columns - columns[0]][rows - rows[0]]
+            data[low - offset[0] : high - offset[0]].copy_(spread.mul_(values.to(wide)))
+
+
+@dataclass(frozen=True)
+class Microscaled:
+    """Matrices in MXFP4."""
+
+    blocks: Plain
+    scales: Plain
+    dtype: str = "bfloat16"
+
+    @property
+    def file(self) -> str:
+        """See :attr:`Stored.file`."""
+        return self.blocks.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[..., columns, rows]``; see the top of this file."""
+        *lead, rows, groups = self.scales.shape
+        return (*lead, groups * GROUP, rows)
+
+    def read(self, files: Open, offset: Sequence[int], data: Tensor) -> None:
+        """See :meth:`Stored.read`; groups that the box does not touch are not read."""
+        *lead, column, row = offset
+        columns, rows = data.shape[-2:]
+        first, last = column // GROUP, -(-(column + columns) // GROUP)
+        step = max(1, SLAB // ((last - first) * GROUP))
+        table = torch.tensor(FP4, dtype=_wide(data))
+        for index in product(*(range(extent) for extent in data.shape[:-2])):
+            place = tuple(a + b for a, b in zip(lead, index, strict=True))
+            for low in range(0, rows, step):
+                high = min(low + step, rows)
+                box = (*(1 for _ in index), high - low, last - first)
+                packed, powers = torch.empty(*box, GROUP // 2, dtype=torch.uint8), torch.empty(box, dtype=torch.uint8)
+                self.blocks.read(files, (*place, row + low, first, 0), packed)
+                self.scales.read(files, (*place, row + low, first), powers)
+                # the format's own dtype makes exact powers of two, also below the normal numbers, and NaN of 255
+                scale = powers.view(torch.float8_e8m0fnu).to(table.dtype).unsqueeze(-1)
+                pairs = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+                values = (table[pairs.int()] * scale).view(high - low, -1)
+                cut = values[:, column - first * GROUP :][:, :columns]
+                data[index][:, low:high].copy_(cut.t())
+
+
+def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], where: str) -> dict[str, Stored]:
+    """Return the tensors of a folder by name, with packed ones in place of their parts.
+
+    Args:
+        entries: name -> file and header entry.
+        config: content of ``config.json``.
+        where: the folder, for messages.
+
+    Raises:
+        CheckpointError: scales are missing or of a wrong shape, or weights are packed in another way.
+    """
+    quantised = config.get("quantization_config") or {}
+    method = quantised.get("quant_method")
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{where} has weights packed by {method!r}; those packed by fp8 (in blocks) and mxfp4 are widened. Save "
+            "the model without quantisation."
+        )
+    plain = {name: Plain(file, entry) for name, (file, entry) in entries.items()}
+    found: dict[str, Stored] = {}
+    for name, tensor in plain.items():
+        base = next((name.removesuffix(end) for end in (FP8, SCALES) if name.endswith(end)), None)
+        if base is not None and (base in plain or base + BLOCKS in plain):
+            continue  # scales come with their values
+        if tensor.dtype in EIGHT_BITS:
+            block = tuple(quantised.get("weight_block_size") or (128, 128))
+            found[name] = _block_scaled(name, tensor, plain.get(name + FP8), block, where)
+        elif name.endswith(BLOCKS) and tensor.dtype == "uint8":
+            base = name.removesuffix(BLOCKS)
+            found[base] = _microscaled(name, tensor, plain.get(base + SCALES), where)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _block_scaled(name: str, values: Plain, scales: Plain | None, block: tuple[int, ...], where: str) -> BlockScaled:
+    if scales is None:
+        raise CheckpointError(
+            f"{name} in {where} is in {values.dtype} and has no {name.rpartition('.')[2]}{FP8}; only weights with a "
+            "scale per block are widened."
+        )
+    sizes = len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+    expected = tuple(-(-n // size) for n, size in zip(values.shape, block, strict=False)) if sizes else ()
+    if len(values.shape) != 2 or scales.shape != expected:
+        raise CheckpointError(
+            f"{name}{FP8} in {where} has shape {list(scales.shape)}; {list(expected)} is expected for "
+            f"{list(values.shape)} in blocks of {list(block)}."
+        )
+    return BlockScaled(values, scales, (block[0], block[1]))
+
+
+def _microscaled(name: str, blocks: Plain, scales: Plain | None, where: str) -> Microscaled:
+    if scales is None or scales.dtype != "uint8" or blocks.shape != (*scales.shape, GROUP // 2):
+        shape = None if scales is None else list(scales.shape)
+        raise CheckpointError(
+            f"{name} in {where} has shape {list(blocks.shape)} and scales {shape}; MXFP4 has a scale (uint8) for each "
+            f"{GROUP // 2} bytes."
+        )
+    return Microscaled(blocks, scales)
+
+
+def _wide(data: Tensor) -> torch.dtype:
+    """Products are rounded once, to float32 or to what is asked for if that is wider."""
+    return torch.promote_types(data.dtype, torch.float32)
