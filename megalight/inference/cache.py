@@ -42,6 +42,7 @@ class TokenBuffer:
         step = self._cache.step
         if self._rows is None:
             self._rows = rows.new_empty(self._cache.num_slots * self._cache.capacity, *rows.shape[1:])
+        # Write before read: the new tokens attend to themselves too.
         self._rows[step.write] = rows
         return self._rows[step.read]
 
@@ -58,6 +59,7 @@ class SequenceBuffer:
         if self._entries is None:
             self._entries = like.new_empty(self._cache.num_slots, *shape)
         step = self._cache.step
+        # Slots are reused without zeroing; only a new sequence must not see what the last one left.
         begins = step.begins.view(-1, *[1] * len(shape))
         return self._entries[step.slots].masked_fill(begins, 0)
 
@@ -133,6 +135,7 @@ class Cache:
             self.lengths[slot] = total
         new, keys = PackedSequences.of_lengths(counts, device), PackedSequences.of_lengths(totals, device)
         positions = _offset(new, past)
+        # Slot s owns rows s * capacity to (s + 1) * capacity.
         first_rows = [slot * self.capacity for slot in slots]
         self._step = _Step(
             slots=torch.tensor(slots, device=device),

@@ -93,12 +93,15 @@ def _steps(
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens
     while _another(model, bool(active)):
+        # This replica has finished, but holds experts that others still need: their forward passes need its
+        # collectives.
         if not active:
             assert isinstance(model, ParallelGPT)
             with evaluating(model):
                 model.accompany()
             continue
         logits = _last_logits(model, cache, active, fresh, device)
+        # The one wait for the device in a step: the host must know which prompts have ended.
         chosen = sample(logits, sampling, generator).tolist()
         step = dict(zip(active, chosen, strict=True))
         yield step
@@ -120,6 +123,7 @@ def _last_logits(
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
+        # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
         logits = model(tokens, sequences, states=cache.states, rows=sequences.cu_seqlens[1:].long() - 1).logits
     assert isinstance(logits, Tensor)
     return logits

@@ -119,5 +119,6 @@ class ParallelGPT(nn.Module):
         assert self._form is not None
         dtype, width = self._form
         found = logits[0].contiguous() if logits else torch.empty(count, width, dtype=dtype, device=self.device)
+        # All stages must sample the same token, so they all need the logits.
         dist.broadcast(found, source, group)
         return found

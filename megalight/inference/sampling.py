@@ -50,6 +50,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """
     ordered, order = logits.sort(descending=True, stable=True)
     probabilities = ordered.softmax(-1)
+    # The probability of all tokens before each one, in descending order.
     before = probabilities.cumsum(-1) - probabilities
     dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= p)
     return logits.masked_fill(dropped, -torch.inf)

@@ -42,6 +42,8 @@ Initializer: TypeAlias = Normal | Constant
 def key(seed: int, name: str, *more: int) -> int:
     """Hash a run's seed, a canonical name and integers to a 63-bit generator seed."""
     text = ":".join([str(seed), name, *map(str, more)])
+    # Python's own hash of strings differs from process to process. Shifted by one, as seeds must fit a signed 64-bit
+    # integer.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

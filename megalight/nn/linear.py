@@ -40,6 +40,7 @@ class Linear(nn.Module):
             self.sections = tuple(out_features)
             self.section_sizes = [section.size for section in self.sections]
         self.out_features = sum(self.section_sizes)
+        # Sections lie one after the other in one weight: one product reads the input once for all of them.
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features)) if bias else None)
@@ -57,6 +58,8 @@ class Linear(nn.Module):
         if self.sections is None:
             yield joined(path, local), shape
         for section in self.sections or ():
+            # Weights keep the names of layers that are not fused (`q`, `k`, `v`), so fused and separate models share
+            # checkpoints.
             yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])
 
     def extra_repr(self) -> str:

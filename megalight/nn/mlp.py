@@ -111,6 +111,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. Every feed-forward layer is called with the context; this one does not read it."""
+        # `[T, 2 f]` if gated, gate first; else `[T, f]`.
         wide = self.gate_up(hidden) if self.act.gated else self.up(hidden)
         narrow: Tensor = self.down(self.act(wide))
         return narrow

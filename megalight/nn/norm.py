@@ -81,5 +81,6 @@ def norm_and_sum(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> 
     if isinstance(norm, RMSNorm | LayerNorm) and (residual is None or x.dtype == residual.dtype):
         both: tuple[Tensor, Tensor] = norm(x, residual, pair=True)
         return both
+    # Different dtypes (a foreign module, autocast) are promoted here, as in an ordinary addition.
     total = x if residual is None else x + residual
     return norm(total), total

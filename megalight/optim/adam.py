@@ -93,8 +93,10 @@ class Adam(Optimizer):
             # A step count on the host needs no kernel and no wait; a graph needs it on the device to count its replays.
             device = parameter.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            # Moments in the dtype of the masters (float32).
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+        # Counted before the update: bias correction divides by 1 - beta^step, which is 0 for step 0.
         state["step"] += 1
         beta1, beta2 = group["betas"]
         adam_step(
@@ -107,6 +109,7 @@ class Adam(Optimizer):
             beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
+            # `.item()` of a host tensor does not wait for the device.
             step=state["step"] if group["capturable"] else state["step"].item(),
             decoupled=group["decoupled_weight_decay"],
             grad_scale=self.grad_scale,

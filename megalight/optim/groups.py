@@ -78,6 +78,7 @@ def parameter_groups(
     if not part:
         check_rules(names, rules)
     groups = []
+    # Empty groups stay: all pipeline stages must have the same groups, by which checkpoints and schedulers count.
     for index, decay in members:
         rule = rules[index] if index >= 0 else GroupRule("")
         factor = weight_decay if rule.weight_decay is None else rule.weight_decay

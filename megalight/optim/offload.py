@@ -26,6 +26,7 @@ def offload_to_cpu(optimizer: Optimizer) -> None:
         homes.setdefault(parameter, parameter.device)
         if (own := known_state(parameter)) is not None and own.master_copy:
             parameter.grad = None
+            # `.data`: optimizers find their state by the tensor object, so the object must stay.
             parameter.data = parameter.data.to("cpu")
         _move_state(optimizer, parameter, torch.device("cpu"))
     if any(device.type == "cuda" for device in homes.values()):

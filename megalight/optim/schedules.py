@@ -158,6 +158,7 @@ class WSD(WarmedUp):
 
     def after_warmup(self, step: int) -> float:
         """Return 1, then fall to ``min_ratio`` with ``shape``."""
+        # At least one step of decay, and none of it inside the warm-up.
         length = min(self.remaining, max(1, round(self.decay * (self.steps or 0))))
         way = min(1.0, max(0.0, (step - (self.remaining - length)) / length))
         shapes = {"linear": 1 - way, "cosine": 0.5 * (1 + math.cos(math.pi * way)), "sqrt": 1 - math.sqrt(way)}

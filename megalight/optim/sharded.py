@@ -99,6 +99,7 @@ class Sharding:
         for shard, state in zip(engine.shards, states, strict=True):
             if state:
                 optimizer.state[shard.master] = state
+        # Hooks instead of an override: a user's own optimizer class needs no change.
         enter, leave = (lambda *_: self._enter()), (lambda *_: self._leave())
         self._handles = [
             optimizer.register_step_pre_hook(enter),
@@ -138,6 +139,7 @@ class Sharding:
             self.optimizer.copies = {}
         for bucket in self.engine.buckets:
             state = self.optimizer.state.pop(bucket.shard.master, {})
+            # A collective for each state tensor: all ranks have the same buckets in the same order.
             whole = {name: _whole(bucket, value) for name, value in state.items()}
             for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
                 own = {name: _cut(value, slot, info.parameter, bucket) for name, value in whole.items()}
@@ -154,6 +156,7 @@ class Sharding:
                 "rate 0."
             )
         for group, masters in zip(self.optimizer.param_groups, self._masters, strict=True):
+            # The list itself is replaced, not changed: schedulers and callbacks hold the dict of the group.
             group["params"] = masters
             # These are names of parameters, and a master stands for many of them.
             group.pop("param_names", None)
@@ -187,6 +190,7 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
     """Let Adam's kernel also scale gradients for clipping, and write the low-precision copies of the masters."""
 
     def scale(factor: Tensor) -> None:
+        # Factors multiply: several clippings before one step act one after the other.
         optimizer.grad_scale = factor if optimizer.grad_scale is None else optimizer.grad_scale * factor
 
     written = engine.fuse(scale)
@@ -221,6 +225,7 @@ def _flat_state(optimizer: Optimizer, engine: DataParallelEngine, index: int) ->
     bucket, flat = engine.buckets[index], dict[str, object]()
     shard: FlatShard = bucket.shard
     for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+        # The part of this parameter that lies in this rank's shard; empty if they do not meet.
         low, high = max(shard.start, slot.start), min(shard.stop, slot.stop)
         for key, value in optimizer.state.get(info.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == info.parameter.shape and key not in SCALARS:

@@ -80,9 +80,11 @@ def parallelize(
     _check_context(plan, shared, modules)
     _check_tensor(plan, shared, modules)
     _check_experts(plan, shared, modules)
+    # Checks come before: nothing has changed in the model if one of them raises.
     splitter = Splitter(model, shared, prefix)
     unknown = []
     for name, module in modules.items():
+        # A style of an enclosing module has split it already (an adapter, the layer inside a head).
         if id(module) in splitter.done:
             continue
         found = plan.styles_of(name, module)

@@ -63,6 +63,8 @@ def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pen
         return Pending(None, lambda: x)
     size = group.size()
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    # Shares of all ranks follow each other in `out`, which is a concatenation along dim 0. Other dims need a copy
+    # afterwards.
     work = _gather_into(out, x.contiguous(), group=group, async_op=True)
     return Pending(work, lambda: out if dim == 0 else torch.cat(out.chunk(size), dim))
 
@@ -76,6 +78,7 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) ->
     if group is None:
         return Pending(None, lambda: x)
     slices = _slices(x, group, dim)
+    # What goes to each rank must be contiguous.
     x = x.contiguous() if dim == 0 else torch.cat(slices)
     out = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
     work = _scatter_into(out, x, group=group, async_op=True)
@@ -146,6 +149,7 @@ def _region(
 
 
 def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    # A copy: the collective works in place, and autograd or the caller may still need `x`.
     return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 

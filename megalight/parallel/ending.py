@@ -35,6 +35,7 @@ def end_at_exit() -> None:
 def _end() -> None:
     if dist.is_initialized():
         if FAILED.is_set():
+            # `destroy_process_group` may hang below. The thread ends the process from outside of it.
             threading.Thread(target=_give_up, daemon=True).start()
         dist.destroy_process_group()
     _settle()

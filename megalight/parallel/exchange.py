@@ -32,6 +32,7 @@ class Route:
         """Return the rank that sends to ``needer``; ``needer`` itself if it has the tensors already."""
         if needer in self.holders:
             return needer
+        # Spread over the holders, so that no single rank sends everything.
         return self.holders[self.needers.index(needer) % len(self.holders)]
 
 
@@ -68,6 +69,7 @@ def exchange(
             source = route.source(rank)
             operations += [P2POp(dist.irecv, as_bytes(tensor), source) for tensor in room if tensor.numel()]
             found.append(room)
+    # Posted together: pairs of ranks that send to each other would block if each waited for its own send first.
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

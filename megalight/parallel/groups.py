@@ -46,7 +46,9 @@ def new_group(
     if (max_ctas is not None or urgent) and (backend or dist.get_backend()) == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
         if max_ctas is not None:
+            # NCCL's default minimum could be above our maximum.
             options.config.max_ctas, options.config.min_ctas = max_ctas, 1
+    # `use_local_synchronization` lets only the members take part; then the name alone tells them which group is meant.
     with _named(f"{purpose} {' '.join(map(str, ranks))} {backend}"):
         group = dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)

@@ -28,6 +28,7 @@ from megalight.parallel.groups import shared_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
+# Slowest axis first, as in the shape of an array of ranks.
 AXES = (*DENSE_AXES, *EXPERT_AXES[1:])
 TOKEN_AXES = ("dp", "cp")
 """Axes along which ranks read different tokens."""
@@ -133,6 +134,7 @@ class ParallelMesh:
         return self._ranks[axes]
 
     def _along(self, axes: Sequence[str]) -> tuple[int, ...]:
+        # `pp` alone belongs to both views, and gives the same ranks in both.
         order = EXPERT_AXES if any(_view(_whole(axis)) is EXPERT_AXES for axis in axes) else DENSE_AXES
         coordinates = {axis: {self.rank(axis)} for axis in order}
         for axis in axes:
@@ -140,6 +142,7 @@ class ParallelMesh:
             if whole not in order:
                 raise LayoutError(f"axes {', '.join(axes)} mix the dense and the expert view of the mesh.")
             coordinates[whole] = {other for place in coordinates[whole] for other in self._members(axis, place)}
+        # How far apart in rank numbers neighbours along each axis are.
         strides = [prod(self.size(axis) for axis in order[place + 1 :]) for place in range(len(order))]
         terms = [stride * np.array(sorted(coordinates[axis])) for stride, axis in zip(strides, order, strict=True)]
         return tuple((reduce(np.add.outer, terms).flatten() + self.members.start).tolist())
@@ -154,6 +157,7 @@ class ParallelMesh:
         ranks = self.ranks(*axes)
         if len(ranks) == 1:
             return None
+        # Groups are found by their ranks: axes that cover the same ranks (`dp` and `edp` without experts) share one.
         if ranks not in self._groups:
             whole = self.offset is None and len(ranks) == self.world_size and dist.is_initialized()
             self._groups[ranks] = dist.group.WORLD if whole else shared_group(ranks)  # type: ignore[assignment]
@@ -197,6 +201,7 @@ class ParallelMesh:
         """Return the place of a rank on the whole axis that contains ``axis``."""
         whole = _whole(axis)
         order = _view(whole)
+        # The product of all faster axes.
         stride = prod(int(getattr(self, name)) for name in order[order.index(whole) + 1 :])
         rank = self.global_rank if of is None else of
         if not self.contains(rank):

@@ -195,6 +195,7 @@ class ParallelModel:
         """
         self.empty = not self.filled and not all(map(has_memory, self.parameters()))
         if dtype is not None:
+            # Before memory is made: buffers of a run are laid out by dtype.
             self.root.to(dtype=dtype)
         materialise(self.root, device, memory=False)
         self.device = torch.empty(0, device=device).device
@@ -221,6 +222,8 @@ class ParallelModel:
         if origin is None or not pending:
             return
         if origin.seed is not None:
+            # Drawn even if a source follows: it may lack tensors (`strict=False`), and modules compute some of their
+            # buffers.
             initialise(self.root, self.specs, origin.seed, only=origin.only, later=self.made_after_split)
         if origin.source is not None:
             self.read(origin.source)
@@ -277,6 +280,7 @@ class ParallelModel:
         """
         self.allocate()
         self.pending, self.filled = False, True
+        # A source fills pieces only. Padding of a vocabulary would otherwise keep the NaN of fresh memory.
         self.clear_padding()
         self.origin = Origin(None, source)
         whole = ((name, tensor) for name, tensor in self.tensors().items() if id(tensor) not in self._sharded)
@@ -402,6 +406,7 @@ class ParallelModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by local name; tied ones come once."""
+        # `keep_vars`: names are all that is needed, and detaching every tensor is not.
         persistent = set(self.root.state_dict(keep_vars=True))
         named: dict[str, Tensor] = dict(self.root.named_parameters())
         named.update({name: buffer for name, buffer in self.root.named_buffers() if name in persistent})
@@ -465,6 +470,7 @@ def _split(
         )
     for transform in options.transforms:
         plan = transform.plan(root, plan)
+    # Stages are decided on the whole model, and cut later: rules of the plan name modules of the whole model.
     layout = options.layout(root, mesh)
     if options.pipeline.schedule == "combined" and mesh.ep * mesh.etp == 1:
         raise LayoutError(

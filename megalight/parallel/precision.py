@@ -177,6 +177,7 @@ def apply_low_precision(
                 checked.add((weight.device, weight.dtype))
             holders = (specs or {}).get(names[id(weight)], DENSE).holders
             if schemes.delayed and holders not in histories:
+                # One function per set of ranks: layers that share it share one all-reduce per step.
                 histories[holders] = _maximum(mesh.group(*holders))
             state_of(weight).precision = precision = kind(
                 schemes,
@@ -186,12 +187,15 @@ def apply_low_precision(
                 history=options.history or STEPS,
                 primary=options.primary_weights,
                 reduce_amax=(
+                    # A row-split layer divides the input features: magnitudes over these need its peers. A column-split
+                    # one divides the output features.
                     reduce if isinstance(module, RowLinear) else None,
                     reduce if isinstance(module, ColumnLinear) else None,
                 ),
                 reduce_history=histories.get(holders),
             )
             if precision.history is not None:
+                # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
                 precision.history.place(weight.device)
     return session
 

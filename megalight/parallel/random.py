@@ -81,6 +81,8 @@ class RandomStreams:
             finally:
                 back()
             return
+        # Drawn from the host's generator on all ranks, also on those that differ in the stream: so the default streams
+        # stay equal.
         seed = self._draw_seed(name)
         state = default.get_state()
         default.manual_seed(seed)
@@ -104,6 +106,7 @@ class RandomStreams:
 
     def _draw_seed(self, name: str) -> int:
         coordinates = [self.mesh.rank(axis) for axis in STREAMS[name]]
+        # On the CPU: a draw on the GPU would make the host wait for its value.
         return key(int(torch.randint(2**62, (), device="cpu")), name, *coordinates)
 
     def state_dict(self) -> dict[str, Tensor]:

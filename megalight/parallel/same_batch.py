@@ -34,6 +34,7 @@ def check_same(batch: Any, mesh: ParallelMesh, device: torch.device) -> None:
     # One MAX reduction of (x, -x) gives both the largest and the smallest checksum.
     bounds = torch.tensor([found, -found], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    # Here the host waits. Only the first batch of a run is compared.
     most, least = int(bounds[0]), -int(bounds[1])
     if most != least:
         raise DataError(

@@ -133,6 +133,7 @@ def boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[
         if start < stop:
             yield (), (), start
         return
+    # Three kinds of boxes: the rest of a row that has begun, then all whole rows at once, then the begun last row.
     inner = prod(size[1:])
     while start < stop:
         row, into = divmod(start, inner) if inner else (0, 0)
@@ -199,6 +200,8 @@ def _check_holders(box: str, mesh: ParallelMesh, holders: Mapping[int, tuple[Pie
             raise LayoutError(f"{box}: the gradients of ranks {sorted(summed)} are summed, but not all hold it alike.")
         if set(data) <= set(DENSE_AXES) and not holders.keys() & set(here.ranks(*TOKEN_AXES)) <= summed:
             raise LayoutError(f"{box}: ranks along {TOKEN_AXES} see different tokens, but its data axes are {data}.")
+        # A box may have several owners only if they are data-parallel copies: those divide its writing among
+        # themselves.
         if rank in owners and owners != copies:
             raise LayoutError(f"{box}: ranks {sorted(owners)} own it; owners differ along its data axes {data} alone.")
 

@@ -153,6 +153,7 @@ def parameter_targets(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str,
         specs: local name -> the parts of canonical tensors that it holds.
     """
     for name, tensor in tensors:
+        # `view`, not `reshape`: a copy would be filled, and the parameter would not change.
         flat = tensor.detach().view(-1)
         for piece in specs[name].pieces:
             yield Target(piece.name, piece.shape, piece.offset, piece.view(flat))

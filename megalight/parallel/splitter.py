@@ -59,6 +59,8 @@ class Splitter:
         self.done: set[int] = set()
         """Ids of modules that need no further visit."""
         self._parts: dict[str, list[Part]] = defaultdict(list)
+        # Read now, before anything is split: names and shapes of the one-device model cannot be read from its parts
+        # later.
         for part in parts(model):
             self._parts[part.parameter].append(replace(part, name=prefix + part.name))
         self._whole = dict(model.named_parameters())
@@ -79,6 +81,7 @@ class Splitter:
             return None
         first = self._first[id(whole)]
         spec = rule(self._parts[first], tuple(whole.shape), self.shared.mesh)
+        # Tied: one parameter object must stay one, or the two ends would be trained apart.
         if first in self.specs:
             if self.specs[first] != spec:
                 raise LayoutError(
@@ -90,6 +93,7 @@ class Splitter:
         self._local[first] = whole
         if spec.shape != tuple(whole.shape):
             values = torch.empty(spec.shape, dtype=whole.dtype, device=whole.device)
+            # Without values (meta) there is nothing to cut: each rank draws or reads just its part later.
             if not whole.is_meta:
                 split.take(whole.detach(), self._parts[first], spec, values)
             self._local[first] = nn.Parameter(values, requires_grad=whole.requires_grad)
@@ -114,6 +118,7 @@ class Splitter:
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 full, shape = f"{name}.{local}" if name else local, tuple(buffer.shape)
                 part = Part(full, self.prefix + full, shape, 0)
+                # Persistent buffers are saved in checkpoints, so they need a spec too.
                 self.specs[full] = split.replicated([part], shape, self.shared.mesh, partial=False)
 
     def apply(self, name: str, module: nn.Module, styles: Sequence[Style]) -> None:
@@ -160,6 +165,7 @@ class Splitter:
         Raises:
             LayoutError: the module is the model itself.
         """
+        # A module may occur at several places (shared layers): all of them must get the parallel one.
         for name in self._aliases[id(module)]:
             if not name:
                 raise LayoutError(

@@ -204,6 +204,8 @@ class Step:
     def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
         assert self.engine is not None
         with self.around():
+            # Before the first forward: each micro-batch is differentiated with its final scale, so no pass over the
+            # gradients has to rescale them at the end, and gradients do not depend on how a batch is cut.
             counts = self._count(micro_batches, scale)
             self.side_losses.begin(counts.micro_batch_scale / self.token_shares)
             self.auxiliary.begin(counts.micro_batch_scale)
@@ -239,6 +241,8 @@ class Step:
         device = self.model.device
         real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
         here = {"": self._tokens(micro_batches), **self._auxiliary(micro_batches)}
+        # float64: float32 counts no further than 16.8 million, and a global batch may have more tokens. The last entry
+        # is the number of micro-batches.
         numbers = torch.full((1 + len(here),), float(real), dtype=torch.float64, device=device)
         for place, count in enumerate(here.values()):
             numbers[place].copy_(count, non_blocking=True)
@@ -266,6 +270,7 @@ class Step:
 
     def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:
+            # The tensor of counts stays on the device: the host never waits to learn how many tokens there are.
             total = loss.sum * counts.token_scale.to(loss.sum.dtype)
             self.before_backward(total)
             return total
@@ -303,6 +308,7 @@ class Step:
                 f"{type(self.task).__name__}.loss_step returned {type(loss).__name__}; return "
                 "megalight.types.Loss(sum=...), the sum of the losses of the micro-batch's tokens."
             )
+        # An empty micro-batch runs for its collectives alone; its loss is multiplied away, but it keeps its graph.
         return coupling.nothing(loss) if coupling.is_empty(batch) else loss
 
 

@@ -66,6 +66,7 @@ class BertHead(nn.Module):
         """From ``[T, h]`` and labels ``[T]`` (or None), or their ``rows [M]``, to the fields of :class:`Output`."""
         order = None if self.order is None else self.order(hidden, sequences)
         if rows is not None:
+            # Choose rows before the projection: it is the larger part of the head's work.
             hidden, labels = hidden.index_select(0, rows), None if labels is None else labels[rows]
         answer = self.masked(hidden, labels)
         return Output(logits=answer, order=order) if labels is None else Output(losses=answer, order=order)
@@ -142,6 +143,7 @@ class Bert(nn.Module):
         self.layers = nn.ModuleDict({str(i): build_layer(config) for i in range(config.num_layers)})
         self.head: BertHead | None = build_head(config)
         if config.tie_embeddings:
+            # The same parameter object at both ends: one set of values, and gradients of both uses are summed.
             self.head.masked.lm.output_layer.weight = self.embed.word.weight
 
     def forward(

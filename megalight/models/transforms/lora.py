@@ -71,6 +71,7 @@ class LoRA(ModelTransform):
                     + (nearest(target, {name.rpartition(".")[2] for name in names}) or nearest(target, names))
                     + f" It has {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in names)) or 'none'}."
                 )
+        # Before adapters are added: those are trained.
         model.requires_grad_(False)
         for path, sections in layers.items():
             wanted = [name for name in sections if any(_matches(name, target) for target in self.targets)]

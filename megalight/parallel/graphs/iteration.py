@@ -137,6 +137,7 @@ class IterationGraphs:
         """Free all graphs."""
         for form in self._forms.values():
             if form.recording is not None:
+                # Before the graph: they are views of its pool.
                 form.gradients = None
                 form.recording.drop()
         self._forms.clear()
@@ -156,6 +157,7 @@ class IterationGraphs:
                 "inspected; use tensors, numbers, strings, dicts, tuples, lists and dataclasses"
             )
             return None
+        # `first`: a step that overwrites main gradients and one that adds to them are different work.
         full = key, seen, self.engine.main_gradients.first, self.fingerprint()
         form = self._forms.get(full)
         if form is None:
@@ -215,9 +217,12 @@ class IterationGraphs:
         if form.recording is None:
             log.info("recording a CUDA graph of the training step (form %d)", self.graphs + 1)
             try:
+                # Nothing runs while it is recorded. So the ranks may agree afterwards, and replay only if all have
+                # succeeded.
                 form.recording = self.recorder.record(lambda: passes(form.inputs.value), self.generators())
                 form.gradients = gradients.values if gradients.reduced else None
             except Exception as error:
+                # The capture has marked gradients as written, but no kernel has run.
                 gradients.give_up(first)
                 problem = error
         if self.agree([int(problem is not None)]) == [0]:

@@ -89,6 +89,8 @@ class ModuleGraphs:
         self._off = False
         self._other = False
         everything = [module for lane in self._lanes for _, module in lane.modules]
+        # A graph cannot decide at replay whether to overwrite or to add. These parameters are zeroed at the start of a
+        # step instead, and always added to.
         engine.main_gradients.only_add(p for m in everything for p in m.parameters())
         self._fingerprint = Fingerprint(everything)
         self._recorded_under: Any = None
@@ -158,6 +160,7 @@ class ModuleGraphs:
         if place == 0:
             lane.slot = lane.enter()
         slot = lane.slot
+        # An earlier module of this pass ran eagerly: its autograd graph does not end in the slot's memory.
         if slot is None:
             return plain(*args, **kwargs)
         # Work inside a graph cannot wait for a gather that began outside, and reads weights at fixed addresses.
@@ -168,6 +171,7 @@ class ModuleGraphs:
             assert precision is not None
             precision.refresh(parameter)
         unit = slot.units.get(place) or self._record(lane, slot, place, plain, args, kwargs)
+        # `forwarded`: the module was called a second time, and its memory still holds activations of the first call.
         if unit is None or unit.forwarded or not unit.fits(args, kwargs):
             if unit is not None and not unit.forwarded:
                 self._tell_other(name)

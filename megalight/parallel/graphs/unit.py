@@ -56,6 +56,7 @@ class Unit:
         self._structure: Any = None
         self._forward: Recording[Any] | None = None
         self._backward: Recording[list[Tensor | None]] | None = None
+        # Autograd runs the backward even if no input of the first module requires a gradient (token ids).
         self._anchor = torch.empty(0, requires_grad=True)
 
     def record(self, recorder: Recorder, generators: Sequence[torch.Generator], pool: Any) -> None:
@@ -64,6 +65,7 @@ class Unit:
         Raises:
             MegalightError: an output has no gradient.
         """
+        # Forward before backward, in one pool: the backward reads activations that the forward's graph keeps alive.
         self._forward = recorder.record(self._call, generators, pool, settle=False)
         self._structure = self._forward.result
         self.outputs = tensors_of(self._structure)
@@ -115,6 +117,8 @@ class Unit:
         found = [leaf.grad for leaf in self.leaves]
         if self.previous is None:
             return found
+        # Inside the graph: the replay leaves gradients where the previous unit's backward reads them, without a launch
+        # of its own.
         with torch.no_grad():
             for target, gradient in zip(self.previous.gradients, found, strict=True):
                 assert gradient is not None
@@ -148,6 +152,7 @@ class Unit:
             found = [None if gradient is None else gradient.clone() for gradient in found]
         else:
             found = [None if gradient is None else gradient.detach() for gradient in found]
+        # After the replay is queued: the engine may start to reduce a bucket, in stream order behind this work.
         self.engine.main_gradients.arrive(self.arrivals)
         self.done()
         return found

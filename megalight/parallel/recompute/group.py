@@ -77,6 +77,8 @@ class Member(Override):
             return self.plain(*args, **kwargs)
         if self.place == 0:
             result = run_region(group.run, group.draws(), args, kwargs)
+            # The other members check that they get just this output: a model that does something between its layers
+            # would otherwise skip it unnoticed.
             group.expected = (result, *args[1:]), kwargs
             return result
         if group.expected is None or not _same(args, kwargs, *group.expected):

@@ -36,6 +36,7 @@ def column_adapter(
         return None
     shared = splitter.shared
     partial = shared.sequence_parallel and tokens != "whole"
+    # B has the layer's output features, so it must be cut into the same units (heads).
     counts = list(adapter.units.values()) if len(adapter.adapted) > 1 or units is None else [units]
 
     def whole(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
@@ -80,6 +81,7 @@ def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | No
     assert down is not None and up is not None
     dropout = adapter.dropout
     if isinstance(dropout, nn.Dropout):
+        # The input features are split, so ranks hold different elements and need different masks.
         dropout = ParallelDropout(dropout.p, shared, split=True)
     found = Adapter(down, up, adapter.units, adapter.section_sizes, adapter.adapted, adapter.scale, dropout)
     splitter.dress(found, adapter)

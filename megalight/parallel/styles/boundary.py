@@ -44,6 +44,7 @@ class Boundary(Style):
                 return args, kwargs
             if args:
                 return (self._enter(args[0], shared), *args[1:]), kwargs
+            # Models of `transformers` pass hidden states by keyword; by convention they come first.
             first = next(iter(kwargs))
             return args, {**kwargs, first: self._enter(kwargs[first], shared)}
 

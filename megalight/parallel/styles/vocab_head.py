@@ -38,5 +38,6 @@ class VocabHead(Style):
         if not is_head:
             return layer
         splitter.dress(layer, linear)
+        # The splitter must not visit the inner layer again, by a rule for linear layers.
         splitter.done.add(id(linear))
         return head.VocabHead(whole.norm, layer, whole.softcap, whole.backend)

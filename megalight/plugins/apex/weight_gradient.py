@@ -37,5 +37,6 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
             "Next: weight_gradient='auto'."
         )
     if write:
+        # The old content may be NaN: a product with beta = 1 would keep it.
         main_grad.zero_()
     PACKAGE.load(_kernel(main_grad.dtype))(x.contiguous(), grad_y.contiguous(), main_grad)

@@ -49,6 +49,7 @@ class Release:
         if (reason := self.package.why_not(spec.device, "attention", *paths, minimum=self.minimum)) is not None:
             return reason
         for path, wanted in zip(paths, (ARGUMENTS, (*ARGUMENTS, *LENGTHS)), strict=True):
+            # Look at the functions instead of a version: builds from source often report none.
             lacking = [name for name in wanted if name not in inspect.signature(self.package.load(path)).parameters]
             if lacking:
                 return f"{path} takes no {', '.join(lacking)} in this release. Next: {self.package.how}"
@@ -73,6 +74,7 @@ class Release:
             "causal": causal,
             "window_size": (self.unlimited if window is None else window, 0 if causal else self.unlimited),
             "softcap": softcap or 0.0,
+            # Its backward adds up gradients of queries with atomics unless asked not to.
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if self.dropout:

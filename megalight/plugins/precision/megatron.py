@@ -161,10 +161,12 @@ class MegatronPrecision(Precision):
         """
         if sharding_of(optimizer) is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        # The closure first: gradients are complete, and reduced over ranks, only after it.
         result, finite = closure(), True
         scaled = self.loss_scale is not None and result is not None  # a skipped batch has no gradients
         if scaled:
             assert self.loss_scale is not None and self.unscale is not None
+            # All ranks get the same answer. If one skipped the step alone, weights would drift apart.
             finite = self.unscale(self.loss_scale.scale)
             self.loss_scale.update(finite)
         self._after_closure(model, optimizer)

@@ -68,6 +68,7 @@ def attention(
         "self" if sequences.keys is None else "cross",
         needs_gradient or dropout > 0,  # under recompute, the first forward drops weights without a graph
     )
+    # Queries after a cache are the last positions of their sequence: align the mask at the bottom right.
     mask = ("causal" if sequences.keys is None else "causal_bottom_right") if causal else "no_mask"
     options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0 if causal else -1)}
     if sequences.uniform is not None and keys.uniform is not None:

@@ -140,6 +140,7 @@ class TransformerEngineGraphs:
         plain = partial(type(module).forward, module)
         if not torch.is_grad_enabled() or not module.training or self._off:
             return plain(*args, **kwargs)
+        # The first module of a chunk begins the next micro-batch.
         lane.at += place == 0
         if self._steps <= self.warmup_steps:
             if self._steps == self.warmup_steps:
@@ -179,6 +180,7 @@ class TransformerEngineGraphs:
         order = [a.chunk + 1 if a.kind is Kind.FORWARD else -a.chunk - 1 for a in actions]
         flat = [[Flat(m, lane.samples[0][i]) for i, (_, m) in enumerate(lane.modules)] for lane in self._lanes]
         samples = [tuple(tensors_of(sample)) for lane in self._lanes for batch in lane.samples for sample in batch]
+        # Warm-up runs and the recording add to these buffers, in the middle of a run.
         kept = [bucket.grads.clone() for bucket in self.engine.buckets]
         devices = [self.engine.device] if self.engine.device.type == "cuda" else []
         with self.rehearsal(), self.engine.main_gradients.noting() as seen, torch.random.fork_rng(devices):
@@ -201,6 +203,8 @@ class TransformerEngineGraphs:
             first += self._count * size
             lane.forms = [signature(module.example) for module in modules]
             lane.arrivals = [
+                # The runs have noted every arrival; divided by the number of calls, that is how many one backward
+                # brings.
                 [place for place in places_of(m.module.parameters()) for _ in range(round(found[place] / m.calls))]
                 for m in modules
             ]

@@ -126,11 +126,13 @@ class TransformerEngineProducts(LowPrecision):
         """Return ``x W^T + b``, and the column-wise codes of the input for the weight gradient."""
         codes = self._cast(x, INPUT)
         y = self._forward(codes, x, weight, bias)
+        # Frees the row-wise codes: the weight gradient contracts tokens, and reads the column-wise ones only.
         codes.update_usage(rowwise_usage=False, columnwise_usage=True)
         return y, Saved(codes)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Return ``grad_y W``."""
+        # cuBLAS is column-major: our `grad_y W` is its `W^T grad_y^T`, so the weight comes first.
         out = self._gemm(self._weight_codes(weight), self._gradient(grad_y), "NN", grad_y.dtype, grad=True)
         return out[: grad_y.numel() // grad_y.shape[-1]].view(*grad_y.shape[:-1], -1)
 
@@ -213,6 +215,7 @@ class TransformerEngineProducts(LowPrecision):
         # its products need a multiple of tokens; the callers cut off the rows of padding
         if role != WEIGHT and (missing := -len(flat) % KINDS[self.recipe.name][3]):
             flat = F.pad(flat, (0, 0, 0, missing))
+        # With one scale, the column-wise codes are made by transposing the row-wise ones.
         quantizer.set_usage(rowwise=rows or self.recipe.one_scale, columnwise=columns)
         codes = quantizer(flat)
         if past is not None and self.session.inside:
