@@ -10,12 +10,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.programs import SECONDS, forked
 from tests.source import ROOT
-from tests.workers import SERVER
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]+)\n(?P<text>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 SHARED = ("recipes", "examples")
-SECONDS = 200
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,7 @@ def run_bash(text: str, directory: Path, environment: dict[str, str], output: Pa
 
 def run_python(text: str, directory: Path, environment: dict[str, str], output: Path) -> int:
     """Run a program in a process forked from one that has imported torch and Lightning, and return its exit status."""
-    process = SERVER.Process(target=_program, args=(text, directory, environment, output))
-    process.start()
-    process.join(SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise TimeoutError(f"not done after {SECONDS} s:\n{text}\n{output.read_text(encoding='utf-8')}")
-    return process.exitcode
+    return forked(_program, text, directory, environment, output, output=output)
 
 
 def _program(text: str, directory: Path, environment: dict[str, str], output: Path) -> None:

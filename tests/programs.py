@@ -9,7 +9,9 @@ import atexit
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.workers import SERVER
 
@@ -28,15 +30,25 @@ def run_program(program: str, *words: str, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     printed, errors = folder / ".stdout", folder / ".stderr"
     environment = {name: value for name, value in os.environ.items() if name not in STARTED}
-    process = SERVER.Process(target=_program, args=(program, words, folder, environment))
+    status = forked(_program, program, words, folder, environment, output=errors)
+    assert status == 0, printed.read_text() + errors.read_text()
+    return printed.read_text()
+
+
+def forked(target: Callable[..., None], *args: Any, output: Path) -> int:
+    """Call a function in a forked process, and return the exit status.
+
+    Raises:
+        TimeoutError: it has not ended after ``SECONDS``; with the contents of ``output``.
+    """
+    process = SERVER.Process(target=target, args=args)
     process.start()
     process.join(SECONDS)
     if process.exitcode is None:
         process.kill()
         process.join()
-        raise TimeoutError(f"{program} is not done after {SECONDS} s:\n{errors.read_text()}")
-    assert process.exitcode == 0, printed.read_text() + errors.read_text()
-    return printed.read_text()
+        raise TimeoutError(f"not done after {SECONDS} s: {args}\n{output.read_text(encoding='utf-8')}")
+    return process.exitcode
 
 
 def _program(program: str, words: tuple[str, ...], folder: Path, environment: dict[str, str]) -> None:

@@ -80,9 +80,22 @@ class WarmedUp(Schedule):
         return replace(self, steps=max_steps) if self.steps is None and max_steps > 0 else self
 
 
-def _check_min_ratio(value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigurationError(f"min_ratio is {value}; it must be between 0 and 1 (a share of the learning rate).")
+@dataclass(frozen=True, kw_only=True)
+class Falling(WarmedUp):
+    """Base class of schedules that fall after the warm-up.
+
+    Attributes:
+        min_ratio: factor that it never falls below.
+    """
+
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.min_ratio <= 1:
+            raise ConfigurationError(
+                f"min_ratio is {self.min_ratio}; it must be between 0 and 1 (a share of the learning rate)."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +108,10 @@ class Constant(WarmedUp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(WarmedUp):
-    """Half a cosine from 1 down to ``min_ratio`` (Loshchilov and Hutter 2017, without restarts).
-
-    Attributes:
-        min_ratio: factor that it never falls below.
-    """
+class Cosine(Falling):
+    """Half a cosine from 1 down to ``min_ratio`` (Loshchilov and Hutter 2017, without restarts)."""
 
     min_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_min_ratio(self.min_ratio)
 
     def after_warmup(self, step: int) -> float:
         """Return ``min + (1 - min) (1 + cos(pi t)) / 2``, with ``t`` from 0 to 1 over the remaining steps."""
@@ -115,18 +120,8 @@ class Cosine(WarmedUp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(WarmedUp):
-    """A straight line from 1 down to ``min_ratio``.
-
-    Attributes:
-        min_ratio: factor that it never falls below.
-    """
-
-    min_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_min_ratio(self.min_ratio)
+class Linear(Falling):
+    """A straight line from 1 down to ``min_ratio``."""
 
     def after_warmup(self, step: int) -> float:
         """Return ``1 - (1 - min) t``, with ``t`` from 0 to 1 over the remaining steps."""
@@ -134,23 +129,20 @@ class Linear(WarmedUp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WSD(WarmedUp):
+class WSD(Falling):
     """Warm-up, stable, decay (Hu et al. 2024): the full learning rate until a short decay at the end.
 
     Attributes:
         decay: length of the decay as a share of all steps.
         shape: shape of the decay, with ``t`` from 0 to 1: ``linear`` is ``1 - t``, ``cosine`` half a cosine, ``sqrt``
             ``1 - sqrt(t)`` (Haegele et al. 2024).
-        min_ratio: factor at the end.
     """
 
     decay: float = 0.2
     shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
-    min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_min_ratio(self.min_ratio)
         if not 0 < self.decay <= 1:
             raise ConfigurationError(f"decay is {self.decay}; it must be above 0 and at most 1 (a share of all steps).")
         if self.shape not in ("linear", "cosine", "sqrt"):
@@ -166,18 +158,8 @@ class WSD(WarmedUp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InverseSqrt(WarmedUp):
-    """Falls with one over the square root of the step (Vaswani et al. 2017). It is 1 at the end of the warm-up.
-
-    Attributes:
-        min_ratio: factor that it never falls below.
-    """
-
-    min_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_min_ratio(self.min_ratio)
+class InverseSqrt(Falling):
+    """Falls with one over the square root of the step (Vaswani et al. 2017). It is 1 at the end of the warm-up."""
 
     def after_warmup(self, step: int) -> float:
         """Return ``max(min, sqrt(w / (w + step)))`` with ``w`` steps of warm-up, at least one."""

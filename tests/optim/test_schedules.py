@@ -64,6 +64,7 @@ def test_length_comes_from_the_run_where_none_is_stated() -> None:
         (Cosine, {"warmup": 10, "steps": 10}, "10 steps and warmup is 10"),
         (Constant, {"warmup": -1}, "at least 0"),
         (Linear, {"min_ratio": 1.5}, "min_ratio is 1.5"),
+        (InverseSqrt, {"min_ratio": -0.1}, "min_ratio is -0.1"),
         (WSD, {"decay": 0.0}, "decay is 0.0"),
         (WSD, {"shape": "cubic"}, "shape is 'cubic'; use linear, cosine or sqrt"),
     ],
