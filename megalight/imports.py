@@ -18,6 +18,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "transformer_engine": "te",
     "flash_attn": "flash-attn",
+    "shtab": "completion",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

@@ -57,6 +57,16 @@ class Source:
         return self.node.name
 
     @property
+    def doc(self) -> str:
+        """The docstring of the class."""
+        return ast.get_docstring(self.node) or ""
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the docstring."""
+        return " ".join(self.doc.partition("\n\n")[0].split())
+
+    @property
     def is_dataclass(self) -> bool:
         """Whether the class is decorated with ``@dataclass``."""
         heads = [each.func if isinstance(each, ast.Call) else each for each in self.node.decorator_list]

@@ -1,0 +1,142 @@
+"""The JSON schema of configuration files, from the same signatures against which commands are checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megalight.cli import signatures
+from megalight.cli.early import START, STRATEGY
+from megalight.cli.signatures import Annotation, Source
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model": ("megalight.models.gpt.GPTModule", "megalight.models.bert.BertModule"),
+    "data": ("megalight.data.gpt.module.GPTDataModule", "megalight.data.bert.module.BertDataModule"),
+    STRATEGY: (START[STRATEGY], "megalight.strategies.MegatronFSDPStrategy"),
+    "trainer.callbacks": ("megalight.callbacks", "lightning.pytorch.callbacks"),
+    "trainer.logger": ("megalight.loggers", "lightning.pytorch.loggers"),
+}
+"""Key -> the classes that editors propose for it, by their import paths or those of their modules."""
+
+ROOT: dict[str, dict[str, Any]] = {
+    "seed_everything": {"type": ["integer", "boolean", "null"], "description": "Seed of all random numbers."},
+    "ckpt_path": {"type": ["string", "null"], "description": "A checkpoint, a run's folder, last, or auto."},
+    "weights_only": {"type": ["boolean", "null"]},
+    "verbose": {"type": "boolean"},
+    "return_predictions": {"type": ["boolean", "null"]},
+}
+
+
+class Schema:
+    """Builds the schema; every class is one definition, to which others refer."""
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, Any] = {}
+
+    def build(self) -> dict[str, Any]:
+        """Return the schema of a whole file."""
+        trainer = signatures.find(START["trainer"])
+        assert trainer is not None
+        self._define(trainer)
+        options = self.definitions[_name(trainer)]["properties"]
+        options["strategy"] = {"anyOf": [{"type": "string"}, self._classes(STRATEGY, needs_class=False)]}
+        callback = self._classes("trainer.callbacks")
+        options["callbacks"] = {"anyOf": [{"type": ["string", "null"]}, callback, {"type": "array", "items": callback}]}
+        options["callbacks+"] = options["callbacks"]
+        logger = self._classes("trainer.logger")
+        kinds = {"type": ["string", "boolean", "null"]}
+        options["logger"] = {"anyOf": [kinds, logger, {"type": "array", "items": logger}]}
+        properties = {
+            **ROOT,
+            "trainer": {"$ref": f"#/$defs/{_name(trainer)}"},
+            **{key: {"anyOf": [{"type": "string"}, self._classes(key)]} for key in ("model", "data")},
+        }
+        return {
+            "$schema": DRAFT,
+            "title": "Megalight's configuration",
+            "type": "object",
+            "properties": properties,
+            "additionalProperties": False,
+            "$defs": self.definitions,
+        }
+
+    def _classes(self, key: str, *, needs_class: bool = True) -> dict[str, Any]:
+        """Return the schema of ``class_path`` and ``init_args``. Arguments of classes of the user are not checked."""
+        rules = []
+        for path, source in _proposed(CHOICES[key]).items():
+            self._define(source)
+            names = list(dict.fromkeys([path, f"{source.module.name}.{source.name}", source.name]))
+            condition: dict[str, Any] = {"properties": {"class_path": {"enum": names}}}
+            if needs_class or path != CHOICES[key][0]:  # else it is the default
+                condition["required"] = ["class_path"]
+            rules.append({"if": condition, "then": {"properties": {"init_args": {"$ref": f"#/$defs/{_name(source)}"}}}})
+        return {
+            "type": "object",
+            "properties": {
+                "class_path": {"type": "string", "examples": list(_proposed(CHOICES[key]))},
+                "init_args": {"type": "object"},
+                "dict_kwargs": {"type": "object"},
+            },
+            "required": ["class_path"] if needs_class else [],
+            "additionalProperties": False,
+            "allOf": rules,
+        }
+
+    def _define(self, source: Source) -> None:
+        """Add the definition of a class: its arguments, with what its docstring says about them."""
+        name = _name(source)
+        if name in self.definitions:
+            return
+        arguments = signatures.members(source)
+        self.definitions[name] = definition = {"type": "object", "description": source.summary}
+        if arguments is None:
+            return
+        said = descriptions(source)
+        definition["properties"] = {
+            argument: {**self._accepted(annotation), **({"description": said[argument]} if argument in said else {})}
+            for argument, annotation in arguments.items()
+        }
+        definition["additionalProperties"] = False
+
+    def _accepted(self, annotation: Annotation) -> dict[str, Any]:
+        if not annotation.complete:
+            return {}
+        options: list[dict[str, Any]] = []
+        types = [NAMES[kind] for kind in NAMES if kind in annotation.scalars] + ["null"] * annotation.optional
+        options += [{"type": types}] if types else []
+        options += [{"enum": list(annotation.choices)}] if annotation.choices else []
+        if annotation.source is not None and annotation.source.is_dataclass:
+            self._define(annotation.source)
+            options.append({"$ref": f"#/$defs/{_name(annotation.source)}"})
+        elif annotation.source is not None:
+            options.append({"type": ["object", "string"]})
+        return options[0] if len(options) == 1 else {"anyOf": options}
+
+
+def descriptions(source: Source) -> dict[str, str]:
+    """Return argument -> what the docstring of the class, or of a base class, says about it."""
+    found: dict[str, str] = {}
+    for base in source.bases():
+        found |= {} if base is None else descriptions(base)
+    for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", source.doc, re.MULTILINE):
+        found[match[1]] = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(match[2].split())).replace("``", "")
+    return found
+
+
+def _proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
+    """Return import path -> class, for classes and for what modules export."""
+    found: dict[str, Source] = {}
+    for path in paths:
+        module = signatures.find_module(path)
+        names = [path] if module is None else [f"{path}.{name}" for name in module.names if name[0].isupper()]
+        sources = {name: source for name in names if (source := signatures.find(name)) is not None}
+        found |= dict(sorted(sources.items()))
+    return found
+
+
+def _name(source: Source) -> str:
+    return f"{source.module.name}.{source.name}"
