@@ -34,6 +34,7 @@ checks: $(READY) site ## lint, format, types, floors, the documentation's site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_floors.py tests/test_house.py
 
 docs-check: $(READY) ## run the commands and code that the documentation shows

@@ -92,7 +92,8 @@ class Schema:
         if name in self.definitions:
             return
         arguments = signatures.members(source)
-        self.definitions[name] = definition = {"type": "object", "description": source.summary}
+        definition: dict[str, Any] = {"type": "object", "description": source.summary}
+        self.definitions[name] = definition
         if arguments is None:
             return
         said = descriptions(source)

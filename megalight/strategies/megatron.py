@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -177,6 +177,20 @@ class MegatronStrategy(FolderCheckpoints):
         self._foreign_bar = False
         self._left_out: set[str] = set()
         _ = self.options  # refuses options that do not go together
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Self:
+        """Return the strategy of a trainer. Editors and type checkers then know its attributes, such as ``report``.
+
+        Raises:
+            ConfigurationError: the trainer has another strategy.
+        """
+        if not isinstance(trainer.strategy, cls):
+            raise ConfigurationError(
+                f"the trainer's strategy is {type(trainer.strategy).__name__}, and a {cls.__name__} is needed. "
+                f"Pass Trainer(strategy={cls.__name__}(...))."
+            )
+        return trainer.strategy
 
     # ------------------------------------------------------------------ ranks and launching
 

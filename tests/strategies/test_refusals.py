@@ -272,3 +272,11 @@ def test_batches_that_cannot_be_cut() -> None:
 
 def _wordy() -> None:
     fit(Wordy(), batches(8, 2), strategy(micro_batch_size=1))
+
+
+def test_the_strategy_of_a_trainer_or_a_refusal():
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=MegatronStrategy(), logger=False)
+    assert MegatronStrategy.of(trainer) is trainer.strategy
+    plain = pl.Trainer(accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(ConfigurationError, match=r"SingleDeviceStrategy.*Trainer\(strategy=MegatronStrategy"):
+        MegatronStrategy.of(plain)
