@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
     from megalight.imports import require
 
-    print(require("shtab", "megalight completion").complete(whole_parser(), shell=arguments.shell))
+    print(require("shtab", "megalight completion").complete(whole_parser(), arguments.shell))
     return 0
 
 
