@@ -132,6 +132,7 @@ class BackendRegistry(Generic[SpecT, FnT]):
         """
         self.check(name)
         self._preferred = name
+        # Ops have cached earlier choices.
         for forget in _remembered:
             forget()
 
@@ -154,6 +155,7 @@ class BackendRegistry(Generic[SpecT, FnT]):
 
     def _ordered(self) -> list[Backend[SpecT, FnT]]:
         load_plugins()
+        # `sorted` is stable: of equal priorities, the one registered first wins, in every process alike.
         return sorted(self._backends.values(), key=lambda backend: -backend.priority)
 
     def table(self, spec: SpecT) -> list[tuple[Backend[SpecT, FnT], str | None]]:

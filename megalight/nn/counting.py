@@ -39,6 +39,7 @@ def end_step(model: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
     """
     modules = [module for module in model.modules() if isinstance(module, Counting)]
     counts = [module.counts for module in modules if module.counts is not None]
+    # One collective for all layers together.
     totals = iter(torch.split(total(torch.cat(counts)), [len(own) for own in counts]) if counts else ())
     for module in modules:
         module.end_step(None if module.counts is None else next(totals))

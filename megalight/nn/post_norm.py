@@ -46,5 +46,6 @@ class PostNormLayer(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. Attention gets ``state`` and ``memory``."""
         attended = self.attention_dropout(self.attention(hidden, context, state, memory))
+        # The sum is dropped: in post-norm the residual stream is the normed tensor.
         hidden, _ = norm_and_sum(self.attention_norm, attended, hidden)
         return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]

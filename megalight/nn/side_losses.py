@@ -78,6 +78,7 @@ class AttachedSideLosses(SideLosses):
 
     def begin(self, scale: Tensor) -> None:
         """Begin a step. Each loss is multiplied by ``scale`` in the objective."""
+        # In place, because graphs read this address.
         self._scale.copy_(scale)
         for total in self.totals.values():
             total.zero_()
@@ -134,6 +135,7 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
+        # The objective is loss + scale * value, so d objective / d value is `scale`, whatever arrives at `hidden`.
         return gradient, scale.to(ctx.dtype), None
 
 

@@ -96,6 +96,7 @@ def initialise(
             # Zeros first: padding, which no piece covers, stays zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             for piece in specs[name].pieces:
+                # By canonical name and place in the whole tensor: every layout draws the same bits.
                 box = draw(stated[name], piece.name, piece.shape, piece.offset, piece.size, seed, parameter.device)
                 piece.view(values).copy_(box)
             _set(parameter, values)
@@ -124,6 +125,7 @@ def initialise(
 def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> nn.Module:
     """Return a whole copy of a module, drawn by its own methods: float32, NaN where they draw nothing."""
     origin = getattr(module, "origin", None)
+    # The one-device module, as its own method draws shapes that only the whole module has.
     shell = on_meta(origin.module if isinstance(origin, Origin) else module)
     device = next(t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
     for local, parameter in shell._parameters.items():
@@ -137,6 +139,7 @@ def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> n
         torch.manual_seed(seed)
         for draws in _ways(model, path, shell):
             draws()
+            # NaN marks what no method has filled: then the next method is tried.
             if not any(_unknown(t) for t in (*shell._parameters.values(), *shell._buffers.values())):
                 break
     return shell
@@ -211,6 +214,7 @@ def _join(path: str, local: str) -> str:
 
 
 def _unknown(tensor: Tensor | None) -> bool:
+    # Memory that nobody has filled is NaN on purpose; a count of 0 or an id cannot be told from a real value.
     return tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any())
 
 

@@ -45,6 +45,8 @@ class Plan:
     def styles_of(self, name: str, module: nn.Module) -> tuple[Style, ...]:
         """Return the styles for a module; none if no rule matches."""
         for target, found in self.rules.items():
+            # The exact type: a subclass may compute something else, and the style would split it wrong without an
+            # error.
             matches = fnmatch.fnmatchcase(name, target) if isinstance(target, str) else type(module) is target
             if matches:
                 return tuple(style for style in _many(found) if isinstance(style, Style))
@@ -77,6 +79,7 @@ class Plan:
                 f"plans with sequence_dim {self.sequence_dim} and {other.sequence_dim} cannot be joined; "
                 "state the same one in both."
             )
+        # `other` first, because the first matching rule decides.
         rest = {target: style for target, style in self.rules.items() if target not in other.rules}
         return Plan({**other.rules, **rest}, self.sequence_dim)
 

@@ -65,12 +65,14 @@ class GlobalTotals:
             ConfigurationError: names are not the same.
         """
         names = self._names_of(stage, Names(list(rows[0]) if rows else [], list(side_losses)))
+        # float64: sums over a global batch of millions of tokens, which float32 would round.
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         sums = [zero] * 2 * len(names.rows)
         if rows:
             columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names.rows]
             sums = [torch.stack(column).sum() for column in columns]
         sums += [side_losses.get(name, zero) for name in names.side_losses]
+        # One tensor, one all-reduce, for all sums and counts of all stages. Stages without a value give 0.
         local = torch.stack([value.to(zero.device, torch.float64, non_blocking=True) for value in sums])
         reduced = self._sum(local, ("pp", *TOKEN_AXES))
         size = len(names.rows)
@@ -99,6 +101,7 @@ class GlobalTotals:
     def _names_of(self, stage: str, here: Names) -> Names:
         """Return the names of all totals. Pipeline stages exchange theirs once."""
         group = self.mesh.group("pp")
+        # Once per kind of step: an exchange of Python objects makes the host wait.
         if stage not in self._names or group is None:
             found: list[Any] = [here]
             if group is not None:

@@ -63,6 +63,7 @@ class Span:
             listener.begin(self.name, self.where)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # In reverse, so that listeners nest: what began last ends first.
         for listener in reversed(self.listeners):
             listener.end(self.name)
 
@@ -107,6 +108,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     _listeners.append(listener)
 
     def stop() -> None:
+        # A new content of the same list: a listener may stop itself while listeners are being called.
         _listeners[:] = [other for other in _listeners if other is not listener]
 
     return stop

@@ -1,10 +1,11 @@
-"""Objects that pass through recorded or repeated work as they are."""
+"""Marks objects that recorded or repeated work uses without a copy."""
 
 from __future__ import annotations
 
 
 class Opaque:
-    """Nothing that is computed has another form because of what such an object holds: it is the same, or another one.
+    """A base class for arguments that are compared by identity, whatever they hold.
 
-    Its tensors stay where they are, and recorded work reads and writes them there.
+    Two calls have the same form only if both get the same object. Its tensors keep their addresses, and recorded work
+    reads and writes them there.
     """

@@ -27,6 +27,7 @@ def _uniform_tensors(batch: int, length: int, device: torch.device) -> tuple[Ten
 
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy host integers to a tensor on ``device`` without making the host wait for the device."""
+    # Only copies from page-locked memory are asynchronous.
     tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
@@ -99,6 +100,7 @@ class PackedSequences:
             offsets.append(offsets[-1] + length)
         cu_seqlens = to_device(offsets, torch.int32, torch.device(device))
         sizes = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        # `output_size`: without it, the host waits for the device to learn the length.
         starts = torch.repeat_interleave(cu_seqlens[:-1].long(), sizes, output_size=offsets[-1])
         positions = torch.arange(offsets[-1], device=device) - starts
         return cls(tuple(lengths), cu_seqlens, positions)
@@ -170,6 +172,7 @@ class PackedSequences:
         sequence, chunk = local.expand(torch.arange(len(chunks), device=self.device)), local.expand(local.sizes // 2)
         place = place_of(local.positions, chunk, rank, size)
         tokens = torch.cat([self.sizes, self.sizes.new_zeros(dummies)])[sequence]
+        # Padding of a sequence has places beyond its real tokens.
         index = torch.where(place < tokens, self.cu_seqlens[sequence] + place, -1)
         share = replace(
             local,
@@ -208,6 +211,7 @@ class PackedSequences:
         lengths = (*self.lengths, length)
         return PackedSequences(
             lengths,
+            # On the device, from the device's own offsets: no copy from the host.
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + length]),
             positions=torch.cat([self.positions, torch.arange(length, device=self.device)]),
             uniform=(len(lengths), length) if set(lengths) == {length} else None,
@@ -244,6 +248,7 @@ def _chunks(sequences: PackedSequences, size: int, multiple: int) -> tuple[list[
     if sequences.uniform is not None:  # pad with longer chunks: a dummy sequence would end the uniform form
         step = multiple // gcd(multiple, 2 * len(chunks))
         return [-(-chunks[0] // step) * step] * len(chunks), 0
+    # A share holds two chunks of every sequence, the dummy included, so what is missing must be even.
     missing = -2 * sum(chunks) % lcm(2, multiple)
     return ([*chunks, missing // 2], 1) if missing else (chunks, 0)
 

@@ -35,6 +35,8 @@ def place_of(offset: Tensor, chunk: Tensor, rank: int, size: int) -> Tensor:
         size: number of shares.
     """
     late = (offset >= chunk).long()  # 1 in the second chunk of the share
+    # In the first chunk: rank * chunk + offset. In the second, `offset` counts from `chunk` on: add (2 size - 1 - rank)
+    # - 1 chunks.
     return offset + chunk * (rank + late * 2 * (size - 1 - rank))
 
 

@@ -46,6 +46,8 @@ def _turn(
     a = tl.load(source + head * source_head + first, mask=inside, other=0.0)
     b = tl.load(source + head * source_head + second, mask=inside, other=0.0)
     if TURN:
+        # The rotation subtracts products of similar size: in half precision the difference would lose most of its
+        # digits.
         a32 = a.to(tl.float32)
         b32 = b.to(tl.float32)
         a = (a32 * cos - b32 * sin).to(target.dtype.element_ty)
@@ -54,6 +56,7 @@ def _turn(
     tl.store(target + head * target_head + second, b, mask=inside)
     largest = tl.max(tl.max(tl.maximum(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))), 1), 0)
     if REST > 0:
+        # Partial rotary embedding: features after the rotated ones are copied.
         rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         inside = (head < HEADS) & (rest < 2 * HALF + REST)
         kept = tl.load(source + head * source_head + rest, mask=inside, other=0.0)
@@ -140,6 +143,7 @@ def _qkv(
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     packed_q = packed + token * packed_token
+    # One row of the packed projection: query heads, key heads, value heads.
     packed_k = packed_q + HEADS * HEAD_DIM
     packed_v = packed_k + KV_HEADS * HEAD_DIM
     q += token * q_token
@@ -147,6 +151,7 @@ def _qkv(
     v += token * v_token
     # fmt: off
     if BACKWARD:
+        # The rotation is orthogonal, so its gradient is the rotation by the negative angle.
         s = -s
         of_q = _turn(q, packed_q, q_head, HEAD_DIM, c, s,
                      HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
@@ -283,6 +288,7 @@ class _RotateQKV(torch.autograd.Function):
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         packed = grad_q.new_empty(grad_q.shape[0], ctx.features)
+        # The gradient of the projection's output is cast to 8 bits next: its magnitude is found while it is written.
         parts = packed.new_empty(len(packed), dtype=torch.float32) if ctx.measure else None
         _run_qkv(packed, _rows(grad_q), _rows(grad_k), _rows(grad_v), cos, sin, ctx.interleaved, True, parts)
         if parts is not None:

@@ -114,6 +114,7 @@ class BridgeCommunicator:
                 f"the meshes of the bridge have the global ranks {src_mesh.global_rank} and {dest_mesh.global_rank}; "
                 "both must have the global rank of this process."
             )
+        # Pure arithmetic, so all ranks of both meshes agree on who sends to whom without a message.
         found = lanes(src_mesh, dest_mesh)
         last = max(src_mesh.members[-1], dest_mesh.members[-1])
         if dist.is_initialized() and last >= dist.get_world_size():
@@ -196,6 +197,7 @@ class BridgeCommunicator:
             LayoutError: as in :meth:`recv_forward`.
         """
         lane = self._ends("recv_forward", source=False)
+        # The host waits here: it must know shapes before it can allocate the tensors.
         headers = {leader: receive_header(leader, self._headers) for leader in lane.source_leaders}
         header = joined(headers)
         rows = {name: [found[name].rows for found in headers.values()] for name in header}
@@ -246,6 +248,7 @@ class BridgeCommunicator:
         }
         if self._leads:
             start_receive_rows(grads, message.header, message.rows, lane.destination_leaders, self._backward).wait()
+        # Only the leader has received: the other ranks of the replica get its copy.
         self.share(grads)
         self._crossed.popleft()
         return grads

@@ -33,6 +33,7 @@ class Attributes(Style):
         tp = splitter.shared.mesh.tp
         for attribute in self.divide:
             _divide(name, module, attribute, tp)
+        # With replicated units, a rank's queries per key head shrink by the number of ranks that share the key head.
         for attribute, units in self.per_unit.items():
             _divide(name, module, attribute, replicas_of(units, tp, f"{name}.{attribute}"))
 

@@ -24,4 +24,5 @@ class HeadRegion(Style):
                 f"{name} normalises the features of all heads together, and tp={splitter.shared.mesh.tp} divides the "
                 "heads. Set tp=1; experts may still be divided."
             )
+        # The weights are shared by all heads, and each rank sees the gradient of its own heads only.
         splitter.keep(name, module, partial=True)

@@ -27,6 +27,7 @@ class SequenceRegion(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module."""
+        # Without sequence parallelism all ranks see all tokens and compute the whole gradient alike: no sum is due.
         splitter.keep(name, module, partial=splitter.shared.sequence_parallel)
         if self.split_input:
             Boundary(enter="split").add_to(module, splitter.shared)

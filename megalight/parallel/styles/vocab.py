@@ -32,6 +32,7 @@ class Vocab(Style):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option, None):
                 raise LayoutError(f"{name}: an embedding with {option} cannot be split by vocabulary; unset it.")
+        # The same rule as for an output layer, so that tied weights are split alike.
         weight = splitter.split(name, embedding, "weight", lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
         assert weight is not None
         return VocabEmbedding(

@@ -71,6 +71,7 @@ class MegatronPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.dtype = DTYPES[precision]
+        # float16 alone: small gradients would underflow. bf16 has the exponents of float32.
         self.loss_scale = LossScale() if precision == "16-mixed" else None
         self.unscale: Callable[[float], bool] | None = None
         self.plain = False
@@ -107,6 +108,8 @@ class MegatronPrecision(Precision):
     def step_context(self) -> Iterator[None]:
         """Surround the user's code in one micro-batch."""
         if self.autocasts:
+            # Around each micro-batch, not the step: autocast caches casts of weights until its end, and a cache that
+            # outlives a micro-batch holds memory.
             with torch.autocast(self.device_type, dtype=self.dtype):
                 yield
         elif self.plain:
