@@ -71,6 +71,7 @@ def stream(
 
     Replicas that share experts must iterate to the end, because they take part in the steps of the other replicas.
     """
+    # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
     _check(model, prompts, max_new_tokens)
     return _steps(model, prompts, max_new_tokens, sampling or Sampling(), eos_id, generator)
 
@@ -89,6 +90,7 @@ def _steps(
         generator = Generator(device)
         seed = generator.seed()
         generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
+    # Room for the longest prompt and its completion, in every slot.
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens

@@ -46,6 +46,7 @@ class ParallelGPT(nn.Module):
         layout = model.layout
         self._coupling = model.coupling
         self._executor = Executor(model.chunks, layout, model.mesh, model.device)
+        # One micro-batch, through all stages.
         self._agenda = agenda_of(model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
         self._form: tuple[torch.dtype, int] | None = None
 
@@ -84,6 +85,7 @@ class ParallelGPT(nn.Module):
             output = chunk(tokens, sequences, hidden=hidden, states=states, rows=rows)
             return {"logits": output.logits} if output.hidden is None else {"hidden": output.hidden}
 
+        # New tokens are few, and any number of them: they do not divide by tp.
         with whole_tokens(self):
             last = self._executor.forward(self._agenda, [tokens], step)
         count = tokens.numel() if rows is None else rows.numel()

@@ -58,6 +58,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the distribution ``[N, V]`` to sample from: float32 (float64 for float64 logits), one-hot if greedy."""
+    # A softmax in half precision loses the small probabilities, which top-p adds up.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)

@@ -94,6 +94,7 @@ class TextGenerator:
             CheckpointError: the checkpoint is missing or incomplete, or has no model or tokenizer.
             DataError: the tokenizer has more tokens than the model.
         """
+        # Before the weights: a missing tokenizer is then found at once.
         found = Tokenizer.load(tokenizer or _tokenizer_folder(path))
         model = load_model(path, device, dtype, base)
         if found.vocab_size > model.config.vocab_size:

@@ -61,6 +61,8 @@ def parameter_groups(
     """
     usual = [True] if decay_all else [True, False]
     kinds = [(i, decay) for i, r in enumerate(rules) for decay in (usual if r.weight_decay is None else [True])]
+    # All kinds in a fixed order, also without members: pipeline stages hold different parameters, but need equal
+    # groups.
     members: dict[tuple[int, bool], list[nn.Parameter]] = {
         kind: [] for kind in [*((-1, decay) for decay in usual), *kinds]
     }

@@ -42,6 +42,7 @@ SCALARS = ("step", "eta", "mu", "mu_product")
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer can step on flat shards. Your own class declares it with ``elementwise = True``."""
+    # The exact type: a subclass may look at whole parameters.
     return type(optimizer) in ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
 
 
@@ -142,6 +143,7 @@ class Sharding:
             # A collective for each state tensor: all ranks have the same buckets in the same order.
             whole = {name: _whole(bucket, value) for name, value in state.items()}
             for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+                # Each parameter gets a view of the whole state, so that a plain optimizer finds it where it looks.
                 own = {name: _cut(value, slot, info.parameter, bucket) for name, value in whole.items()}
                 if own:
                     self.optimizer.state[info.parameter] = own

@@ -55,6 +55,7 @@ class MultiTensorAdam:
             return
         on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
         name, last = "multi_tensor_adam", list[Tensor]()
+        # Not in place: the gradient belongs to the caller, and hooks may read it after the step.
         own = grad if grad_scale is None else grad.float() * grad_scale.float()
         lists = [[own], [param], [exp_avg], [exp_avg_sq]]
         if on_device:
@@ -65,6 +66,7 @@ class MultiTensorAdam:
             name, last = "multi_tensor_adam_capturable", [torch.ones(1, dtype=torch.float32, device=param.device)]
         else:
             lr, step = float(lr), int(step)
+        # With a fifth list, the kernel reads and writes masters there, and writes the copy to the second list.
         if fused := out is not None and self.writes_out and not on_device:
             lists = [lists[0], [out], *lists[2:], [param]]
         numbers = (lr, beta1, beta2, eps, step, int(decoupled), CORRECT_BIAS, weight_decay, *last)

@@ -16,6 +16,7 @@ from megalight.ops.common import cuda_why_not
 
 def release(version: str) -> tuple[int, ...]:
     """Parse ``"2.12.0+cu13"`` to ``(2, 12, 0)``, to compare versions."""
+    # Suffixes such as `+cu13` or `rc1` do not take part in the comparison.
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()
 

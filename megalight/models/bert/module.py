@@ -46,6 +46,7 @@ class BertModule(FamilyModule[BertConfig]):
 
     def forward_step(self, model: nn.Module, batch: BertBatch, carry: Carry | None = None) -> Carry:
         """From tokens or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses``, ``order [n, 2]``."""
+        # Sequence parallelism gives each rank an equal share of the tokens.
         sequences = batch.sequences.pad_to(self.token_multiple)
         output = model(
             pack(batch.tokens, sequences, 0),

@@ -32,6 +32,15 @@ def attention(
     query, key, value = (t.view(batch, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, needs_gradient, dropout, causal, False, scale=scale
+        # The log-sum-exp is needed for a backward alone.
+        query,
+        key,
+        value,
+        None,
+        needs_gradient,
+        dropout,
+        causal,
+        False,
+        scale=scale,
     )[0]
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], v.shape[-1])

@@ -19,6 +19,7 @@ def mask(length: int, keys: int, causal: bool, window: int | None, device: torch
     """
     if not causal and window is None:
         return None
+    # Bottom-right: with keys in a cache, the first query is not at position 0.
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
     allowed = torch.ones_like(distance, dtype=torch.bool)
     if causal:
@@ -49,6 +50,7 @@ def attention(
     for q_i, k_i, v_i in parts:
         repeats = q_i.shape[1] // k_i.shape[1]
         query = q_i.transpose(0, 1).to(wide(q.dtype))
+        # `[H, S, D]`; each key head is repeated for the query heads that share it.
         key, value = (t.transpose(0, 1).to(query.dtype).repeat_interleave(repeats, 0) for t in (k_i, v_i))
         scores = query @ key.transpose(1, 2) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
         if softcap is not None:

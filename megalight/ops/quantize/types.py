@@ -96,6 +96,7 @@ class Quantized:
 def spread(scale: Tensor, tile: tuple[int, int], rows: int, columns: int) -> Tensor:
     """Expand one scale per tile to one per element, ``[rows, columns]`` (or broadcastable to it)."""
     for dim, (size, length) in enumerate(zip(tile, (rows, columns), strict=True)):
+        # Tiles of size 0 (all) and 1 have a dim that broadcasts by itself, or one entry per row.
         if size > 1:
             scale = scale.repeat_interleave(size, dim).narrow(dim, 0, length)
     return scale

@@ -35,6 +35,7 @@ EXAMPLE = Spec("cpu", torch.float32, 128, 1)
 def _triton_why_not(spec: Spec) -> str | None:
     if spec.num_experts > MOST_EXPERTS:
         return f"serves at most {MOST_EXPERTS} experts, not {spec.num_experts}"
+    # The kernel views a row of experts as groups, and its tiles have powers of two as sizes.
     if spec.num_groups > 1 and any(n & (n - 1) for n in (spec.num_experts, spec.num_groups)):
         return f"needs powers of two to choose groups, not {spec.num_experts} experts in {spec.num_groups} groups"
     return triton_why_not(spec.device, spec.dtype)

@@ -16,6 +16,7 @@ EPS = 1e-20
 
 def best(scores: Tensor, k: int) -> Tensor:
     """Return the indices ``[..., k]`` of the largest scores; of equal ones, the lower index comes first."""
+    # A stable sort, not `topk`, which promises no order of equal scores: all ranks and backends must choose alike.
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -38,6 +39,7 @@ def route(logits: Tensor, rule: Rule, bias: Tensor | None) -> Routes:
         scores = logits.sigmoid()
     elif rule.pre_softmax:
         scores = logits.softmax(-1)
+    # The choice has no gradient; the probabilities below have one. The bias steers the choice alone.
     choice = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
     if rule.num_groups is not None:
         choice = keep_groups(choice, rule)
@@ -45,6 +47,7 @@ def route(logits: Tensor, rule: Rule, bias: Tensor | None) -> Routes:
     probs = scores.gather(-1, experts)
     if rule.score == "softmax" and not rule.pre_softmax:
         probs = probs.softmax(-1)
+    # With k = 1 the quotient would be 1, and the router would get no gradient.
     if rule.score == "sigmoid" and rule.k > 1:
         probs = probs / (probs.sum(-1, keepdim=True) + EPS)
     return Routes(probs * rule.scale, experts)
@@ -58,6 +61,7 @@ def statistics(logits: Tensor, rule: Rule, cu_seqlens: Tensor | None, mask: Tens
         scores = scores / (scores.sum(-1, keepdim=True) + EPS)
     else:
         scores = logits.softmax(-1)
+    # By logits: softmax and sigmoid keep their order.
     chosen = torch.zeros_like(logits).scatter(-1, best(logits.detach(), rule.k), 1.0)
     squares = logits.logsumexp(-1).square()
     if mask is not None:

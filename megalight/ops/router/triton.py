@@ -323,6 +323,7 @@ class _Statistics(torch.autograd.Function):
         mask = None if mask is None else mask.contiguous()
         tile = _tile(num_experts)
         pools = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+        # Few programs, each with many tokens: each writes a row of sums, and torch adds these rows up.
         blocks = max(1, min(cdiv(tokens, tile["ROWS"]), PROGRAMS // max(1, pools)))
         sums = torch.empty(pools, blocks, 2 * num_experts + 1, dtype=torch.float32, device=logits.device)
         ctx.grid = pools, blocks

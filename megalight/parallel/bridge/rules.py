@@ -70,6 +70,7 @@ def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, 
     checked = {}
     for name, tensor in tensors.items():
         grad = grads.get(name)
+        # The source waits for a gradient of every tensor that asked for one, used or not.
         grad = torch.zeros_like(tensor) if grad is None else grad.detach()
         for what in ("shape", "dtype", "device"):
             if getattr(grad, what) != getattr(tensor, what):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.graphs.state import capturing
+from megalight.parallel.graphs.capturing import capturing
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 

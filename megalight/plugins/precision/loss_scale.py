@@ -27,6 +27,7 @@ class LossScale:
         """Note whether all gradients of a step were finite."""
         self.finite_steps += 1
         if not finite:
+            # Shrink at once, grow slowly: an overflow costs a step, a small scale only some precision.
             self.scale, self.finite_steps = self.scale * self.backoff_factor, 0
         elif self.finite_steps == self.growth_interval:
             self.scale, self.finite_steps = self.scale * self.growth_factor, 0

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.ops.common import HALF
 from megalight.parallel.collectives import Pending, check_divides
-from megalight.parallel.graphs.state import capturing
+from megalight.parallel.graphs.capturing import capturing
 from megalight.parallel.peers import driver, memory
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
