@@ -17,7 +17,7 @@ from megalight.parallel.initial_values import initialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.source import Source, parameter_targets, shard_targets
-from megalight.parallel.units import check_units, owned_alone, units_of
+from megalight.parallel.units import Unit, check_units, owned_alone, units_of
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def engine_over(
     return engine
 
 
-def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[nn.Module]:
+def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]:
     if not options.has_units:
         return []
     units = [unit for model in models for unit in units_of(model.root, options.units)]

@@ -13,8 +13,15 @@ from megalight.parallel.recompute.group import Member
 CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 
-def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[nn.Module]:
+Unit = tuple[nn.Module, ...]
+"""Modules whose parameters are gathered together; nearly always one."""
+
+
+def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]:
     """Return the units of a model in the order in which it registers them. No unit contains another.
+
+    In a model with ``layers``, its ``embed`` and ``head`` are units, too, if they have modules of their own: then no
+    other module reads their weights. If they share a weight, they are one unit.
 
     Args:
         classes: classes of units, or their names. Empty: the layers of the model, or the members of every list of at
@@ -24,7 +31,13 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[nn.Mo
         ConfigurationError: no module is of a given class.
     """
     if not classes:
-        return list(layers_of(model).values()) or list(_repeated(model))
+        layers: list[Unit] = [(layer,) for layer in layers_of(model).values()]
+        if not layers:
+            return [(module,) for module in _repeated(model)]
+        first, last = _edge(model, "embed"), _edge(model, "head")
+        if first and last and _parameters(*first) & _parameters(*last):
+            first, last = first + last, ()
+        return [unit for unit in (first, *layers, last) if unit]
     found = list(_of_classes(model, classes))
     for wanted in classes:
         if not any(_is_a(unit, wanted) for unit in found):
@@ -34,15 +47,15 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[nn.Mo
                 f"data_parallel.units names {name!r}, and no outermost module of {type(model).__name__} is one; it has "
                 f"{kinds}. Name the class of its layers."
             )
-    return found
+    return [(module,) for module in found]
 
 
-def owned_alone(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
+def owned_alone(model: nn.Module, units: Sequence[Unit]) -> dict[int, int]:
     """Return ``id(parameter) -> number of its unit`` for all parameters that only one unit holds.
 
     Shared parameters, and those outside units, are needed longer than one unit computes.
     """
-    inside = {id(part): number for number, unit in enumerate(units) for part in unit.modules()}
+    inside = {id(part): number for number, unit in enumerate(units) for module in unit for part in module.modules()}
     holders: dict[int, set[int | None]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -52,19 +65,30 @@ def owned_alone(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
     return {key: number for key, number in alone.items() if number is not None}
 
 
-def check_units(units: Sequence[nn.Module]) -> None:
+def check_units(units: Sequence[Unit]) -> None:
     """Refuse what would call several units in one.
 
     Raises:
         ConfigurationError: groups of layers are recomputed.
     """
-    for unit in units:
-        if isinstance(unit.__dict__.get("forward"), Member):
+    for module in (module for unit in units for module in unit):
+        if isinstance(module.__dict__.get("forward"), Member):
             raise ConfigurationError(
                 "recompute.num_layers is larger than 1 with method 'uniform', which runs several layers as one, but "
                 "each layer is gathered alone where gradients or parameters are sharded. Set recompute.num_layers=1, "
                 "or method='block'."
             )
+
+
+def _edge(model: nn.Module, name: str) -> Unit:
+    module = getattr(model, name, None)
+    if isinstance(module, nn.Module) and any(module.children()) and _parameters(module):
+        return (module,)
+    return ()
+
+
+def _parameters(*modules: nn.Module) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:

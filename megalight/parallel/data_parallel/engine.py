@@ -65,8 +65,8 @@ class DataParallelEngine:
         device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
         replicate: number of groups of neighbouring data-parallel ranks. Each group holds all shards, and gathers among
             itself; gradients are also summed over the groups (hybrid sharding).
-        units: the modules that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that shard gradients
-            or parameters do so for these; everything else stays whole.
+        units: the modules of each unit that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that
+            shard gradients or parameters do so for these; everything else stays whole.
 
     Attributes:
         units: the modules whose parameters or gradients are sharded; None: there are none.
@@ -96,7 +96,7 @@ class DataParallelEngine:
         overlap_param_gather: bool = True,
         device: torch.device | None = None,
         replicate: int = 1,
-        units: Sequence[nn.Module] = (),
+        units: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)

@@ -29,7 +29,8 @@ class DataParallel:
             ``optim_grads``: gradients of units are sharded, too (ZeRO-2). ``optim_grads_params``: and their parameters
             (ZeRO-3, FSDP). Both need a model without pipeline parallelism.
         units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: the layers, found
-            automatically. Everything outside of units stays whole on every rank.
+            automatically, and the ``embed`` and ``head`` of a model with ``layers``. Everything outside of units stays
+            whole on every rank.
         gradient_dtype: dtype of the gradient buffers: ``float32`` or ``bfloat16``. None: float32, or float64 if the
             weights are float64.
         reduce_dtype: dtype of gradients during the reduction. None: that of the buffers.
@@ -106,7 +107,7 @@ class DataParallel:
         params: Sequence[ParamInfo],
         mesh: ParallelMesh,
         device: torch.device | None = None,
-        units: Sequence[nn.Module] = (),
+        units: Sequence[Sequence[nn.Module]] = (),
     ) -> DataParallelEngine:
         """An engine with these options; see :class:`~megalight.parallel.data_parallel.DataParallelEngine`."""
         return DataParallelEngine(

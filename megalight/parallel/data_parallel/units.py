@@ -1,9 +1,9 @@
 """Units: modules whose parameters or gradients are whole only while they compute.
 
-A unit is a module (a layer, usually) with the parameters that it alone holds. Units never overlap in time: in the
-forward pass, a unit begins when its module is called. In the backward pass, it begins when the gradient of its output
-is there, and ends when another unit begins or the passes end. Autograd runs all operations of a unit before, because
-these came later in the forward pass.
+A unit is a module (a layer, usually) with the parameters that it alone holds, or several such modules that share one.
+Units never overlap in time: in the forward pass, a unit begins when its module is called. In the backward pass, it
+begins when the gradient of its output is there, and ends when another unit begins or the passes end. Autograd runs all
+operations of a unit before, because these came later in the forward pass.
 
 Forward::
 
@@ -39,7 +39,8 @@ class Units:
     """Makes the contents of units come and go as their modules run.
 
     Args:
-        modules: the units, in the order of the forward pass.
+        modules: those of each unit, in the order of the forward pass. The further modules of units with several (an
+            embedding, and the head that shares its weight) come after all others.
         buckets: the sharded parameters, frozen ones too; they know their unit by ``layout.kind.unit``.
 
     Attributes:
@@ -50,27 +51,33 @@ class Units:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        modules: Sequence[Sequence[nn.Module]],
         buckets: Sequence[FlatParameters],
         gradients: UnitGradients,
         device: torch.device,
     ) -> None:
-        self.modules = modules
+        later = [(module, unit) for unit, parts in enumerate(modules) for module in parts[1:]]
+        self._order = [(parts[0], unit) for unit, parts in enumerate(modules)] + later
         self.buckets = list(buckets)
         self.gradients: UnitGradients | None = gradients
         self.residency: Residency | None = None
         if self.buckets:
             own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
             self.residency = Residency(own, device)
-        for unit, module in enumerate(modules):
+        for place, (module, _) in enumerate(self._order):
             remove_hooks(module)
             module.__dict__[HOOKS] = [
-                module.register_forward_pre_hook(self._before_forward(unit)),
-                module.register_forward_hook(self._after_forward(unit)),
+                module.register_forward_pre_hook(self._before_forward(place)),
+                module.register_forward_hook(self._after_forward(place)),
             ]
 
-    def begin_forward(self, unit: int) -> None:
-        """Make the parameters of a unit available, and start to gather those of the next one."""
+    def begin_forward(self, place: int) -> None:
+        """Make the parameters of a unit available, and start to gather those of the next one.
+
+        Args:
+            place: place of its module in the forward pass.
+        """
+        unit = self._order[place][1]
         if self.gradients is not None:
             self.gradients.close(unless=unit)  # a unit that is recomputed goes on with its backward pass
         if self.residency is None:
@@ -78,19 +85,20 @@ class Units:
         self.residency.hold(unit)
         if in_backward():
             return  # recompute inside a backward pass, which goes the other way
-        if unit + 1 < len(self.modules):
-            self._prefetch(unit + 1, unit)
+        if place + 1 < len(self._order):
+            self._prefetch(self._order[place + 1][1], unit)
         elif not torch.is_grad_enabled():  # no backward pass follows, but perhaps the next forward pass
             self._prefetch(0, unit)
 
-    def begin_backward(self, unit: int) -> None:
+    def begin_backward(self, place: int) -> None:
         """Make parameters and memory for gradients of a unit available, and start to gather the previous unit."""
+        unit = self._order[place][1]
         if self.gradients is not None:
             self.gradients.open(unit)
         if self.residency is not None:
             self.residency.hold(unit)
-            if unit:
-                self._prefetch(unit - 1, unit)
+            if place:
+                self._prefetch(self._order[place - 1][1], unit)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -115,7 +123,7 @@ class Units:
 
     def unshard(self) -> None:
         """Give all parameters memory of their own, with their values, for good."""
-        for module in self.modules:
+        for module, _ in self._order:
             remove_hooks(module)
         if self.residency is not None:
             self.residency.write_back()
@@ -128,15 +136,15 @@ class Units:
         if (unit - beside) % TURNS:
             self.residency.fetch(unit)
 
-    def _before_forward(self, unit: int) -> Any:
+    def _before_forward(self, place: int) -> Any:
         def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self.begin_forward(unit)
+            self.begin_forward(place)
 
         return begin
 
-    def _after_forward(self, unit: int) -> Any:
+    def _after_forward(self, place: int) -> Any:
         def begin_backward(gradient: Tensor) -> None:
-            self.begin_backward(unit)
+            self.begin_backward(place)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):

@@ -290,13 +290,36 @@ def test_groups_must_be_equal() -> None:
     run(_uneven_groups, 3)
 
 
+class Model(nn.Module):
+    """A model with layers between an embedding and a head, which have modules of their own or not."""
+
+    def __init__(self, tied: bool, plain: bool = False) -> None:
+        super().__init__()
+        word, out = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9, bias=False)
+        if tied:
+            out.weight = word.weight
+        self.embed: nn.Module = word if plain else nn.Sequential(word)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head: nn.Module = out if plain else nn.Sequential(nn.LayerNorm(WIDTH), out)
+
+
 def test_units_are_found() -> None:
     net = Net(3)
-    assert units_of(net) == list(net.blocks)
-    assert units_of(net, ("Linear",)) == [block.up for block in net.blocks]
-    assert units_of(net, (Block,)) == list(net.blocks)
+    assert units_of(net) == [(block,) for block in net.blocks]
+    assert units_of(net, ("Linear",)) == [(block.up,) for block in net.blocks]
+    assert units_of(net, (Block,)) == [(block,) for block in net.blocks]
     assert units_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     with pytest.raises(ConfigurationError, match=r"names 'Layer', and no outermost module of Net is one; it has Block"):
         units_of(net, ("Block", "Layer"))
-    assert sorted(set(owned_alone(net, list(net.blocks)).values())) == [0, 1, 2]
-    assert id(net.blocks[0].up.bias) not in owned_alone(net, list(net.blocks))
+    assert sorted(set(owned_alone(net, units_of(net)).values())) == [0, 1, 2]
+    assert id(net.blocks[0].up.bias) not in owned_alone(net, units_of(net))
+    for model in (Model(tied=False), Model(tied=True)):
+        tied, layers = model.head[1].weight is model.embed[0].weight, list(model.layers)
+        units = units_of(model)
+        edges = [(model.embed, model.head)] if tied else [(model.embed,), (model.head,)]
+        assert units == [edges[0], *((layer,) for layer in layers), *edges[1:]]
+        numbers = owned_alone(model, units)
+        assert len(numbers) == len(list(model.parameters())), "every parameter is in a unit"
+        assert numbers[id(model.head[1].weight)] == (0 if tied else 3)
+    bare = Model(tied=True, plain=True)
+    assert units_of(bare) == [(layer,) for layer in bare.layers], "the model itself may read the weights of the others"
