@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
+from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
 from megalight.nn.rotary import RotaryTable
 from megalight.nn.state import KeysAndValues, Slots
@@ -25,6 +26,8 @@ class InnerAttention(nn.Module):
         window: how many earlier tokens a token sees. None means all.
         softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
         dropout: probability of dropping an attention weight during training.
+        softmax: ``vanilla``; ``off-by-one``: the denominator has one more term, 1; ``learnable``: it has a term for
+            each head, the exponential of the ``sink`` in the call.
         backend: backend of the attention op.
     """
 
@@ -36,6 +39,7 @@ class InnerAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         dropout: float = 0.0,
+        softmax: str = "vanilla",
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -44,17 +48,26 @@ class InnerAttention(nn.Module):
         self.window = window
         self.softcap = softcap
         self.dropout = dropout
+        self.softmax = softmax
         self.backend = backend
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: KeysAndValues | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: PackedSequences,
+        state: KeysAndValues | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
-        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``.
+        """``q [T, H, D], k, v [Tk, Hkv, D], sink [H] -> [T, H, D]``.
 
         With a state, ``k`` and ``v`` belong to the new tokens. They are stored, and queries also see earlier tokens.
         """
         if state is not None:
             k, v = state.append(k, v)
+        if self.softmax == "off-by-one":
+            sink = q.new_zeros(q.shape[1])  # e^0 = 1
         return attention(
             q,
             k,
@@ -65,6 +78,7 @@ class InnerAttention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0,
+            sink=sink,
             backend=self.backend,
         )
 
@@ -72,6 +86,27 @@ class InnerAttention(nn.Module):
         """Return the options that are set, for printing."""
         options = {"window": self.window, "softcap": self.softcap, "dropout": self.dropout or None}
         return ", ".join([f"causal={self.causal}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
+
+
+class Sink(nn.Module):
+    """One number per head, a term of the denominator of the softmax in the form of a score.
+
+    Args:
+        num_heads: number of query heads.
+        std: standard deviation of the initial values.
+
+    Attributes:
+        offset: ``[H]``.
+    """
+
+    def __init__(self, num_heads: int, std: float) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.empty(num_heads))
+        self.initializers: dict[str, Initializer] = {"offset": Normal(std)}
+
+    def forward(self) -> Tensor:
+        """Return ``[H]``."""
+        return self.offset
 
 
 class Attention(nn.Module):
@@ -91,6 +126,7 @@ class Attention(nn.Module):
         q_norm: norm over the features of each query head, or None.
         k_norm: norm over the features of each key head, or None.
         norm_whole: the norms are over the features of all heads together.
+        sink: whether each head has a learned sink, for an inner attention with the softmax ``learnable``.
         rotary: name of the rotary table in the context. None means no rotation.
         std: standard deviation of the initial ``qkv`` weights.
         proj_std: standard deviation of the initial ``proj`` weights.
@@ -109,6 +145,7 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         norm_whole: bool = False,
+        sink: bool = False,
         rotary: str | None = None,
         std: float = 0.02,
         proj_std: float = 0.02,
@@ -122,6 +159,7 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.norm_whole = norm_whole
+        self.sink = Sink(num_heads, std) if sink else None
         self.inner = inner
         self.proj = Linear(num_heads * head_dim, hidden_size, bias=proj_bias, std=proj_std)
 
@@ -139,7 +177,8 @@ class Attention(nn.Module):
         """``[T, h] -> [T, h]``. The inner attention gets the state. ``memory`` is unused: it is for cross attention."""
         table = None if self.rotary is None else context.rotary[self.rotary]
         q, k, v = self._heads(self.qkv(hidden), table)
-        mixed: Tensor = self.inner(q, k, v, context.sequences, state)
+        sink = () if self.sink is None else (self.sink(),)
+        mixed: Tensor = self.inner(q, k, v, context.sequences, state, *sink)
         projected: Tensor = self.proj(mixed.flatten(1))
         return projected
 

@@ -33,6 +33,7 @@ STYLES = {
         "mixer_pattern": ("latent_attention",),
         "latent": LatentConfig(kv_rank=10, q_rank=14, head_dim=6, rotary_dim=4, value_dim=7),
     },
+    "sinks": {"attention": AttentionConfig(softmax="learnable", window=4, window_pattern=2)},
     "capped": {"attention": AttentionConfig(softcap=2.0)},
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]

@@ -34,6 +34,10 @@ def test_windows_follow_the_pattern():
     attention = AttentionConfig(window=7, window_pattern=[True, True, False])
     assert [attention.window_of(i) for i in range(5)] == [7, 7, None, 7, 7]
     assert AttentionConfig().window_of(0) is None
+    every = AttentionConfig(window=7, window_pattern=3)  # each third layer has none
+    assert [every.window_of(i) for i in range(6)] == [7, 7, None, 7, 7, None]
+    assert AttentionConfig(window=7, window_pattern=1).window_of(0) is None
+    assert every == AttentionConfig(window=7, window_pattern=[True, True, False])
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,8 @@ def test_windows_follow_the_pattern():
         ({"attention": {"softcap": -1.0}}, r"attention\.softcap is -1"),
         ({"attention": {"scale": 0.0}}, r"attention\.scale is 0"),
         ({"attention": {"window_pattern": []}}, "window_pattern is empty"),
+        ({"attention": {"window_pattern": 0}}, "it must be at least 1, or a list"),
+        ({"attention": {"softmax": "learned"}}, "Did you mean 'learnable'"),
         ({"dropout": {"hidden": 1.0}}, r"dropout\.hidden is 1.0"),
         ({"init": {"std": 0.0}}, r"init\.std is 0.0"),
     ],

@@ -32,6 +32,8 @@ PUBLISHED_PARAMETERS = {
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v3": 671_026_404_352,
     "kimi_k2": 1_026_408_209_408,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 PUBLISHED_ACTIVE = {
     "mixtral_8x7b": 12.9,

@@ -18,10 +18,13 @@ from megalight.parallel.graphs.inspection import Inspection
 from megalight.types import PackedSequences
 
 TOTALS, BOUND = [5, 2, 7], 8
+SINK = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2, "softcap": 1.5}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": 2, "softcap": 1.5}, {"scale": 0.3}, {"sink": SINK}], ids=str
+)
 def test_equals_attention_to_the_keys_that_are_there(length: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     q = torch.randn(3 * length, 4, 6, dtype=torch.float64)

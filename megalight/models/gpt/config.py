@@ -88,6 +88,9 @@ class AttentionConfig:
         softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
         window: how many earlier tokens a token sees in layers with a window. None: no layer has a window.
         window_pattern: which layers have a window, repeated over the depth: ``[true, false]`` means every other layer.
+            A number ``n`` means all but each ``n``-th.
+        softmax: ``vanilla``; ``off-by-one`` (the denominator has one more term, 1); ``learnable`` (each head has a
+            learned one, a sink, as in GPT-OSS).
     """
 
     qkv_bias: bool = False
@@ -97,10 +100,16 @@ class AttentionConfig:
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
-    window_pattern: tuple[bool, ...] = (True,)
+    window_pattern: tuple[bool, ...] | int = (True,)
+    softmax: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "window_pattern", tuple(self.window_pattern))
+        every = self.window_pattern
+        if isinstance(every, int):
+            require(every >= 1, f"attention.window_pattern is {every}; it must be at least 1, or a list.")
+            object.__setattr__(self, "window_pattern", (True,) * (every - 1) + (False,))
+        require_choice("attention.softmax", self.softmax, ("vanilla", "off-by-one", "learnable"))
+        object.__setattr__(self, "window_pattern", tuple(self.windowed))
         require(
             self.qk_norm or not self.qk_norm_whole,
             "attention.qk_norm_whole=true without attention.qk_norm; set both, or neither.",
@@ -114,13 +123,17 @@ class AttentionConfig:
             self.window is None or self.window >= 0,
             f"attention.window is {self.window}; it must be at least 0, or null.",
         )
-        require(
-            bool(self.window_pattern), "attention.window_pattern is empty; give one entry per layer of the pattern."
-        )
+        require(bool(self.windowed), "attention.window_pattern is empty; give one entry per layer of the pattern.")
 
     def window_of(self, layer: int) -> int | None:
         """Return the window of the layer with this index, or None."""
-        return self.window if self.window_pattern[layer % len(self.window_pattern)] else None
+        return self.window if self.windowed[layer % len(self.windowed)] else None
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """The pattern as entries, also where it was a number."""
+        assert not isinstance(self.window_pattern, int)
+        return self.window_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +281,10 @@ class GPTConfig(ModelConfig):
             "both out.",
         )
         attention = self.attention
+        require(
+            attention.softmax != "learnable",
+            "attention.softmax is learnable with latent attention, which has no sinks; choose vanilla or off-by-one.",
+        )
         require(
             not (attention.qkv_bias or attention.proj_bias or attention.qk_norm) and self.position.fraction == 1,
             "attention.qkv_bias, attention.proj_bias, attention.qk_norm and position.fraction have no meaning in "

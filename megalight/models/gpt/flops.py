@@ -52,6 +52,8 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
         attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.attention.proj_bias:
         attention += config.hidden_size
+    if config.attention.softmax == "learnable":
+        attention += config.num_heads
     if config.latent is not None:
         attention = (config.latent.q_rank or 0) + config.latent.kv_rank  # norms of the latents
     wide = 2 if is_gated(config.activation) else 1

@@ -65,6 +65,7 @@ def build_inner(config: GPTConfig, index: int, scale: float | None) -> InnerAtte
         window=config.attention.window_of(index),
         softcap=config.attention.softcap,
         dropout=config.dropout.attention,
+        softmax=config.attention.softmax,
         backend=config.backends.attention,
     )
 
@@ -84,6 +85,7 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
         q_norm=build_norm(config, config.head_dim * (config.num_heads if whole else 1)) if normed else None,
         k_norm=build_norm(config, config.head_dim * (config.num_kv_heads if whole else 1)) if normed else None,
         norm_whole=whole,
+        sink=config.attention.softmax == "learnable",
         rotary=ROTARY if config.position.rotates(index) else None,
         std=config.init.std,
         proj_std=config.residual_std,

@@ -29,6 +29,7 @@ RULES = Plan(
         "*embed.position": SequenceRegion(split_input=True),
         "*.attention.qkv": Column(),
         "*.attention.[qk]_norm": HeadRegion(),
+        "*.attention.sink": Channels(),
         "*.attention.proj": Row(),
         # latents are small, so every rank computes them whole, of its share of the tokens
         "*.attention.*_down": SequenceRegion(),

@@ -185,6 +185,39 @@ def kimi_k2() -> GPTConfig:
     )
 
 
+def gpt_oss(num_layers: int, num_experts: int) -> GPTConfig:
+    """Configure GPT-OSS (https://huggingface.co/openai): sinks, every other layer with a window, biases everywhere."""
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_hidden_size=2880,
+        vocab_size=201088,
+        max_sequence_length=131072,
+        activation="quick_geglu",
+        norm=NormConfig(eps=1e-5),
+        position=PositionConfig(
+            base=150000.0, scaling=RotaryScaling("yarn", 32.0, original_length=4096, round_range=False)
+        ),
+        attention=AttentionConfig(
+            qkv_bias=True,
+            proj_bias=True,
+            softmax="learnable",
+            window=127,  # and the token itself
+            window_pattern=(True, False),
+        ),
+        moe=MoEConfig(
+            num_experts=num_experts,
+            router=RouterConfig(top_k=4, bias=True),
+            bias=True,
+            glu_offset=1.0,
+            clamp=7.0,
+        ),
+    )
+
+
 for _name, _config in {
     "gpt2_small": gpt2(12, 768, 12),
     "gpt2_medium": gpt2(24, 1024, 16),
@@ -208,5 +241,7 @@ for _name, _config in {
     "olmoe_1b_7b": olmoe(),
     "deepseek_v3": deepseek_v3(),
     "kimi_k2": kimi_k2(),
+    "gpt_oss_20b": gpt_oss(24, 32),
+    "gpt_oss_120b": gpt_oss(36, 128),
 }.items():
     PRESETS.register(_name)(_config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import bounded, cudnn, reference, sdpa, varlen
+from megalight.ops.attention import bounded, cudnn, reference, sdpa, sink, varlen
 from megalight.ops.common import cuda_why_not, heads_why_not, serve_all
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -30,6 +30,7 @@ class Spec(NamedTuple):
         window: whether a query sees only a limited number of earlier keys.
         softcap: whether scores are capped.
         dropout: whether attention weights are dropped.
+        sink: whether the softmax has sinks.
     """
 
     device: str
@@ -43,15 +44,18 @@ class Spec(NamedTuple):
     window: bool
     softcap: bool
     dropout: bool
+    sink: bool
 
 
 ATTENTION: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("attention")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION,)
-EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, True, True, True, False, False, False)
+EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, True, True, True, False, False, False, False)
 
 
 def _sdpa_why_not(spec: Spec) -> str | None:
-    return "has no soft cap on scores" if spec.softcap else None
+    if spec.softcap:
+        return "has no soft cap on scores"
+    return "has no sinks" if spec.sink else None
 
 
 def _kernel_why_not(spec: Spec, widest: int) -> str | None:
@@ -76,9 +80,20 @@ def _varlen_why_not(spec: Spec) -> str | None:
     return _kernel_why_not(spec, 256)
 
 
+def _block_why_not(spec: Spec) -> str | None:
+    if not spec.sink:
+        return "serves attention with sinks only: others are faster without"
+    if not spec.square:
+        return "has no bottom-right causal mask"
+    if spec.softcap:
+        return "has no soft cap on scores"
+    return "has no dropout" if spec.dropout else None
+
+
 ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
 ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
 ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
+ATTENTION.register(Backend("block", sink.attention, 5, _block_why_not))
 ATTENTION.register(Backend("reference", reference.attention, 0, serve_all))
 
 
@@ -98,6 +113,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sink: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` within each sequence.
@@ -113,6 +129,8 @@ def attention(
         window: number of earlier tokens that a query sees besides itself. None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         dropout: probability to drop a weight. Pass 0 outside of training.
+        sink: ``[H]``: the denominator of a head's softmax has one more term, ``e^sink``. So weights add up to less
+            than 1 (https://arxiv.org/abs/2309.17453). None: no sink.
         backend: name of a backend.
 
     Returns:
@@ -140,7 +158,7 @@ def attention(
                 "the lengths of these keys are known only on the device. Only the reference backend serves them, "
                 f"without dropout; backend is {backend!r}, dropout {dropout}."
             )
-        return bounded.attention(q, k, v, sequences, causal, scale, window, softcap)
+        return bounded.attention(q, k, v, sequences, causal, scale, window, softcap, sink)
     spec = Spec(
         q.device.type,
         q.dtype,
@@ -153,5 +171,8 @@ def attention(
         window is not None,
         softcap is not None,
         dropout > 0,
+        sink is not None,
     )
-    return _choose(spec, backend)(q, k, v, sequences, causal, scale, window, softcap, dropout)
+    # backends that have no sinks do not take one
+    more = () if sink is None else (sink,)
+    return _choose(spec, backend)(q, k, v, sequences, causal, scale, window, softcap, dropout, *more)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
+from megalight.ops.attention.reference import softmax
 from megalight.ops.common import wide
 from megalight.types import PackedSequences
 
@@ -21,6 +22,7 @@ def attention(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Queries are the last of the tokens that are there. Shapes follow from the bound: such a step can be recorded.
 
@@ -46,6 +48,6 @@ def attention(
     allowed = index <= places if causal else index < present
     if window is not None:
         allowed = allowed & (index >= places - window)
-    weights = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+    weights = softmax(scores.masked_fill(~allowed[:, None], -torch.inf), sink)
     value = value.masked_fill((index >= present).transpose(1, 2)[:, None], 0)  # 0 times what was never written
     return (weights @ value).transpose(1, 2).reshape(len(q), q.shape[1], -1).to(q.dtype)

@@ -29,6 +29,15 @@ def mask(length: int, keys: int, causal: bool, window: int | None, device: torch
     return allowed
 
 
+def softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax of ``scores [..., H, Tq, Tk]``; ``e^sink`` of each head ``[H]`` is one more term of the denominator."""
+    if sink is None:
+        return scores.softmax(-1)
+    # a last column, which has no value; so the maximum that is subtracted includes it
+    column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -39,6 +48,7 @@ def attention(
     window: int | None,
     softcap: float | None,
     dropout: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attention of one sequence after the other, with the whole score matrix."""
     keys = sequences.keys or sequences
@@ -58,6 +68,6 @@ def attention(
         allowed = mask(q_i.shape[0], k_i.shape[0], causal, window, q.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
-        weights = F.dropout(scores.softmax(-1), dropout)
+        weights = F.dropout(softmax(scores, sink), dropout)
         outputs.append((weights @ value).transpose(0, 1).to(q.dtype))
     return torch.cat(outputs)

@@ -30,6 +30,7 @@ class Spec(NamedTuple):
         value_dim: size of a value head.
         dense: whether the rows of the batch are sequences of equal length. If not, sequences are packed.
         single: whether each sequence has only one query or one key.
+        window: whether a query sees only a limited number of earlier keys.
     """
 
     device: str
@@ -38,6 +39,7 @@ class Spec(NamedTuple):
     value_dim: int
     dense: bool
     single: bool
+    window: bool
 
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -46,7 +48,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 ATTENTION_BLOCK: BackendRegistry[Spec, Forward] = BackendRegistry("attention_block")
 ATTENTION_BLOCK_BACKWARD: BackendRegistry[Spec, Backward] = BackendRegistry("attention_block_backward")
 REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD)
-EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, False)
+EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128, True, False, False)
 
 
 def _kernel_why_not(spec: Spec, widest: int) -> str | None:
@@ -60,6 +62,8 @@ def _cudnn_why_not(spec: Spec) -> str | None:
         return "needs equally long sequences"
     if spec.single:
         return "needs at least two queries and two keys per sequence"
+    if spec.window:
+        return "has no window"
     return _kernel_why_not(spec, 128) or (
         None if torch._C._get_cudnn_sdp_enabled() else "torch.backends.cuda.enable_cudnn_sdp(False) switched it off"
     )
@@ -82,7 +86,7 @@ def _choose(registry: BackendRegistry[Spec, Callable[..., Any]], spec: Spec, bac
     return registry.select(spec, backend).fn
 
 
-def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool) -> Spec:
+def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, window: int | None) -> Spec:
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         raise LayoutError(
@@ -95,7 +99,7 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, ca
         )
     dense = sequences is None
     single = dense and min(q.shape[1], k.shape[1]) < 2
-    return Spec(q.device.type, q.dtype, q.shape[-1], v.shape[-1], dense, single)
+    return Spec(q.device.type, q.dtype, q.shape[-1], v.shape[-1], dense, single, window is not None)
 
 
 def block_attention(
@@ -106,6 +110,7 @@ def block_attention(
     *,
     causal: bool,
     scale: float | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute ``softmax(q k^T * scale) v`` over these keys, and the log-sum-exp of the scores. Not differentiable.
@@ -120,6 +125,7 @@ def block_attention(
             the batch is a sequence.
         causal: whether query ``i`` sees only keys up to ``i``. The numbers of queries and keys must then be equal.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
+        window: number of earlier keys that a query sees besides its own; for causal blocks. None: all.
         backend: name of a backend.
 
     Returns:
@@ -129,8 +135,8 @@ def block_attention(
         LayoutError: the numbers of heads do not divide, or a causal block is not square.
         BackendError: no backend can serve, or the named one cannot.
     """
-    fn = _choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal), backend)
-    result: tuple[Tensor, Tensor] = fn(q, k, v, sequences, causal, scale)
+    fn = _choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal, window), backend)
+    result: tuple[Tensor, Tensor] = fn(q, k, v, sequences, causal, scale, window)
     return result
 
 
@@ -145,6 +151,7 @@ def block_attention_backward(
     *,
     causal: bool,
     scale: float | None = None,
+    window: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what a block adds to the gradients of queries, keys and values.
@@ -161,6 +168,7 @@ def block_attention_backward(
         sequences: how packed tokens divide into sequences.
         causal: whether query ``i`` sees only keys up to ``i``.
         scale: factor on scores.
+        window: number of earlier keys that a query sees besides its own.
         backend: name of a backend.
 
     Returns:
@@ -170,6 +178,6 @@ def block_attention_backward(
         LayoutError: as in :func:`block_attention`.
         BackendError: no backend can serve, or the named one cannot.
     """
-    fn = _choose(ATTENTION_BLOCK_BACKWARD, _spec(q, k, v, sequences, causal), backend)
-    result: tuple[Tensor, Tensor, Tensor] = fn(grad_out, q, k, v, out, lse, sequences, causal, scale)
+    fn = _choose(ATTENTION_BLOCK_BACKWARD, _spec(q, k, v, sequences, causal, window), backend)
+    result: tuple[Tensor, Tensor, Tensor] = fn(grad_out, q, k, v, out, lse, sequences, causal, scale, window)
     return result

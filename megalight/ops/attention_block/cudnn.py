@@ -17,7 +17,13 @@ aten = torch.ops.aten
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a block; tensors ``[B, S, H, D]`` are viewed as ``[B, H, S, D]``."""
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
@@ -36,6 +42,7 @@ def backward(
     sequences: PackedSequences | None,
     causal: bool,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block, from the merged ``out`` and ``lse``."""
     # `out` and `lse` are those over all blocks: exp(S - lse) is then this block's share of the whole softmax.

@@ -28,10 +28,10 @@ def _factor(scale: float | None, head_dim: int) -> float:
     return 1 / math.sqrt(head_dim) if scale is None else scale
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, factor: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, causal: bool, factor: float, window: int | None) -> Tensor:
     """``[H, S, Sk]``: the scores; minus infinity where a query does not see a key."""
     scores = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * factor
-    allowed = mask(query.shape[1], key.shape[1], causal, None, query.device)
+    allowed = mask(query.shape[1], key.shape[1], causal, window, query.device)
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
@@ -43,7 +43,13 @@ def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, one sequence after the other."""
     lengths, key_lengths = _lengths(sequences)
@@ -51,7 +57,7 @@ def forward(
     for query, key, value in zip(
         _sequences(q, lengths), _sequences(k, key_lengths), _sequences(v, key_lengths), strict=True
     ):
-        scores = _scores(query, key, causal, factor)
+        scores = _scores(query, key, causal, factor, window)
         sums.append(scores.logsumexp(-1))
         weights = (scores - sums[-1][..., None]).exp()
         outputs.append(weights @ value.repeat_interleave(query.shape[0] // value.shape[0], 0))
@@ -68,6 +74,7 @@ def backward(
     sequences: PackedSequences | None,
     causal: bool,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block, one sequence after the other.
 
@@ -81,7 +88,7 @@ def backward(
     per_key = zip(*(_sequences(t, key_lengths) for t in (k, v)), strict=True)
     for (grad, query, output, logs), (key, value) in zip(per_query, per_key, strict=True):
         repeats = query.shape[0] // key.shape[0]
-        weights = (_scores(query, key, causal, factor) - logs[..., None]).exp()
+        weights = (_scores(query, key, causal, factor, window) - logs[..., None]).exp()
         pulled = grad @ value.repeat_interleave(repeats, 0).mT - (grad * output).sum(-1, keepdim=True)
         slopes = weights * pulled * factor
         grads[0].append(slopes @ key.repeat_interleave(repeats, 0))

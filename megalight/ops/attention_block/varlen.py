@@ -21,16 +21,29 @@ def _packing(q: Tensor, k: Tensor, sequences: PackedSequences | None) -> tuple[A
     return sequences.cu_seqlens, keys.cu_seqlens, max(2, sequences.max_length), keys.max_length
 
 
+def _options(causal: bool, scale: float | None, window: int | None) -> dict[str, Any]:
+    """Return the options of the kernel. With a window, that and not the causal flag hides later keys."""
+    if window is None:
+        return {"scale": scale}
+    return {"scale": scale, "window_size_left": window, "window_size_right": 0 if causal else -1}
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all sequences in one kernel."""
-    packing = _packing(q, k, sequences)
+    packing, plain, options = _packing(q, k, sequences), causal and window is None, _options(causal, scale, window)
     if sequences is None:
-        out, lse, *_ = aten._flash_attention_forward(q, k, v, *packing, 0.0, causal, False, scale=scale)
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, *packing, 0.0, plain, False, **options)
         return out, lse
     # Packed tensors are `[T, H, D]` for the kernel; the batch dim of 1 is ours.
-    out, lse, *_ = aten._flash_attention_forward(q[0], k[0], v[0], *packing, 0.0, causal, False, scale=scale)
+    out, lse, *_ = aten._flash_attention_forward(q[0], k[0], v[0], *packing, 0.0, plain, False, **options)
     return out[None], lse[None]
 
 
@@ -44,14 +57,16 @@ def backward(
     sequences: PackedSequences | None,
     causal: bool,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block."""
     packing, lse, no_dropout = _packing(q, k, sequences), lse.contiguous(), lse.new_empty(0)
+    plain, options = causal and window is None, _options(causal, scale, window)
     # As in the other backends, `out` and `lse` are merged over all blocks.
     tensors = (grad_out, q, k, v, out, lse)
     if sequences is None:
-        grads = aten._flash_attention_backward(*tensors, *packing, 0.0, causal, no_dropout, no_dropout, scale=scale)
+        grads = aten._flash_attention_backward(*tensors, *packing, 0.0, plain, no_dropout, no_dropout, **options)
         return grads[0], grads[1], grads[2]
     rows = (t[0] for t in tensors)
-    grads = aten._flash_attention_backward(*rows, *packing, 0.0, causal, no_dropout, no_dropout, scale=scale)
+    grads = aten._flash_attention_backward(*rows, *packing, 0.0, plain, no_dropout, no_dropout, **options)
     return grads[0][None], grads[1][None], grads[2][None]

@@ -49,22 +49,29 @@ class ContextAttention(nn.Module):
         return self.inner.dropout
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: KeysAndValues | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: PackedSequences,
+        state: KeysAndValues | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
-        """``q [T, H, D], k, v [Tk, Hkv, D] -> [T, H, D]``. Only whole sequences have a state.
+        """``q [T, H, D], k, v [Tk, Hkv, D], sink [H] -> [T, H, D]``. Only whole sequences have a state.
 
         Raises:
             LayoutError: the sequences were cut for another number of ranks.
         """
         if sequences.context is None:
-            out: Tensor = self.inner(q, k, v, sequences, state)
+            out: Tensor = self.inner(q, k, v, sequences, state, sink)
             return out
         if sequences.context.size != self.groups.mesh.cp:
             raise LayoutError(
                 f"{self.name}: the sequences are cut into {sequences.context.size} shares, but "
                 f"cp={self.groups.mesh.cp}; cut them with zigzag(rank, size=cp)."
             )
-        return self._choose((q.shape[1], k.shape[1]))(self.inner, q, k, v, sequences, self.groups)
+        more = () if sink is None else (sink,)  # only kinds that serve sinks are chosen then
+        return self._choose((q.shape[1], k.shape[1]))(self.inner, q, k, v, sequences, self.groups, *more)
 
     def _choose(self, heads: tuple[int, int] | None) -> Attend:
         if heads not in self._chosen:
@@ -77,6 +84,7 @@ class ContextAttention(nn.Module):
                 window=inner.window is not None,
                 softcap=inner.softcap is not None,
                 dropout=inner.dropout > 0,
+                softmax=inner.softmax,
                 backend=inner.backend,
             )
             self._chosen[heads] = choose(self.name, spec, self.kind).fn

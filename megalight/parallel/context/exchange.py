@@ -22,6 +22,8 @@ from megalight.types import PackedSequences
 
 def why_not(spec: ContextSpec) -> str | None:
     """Return why it cannot serve a layer, or None: the ranks must divide the heads."""
+    if spec.softmax == "learnable":
+        return "does not exchange learned sinks with their heads"
     return heads_why_not(spec, spec.cp)
 
 

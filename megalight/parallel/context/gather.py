@@ -28,9 +28,15 @@ def why_not(spec: ContextSpec) -> str | None:
 
 
 def attend(
-    inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
+    inner: InnerAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    groups: ContextGroups,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D], sink [H] -> [T, H, D]``."""
     share = sequences.context
     assert share is not None
     layout = share.once(("dense_gather", inner.causal), dense_gather.layout_of, sequences, share, inner.causal)
@@ -44,14 +50,15 @@ def attend(
     # A row is selected at most twice. So its gradient is a sum of two terms, which does not depend on their order.
     taken = torch.split(everything.index_select(0, rows), [k[0].numel(), v[0].numel()], 1)
     keys, values = (part.view(len(rows), *x.shape[1:]) for part, x in zip(taken, (k, v), strict=True))
-    out: Tensor = inner(q, keys, values, chunks)
+    out: Tensor = inner(q, keys, values, chunks, None, sink)
     return out
 
 
 def _plain(inner: InnerAttention) -> bool:
     """Return whether block attention has all the features that the layer needs."""
     dropped = inner.dropout > 0 and inner.training
-    return inner.window is None and inner.softcap is None and not dropped and inner.backend in ("auto", "cudnn")
+    added = inner.softmax != "vanilla" or inner.window is not None or inner.softcap is not None
+    return not added and not dropped and inner.backend in ("auto", "cudnn")
 
 
 def _chunks(

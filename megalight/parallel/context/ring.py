@@ -34,6 +34,8 @@ def why_not(spec: ContextSpec) -> str | None:
         return "has no soft cap on scores"
     if spec.dropout:
         return "has no dropout of attention weights"
+    if spec.softmax != "vanilla":
+        return "has no sinks"
     for registry in REGISTRIES:
         if spec.backend not in ("auto", *registry.names):
             known = ", ".join(registry.names)

@@ -24,6 +24,7 @@ class ContextSpec:
         window: whether a query sees only a limited number of earlier keys.
         softcap: whether scores are capped.
         dropout: whether attention weights are dropped in training.
+        softmax: ``vanilla``, or one of the kinds with sinks.
         backend: the layer's backend of the attention op.
     """
 
@@ -34,6 +35,7 @@ class ContextSpec:
     window: bool
     softcap: bool
     dropout: bool
+    softmax: str
     backend: str
 
 

@@ -41,6 +41,8 @@ class Release:
 
     def why_not(self, spec: Spec) -> str | None:
         """Return why this release cannot serve, or None."""
+        if spec.sink:
+            return "has no sinks"
         if spec.dropout and not self.dropout:
             return "has no dropout"
         if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:

@@ -24,6 +24,8 @@ def why_not(spec: Spec) -> str | None:
     """Return why it cannot serve attention, or None."""
     if spec.softcap:
         return "has no soft cap on scores"
+    if spec.sink:
+        return "has no sinks"
     if spec.window and not spec.causal:
         return "has a window with causal attention only"
     if spec.dtype not in HALF:
