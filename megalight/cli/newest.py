@@ -74,6 +74,16 @@ def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
         raise _none(places)
 
 
+def check_is_one(path: Path) -> None:
+    """Raise :class:`CheckpointError` if a path is no finished checkpoint. This takes no torch, unlike opening it."""
+    try:
+        manifests.read(publish.resolve(path))
+    except CheckpointError as error:
+        other = publish.latest(path.parent)
+        hint = "" if other is None else f" The newest finished checkpoint beside it is {other}."
+        raise type(error)(f"{error}{hint}") from error
+
+
 def _none(places: Iterable[Path]) -> CheckpointError:
     return CheckpointError(
         f"--ckpt_path=last: there is no finished checkpoint under {', '.join(map(str, places))}. Give the path of one, "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalight.cli.signatures import Source
-from megalight.errors import ConfigurationError, MissingCheckpointError
+from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_at_least_one, check_degrees, check_timeout
 
 Values = Mapping[str, Any]
@@ -79,16 +79,13 @@ def _check_checkpoint(verb: str, values: Values) -> None:
     """Check that there is a checkpoint."""
     from pathlib import Path
 
-    from megalight.checkpoint import publish
     from megalight.cli import newest
 
     wanted = values.get("ckpt_path")
     if not isinstance(wanted, str) or wanted in newest.LIGHTNINGS or wanted == "auto":
         return
-    if wanted != "last" and "://" not in wanted and not publish.resolve(Path(wanted)).exists():
-        other = publish.latest(Path(wanted).parent)
-        hint = "" if other is None else f" The newest finished checkpoint beside it is {other}."
-        raise MissingCheckpointError(f"--ckpt_path={wanted}: there is nothing at this path.{hint}")
+    if wanted != "last" and "://" not in wanted and not Path(wanted).exists():
+        newest.check_is_one(Path(wanted))
     callbacks = [
         value for key, value in values.items() if key.startswith("trainer.callbacks") and key.endswith("dirpath")
     ]

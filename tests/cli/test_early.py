@@ -56,7 +56,7 @@ MISTAKES = [
     (["--data.global_batch_size=0"], ["global_batch_size is 0"]),
     (["--data.seqence_length=1"], ["'data.seqence_length'", "'sequence_length'"]),
     ([], ["absent/text.bin does not exist", "megalight prepare"]),
-    (["--ckpt_path=absent.ckpt", "--data.data=null"], ["absent.ckpt", "nothing at this path"]),
+    (["--ckpt_path=absent.ckpt", "--data.data=null"], ["absent.ckpt", "nothing is there"]),
     (["--ckpt_path=last", "--data.data=null"], ["--ckpt_path=last", "no finished checkpoint"]),
 ]
 PROBE = """

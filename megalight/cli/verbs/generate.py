@@ -35,14 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion."""
-    import torch
-
-    from megalight.cli.newest import newest_in
-    from megalight.inference import TextGenerator
+    from megalight.cli.newest import check_is_one, newest_in
 
     path = newest_in(arguments.checkpoint)
     if path != arguments.checkpoint:
         print(f"reading {path}", file=sys.stderr)
+    if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
+        check_is_one(path)
+
+    import torch  # after the checks: importing it takes seconds
+
+    from megalight.inference import TextGenerator
+
     prompts = arguments.prompt or [sys.stdin.read()]
     writer = TextGenerator.from_checkpoint(
         path,

@@ -1,0 +1,135 @@
+"""Twenty typical mistakes: each must end with one screen of text and an exit code, and soon.
+
+python benchmarks/mistakes.py                                      # prints a table
+python benchmarks/mistakes.py --out benchmarks/results/mistakes.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SCREEN = 20
+"""Lines of one screen."""
+
+TARGET = 3.0
+"""Seconds after which a user has looked away."""
+
+RECIPE = """
+trainer: {default_root_dir: runs, max_steps: 6, accelerator: cpu, devices: 1}
+model:
+  class_path: megalight.models.gpt.GPTModule
+  init_args:
+    config: {num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 300, max_sequence_length: 64}
+    optimizer: {lr: 1.0e-3}
+data:
+  class_path: megalight.data.gpt.module.GPTDataModule
+  init_args: {data: data/text, global_batch_size: 4, sequence_length: 64}
+"""
+FILES = {
+    "r.yaml": RECIPE,
+    "twice.yaml": "trainer:\n  max_steps: 3\n  max_steps: 4\n",
+    "broken.yaml": "trainer: [1\nmodel: 2\n",
+    "empty.txt": "",
+    "text.txt": "to be or not to be that is the question " * 500,
+}
+RUN = "fit -c r.yaml"
+MISTAKES = {
+    "nothing but the verb": "fit",
+    "misspelt verb": "fti -c r.yaml",
+    "missing file": "fit -c recipe.yaml",
+    "broken YAML": f"{RUN} -c broken.yaml",
+    "key twice": f"{RUN} -c twice.yaml",
+    "misspelt option": f"{RUN} --trainer.max_step=3",
+    "option without its section": f"{RUN} --max_steps=3",
+    "misspelt option of the strategy": f"{RUN} --trainer.strategy.tensor_paralel=2",
+    "misspelt option of the model": f"{RUN} --model.config.num_layer=3",
+    "word for a number": f"{RUN} --model.config.hidden_size=big",
+    "unknown choice": f"{RUN} --trainer.precision=bf16mixed",
+    "sequence parallel alone": f"{RUN} --trainer.strategy.sequence_parallel=true",
+    "negative clipping": f"{RUN} --trainer.gradient_clip_val=-1",
+    "data that is not there": f"{RUN} --data.data=data/txt",
+    "negative number of readers": f"{RUN} --data.num_workers=-1",
+    "checkpoint that is not there": f"{RUN} --ckpt_path=runs/last.ckpt",
+    "nothing to resume": f"{RUN} --ckpt_path=last",
+    "wrong class": f"{RUN} --model=megalight.models.gpt.module.GPTModul",
+    "empty corpus": "prepare empty.txt -o data/x --train-tokenizer",
+    "no checkpoint to sample from": "generate runs --prompt hello",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one mistake."""
+
+    name: str
+    words: str
+    code: int
+    lines: int
+    seconds: float
+    cpu_seconds: float
+    first: str
+
+    @property
+    def good(self) -> bool:
+        """Whether the command ended with an error, on one screen, without a traceback."""
+        return self.code not in (0, 1) and 0 < self.lines <= SCREEN and "Traceback" not in self.first
+
+
+def measure(name: str, words: str, folder: Path) -> Row:
+    """Make one mistake."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    run = subprocess.run(
+        [sys.executable, "-m", "megalight", *words.split()], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    text = run.stderr.strip().splitlines()
+    shown = "Traceback" if "Traceback" in run.stderr else text[0] if text else ""
+    return Row(name, words, run.returncode, len(text), seconds, cpu, shown)
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows in Markdown."""
+    lines = ["| mistake | command | exit | lines | seconds | CPU seconds |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        figures = f"{row.code} | {row.lines} | {row.seconds:.1f} | {row.cpu_seconds:.1f}"
+        lines.append(f"| {row.name} | `megalight {row.words}` | {figures} |")
+    slow = [row.name for row in rows if row.cpu_seconds > TARGET]
+    verdict = f"Above {TARGET:g} CPU seconds: {', '.join(slow)}." if slow else f"None takes {TARGET:g} CPU seconds."
+    return "\n".join([*lines, "", verdict])
+
+
+def main() -> int:
+    """Make all mistakes; return 1 if one is not answered as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for name, text in FILES.items():
+            (folder / name).write_text(text)
+        prepare = "prepare text.txt -o data/text --train-tokenizer --vocab-size=280 --workers=1 -q"
+        subprocess.run([sys.executable, "-m", "megalight", *prepare.split()], cwd=folder, check=True)
+        rows = [measure(name, words, folder) for name, words in MISTAKES.items()]
+    text = table(rows)
+    print(text)
+    if arguments.out is not None:
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        head = f"# Twenty typical mistakes\n\nMade by `python benchmarks/mistakes.py` ({machine}).\n\n"
+        arguments.out.write_text(head + text + "\n")
+    bad = [f"{row.name}: exit {row.code}, {row.lines} lines: {row.first}" for row in rows if not row.good]
+    print("\n".join(bad), file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
