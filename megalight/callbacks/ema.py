@@ -24,8 +24,8 @@ class EMA(pl.Callback):
 
     Each rank averages its shard of the fp32 master weights. This takes one more fp32 number per parameter over all
     data-parallel ranks together, and no communication. The average is saved by canonical name, so a run may resume with
-    another parallel layout. Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` need whole parameters, so
-    ``MegatronStrategy`` refuses them.
+    another parallel layout. Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` need whole parameters on
+    every rank.
 
     Args:
         decay: in [0, 1). The average covers about the last ``every_n_steps / (1 - decay)`` steps.

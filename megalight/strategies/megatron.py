@@ -218,11 +218,16 @@ class MegatronStrategy(FolderCheckpoints):
         trainer = _lightning.trainer_of(model)
         if trainer is not None:  # without one there is nothing to check yet
             if trainer.state.fn == TrainerFn.FITTING:
-                ordinary.check_manual(self, model)
+                ordinary.check_early(self, model)
             refusals.check_callbacks(trainer)
         if model is not self._setup_of:
             self._setup_of = None
         super().connect(model)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether checkpoints are read after :meth:`setup`: callbacks that average write weights when they are read."""
+        return self.lightning_module is not None and ordinary.averager(self.lightning_module) is not None
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -398,7 +403,7 @@ class MegatronStrategy(FolderCheckpoints):
             return
         raise ConfigurationError(
             "something called backward on MegatronStrategy, whose training_step has done it already; a callback that "
-            "toggles Lightning's backward (StochasticWeightAveraging does) cannot be used with it."
+            "toggles Lightning's backward cannot be used with it."
         )
 
     def validation_step(self, *args: Any) -> Any:

@@ -1,7 +1,8 @@
 """Optimization on ordinary parameters, for what cannot step on shards: each rank then holds the whole model.
 
-Manual optimization, several optimizers, and optimizers that are not element-wise run in Lightning's own loop, on the
-parameters and gradients of the user's module. When an optimizer steps, its gradients are averaged over the replicas.
+Manual optimization, several optimizers, optimizers that are not element-wise, and callbacks that average the weights of
+the module run in Lightning's own loop, on the parameters and gradients of the user's module. When an optimizer steps,
+its gradients are averaged over the replicas.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,30 +25,36 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 
 def is_needed(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether the optimizers cannot step on shards."""
-    return not module.automatic_optimization or not all(map(is_elementwise, optimizers)) or len(optimizers) > 1
+    """Return whether the optimizers, or a callback, cannot work on shards."""
+    return (
+        not module.automatic_optimization
+        or len(optimizers) > 1
+        or not all(map(is_elementwise, optimizers))
+        or averager(module) is not None
+    )
 
 
-def check_manual(strategy: MeshStrategy, module: pl.LightningModule) -> None:
-    """Refuse manual optimization where it cannot work, before anything is built."""
-    if not module.automatic_optimization:
-        what = f"{type(module).__name__} uses manual optimization"
+def averager(module: pl.LightningModule) -> pl.Callback | None:
+    """Return Lightning's callback that averages the module's own parameters, if there is one."""
+    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
+
+
+def check_early(strategy: MeshStrategy, module: pl.LightningModule) -> None:
+    """Refuse manual optimization and averaging callbacks where they cannot work, before anything is built."""
+    what = _reason(module, ())
+    if what is not None:
         _check(strategy, module, what, strategy.grid(strategy.num_nodes * strategy.num_processes))
 
 
 def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need whole parameters where a rank does not hold, or cannot step, all of them.
+    """Refuse what needs whole parameters where a rank does not hold, or cannot step, all of them.
 
     Raises:
         ConfigurationError: the message names what to change.
     """
-    other = next((type(optimizer).__name__ for optimizer in optimizers if not is_elementwise(optimizer)), None)
-    what = (
-        f"{other} is not known to update each element only from its own gradient (set elementwise = True on the class "
-        "if it does)"
-        if other is not None
-        else f"{type(module).__name__} has {len(optimizers)} optimizers"
-    )
+    what = _reason(module, optimizers)
+    assert what is not None
     _check(strategy, module, what, strategy.mesh)
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         if getattr(callback, "needs_shards", False):
@@ -54,6 +62,22 @@ def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequen
                 f"{what}, so there are no flat shards, which {type(callback).__name__} works on. Remove this callback, "
                 "or use one element-wise optimizer with automatic optimization."
             )
+
+
+def _reason(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return what needs whole parameters; None: nothing does."""
+    other = next((type(optimizer).__name__ for optimizer in optimizers if not is_elementwise(optimizer)), None)
+    averaging = averager(module)
+    if not module.automatic_optimization:
+        return f"{type(module).__name__} uses manual optimization"
+    if averaging is not None:
+        return f"{type(averaging).__name__} averages whole parameters (megalight.callbacks.EMA averages shards)"
+    if other is not None:
+        return (
+            f"{other} is not known to update each element only from its own gradient (set elementwise = True on the "
+            "class if it does)"
+        )
+    return f"{type(module).__name__} has {len(optimizers)} optimizers" if len(optimizers) > 1 else None
 
 
 def _check(strategy: MeshStrategy, module: pl.LightningModule, what: str, mesh: ParallelMesh) -> None:
@@ -79,6 +103,10 @@ def _check(strategy: MeshStrategy, module: pl.LightningModule, what: str, mesh: 
             "or one element-wise optimizer with automatic optimization."
         )
     if isinstance(module, MegalightModule):
+        if isinstance(averager(module), StochasticWeightAveraging):
+            raise ConfigurationError(
+                f"{what}, and it copies {type(module).__name__} before its model is built. Use megalight.callbacks.EMA."
+            )
         if mesh.dp > 1 and type(module).training_step is MegalightModule.training_step:
             raise ConfigurationError(
                 f"{what}, so each replica would count its own tokens only. Use one element-wise optimizer with "

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
@@ -35,18 +34,13 @@ def check_environment(environment: ClusterEnvironment | None) -> None:
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that read or replace whole parameters, and callbacks of another Lightning package."""
+    """Refuse callbacks of another Lightning package."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        name = type(callback).__name__
         if not isinstance(callback, pl.Callback):
             raise ConfigurationError(
-                f"the callback {name} comes from {type(callback).__module__}, and this Trainer knows none of "
-                "its classes. Use lightning.pytorch throughout: pytorch_lightning is another package with equal names."
-            )
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise ConfigurationError(
-                f"{name} averages whole parameters on every rank and toggles Lightning's backward; both fail with "
-                "sharded weights. Use megalight.callbacks.EMA instead."
+                f"the callback {type(callback).__name__} comes from {type(callback).__module__}, and this Trainer "
+                "knows none of its classes. Use lightning.pytorch throughout: pytorch_lightning is another package "
+                "with equal names."
             )
 
 

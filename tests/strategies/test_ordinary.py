@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
@@ -198,3 +199,75 @@ def _refused(module: type[pl.LightningModule], options: dict[str, Any], trainer_
 def test_nothing_else_calls_backward() -> None:
     with pytest.raises(ConfigurationError, match="whose training_step has done it already"):
         MegatronStrategy().backward(samples(1)[0], None)
+
+
+def _averager(name: str) -> pl.Callback:
+    return EMAWeightAveraging(decay=0.5) if name == "EMA" else StochasticWeightAveraging(0.01, 2)
+
+
+def _averaged(own: bool, name: str) -> list[list[float]]:
+    module = Plain()
+    options: dict[str, Any] = {"max_epochs": 4, "callbacks": [_averager(name)]}
+    (lightnings_own if own else fit)(module, batches(8, 4), **options)
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", ["EMA", "SWA"])
+def test_averaging_callbacks_of_lightning(name: str) -> None:
+    (expected,) = run(_averaged, 1, True, name)
+    (found,) = run(_averaged, 1, False, name)
+    assert found == expected
+
+
+def _averaged_replicas(own: bool) -> list[list[float]]:
+    module = Plain()
+    options: dict[str, Any] = {"callbacks": [_averager("EMA")]}
+    if own:  # each batch holds the shares of both replicas
+        joined = [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in dealt(16, 2, 2)]
+        lightnings_own(module, torch.utils.data.DataLoader(joined, batch_size=None), **options)  # type: ignore[arg-type]
+    else:
+        fit(module, batches(16, 2), strategy("no_shard"), **options)
+    return weights(module)
+
+
+def test_replicas_average_the_same_weights() -> None:
+    (expected,) = run(_averaged_replicas, 1, True)
+    for found in run(_averaged_replicas, 2, False):
+        close(found, expected)
+
+
+def _resumed_average(path: str) -> tuple[list[list[float]], list[list[float]]]:
+    whole, second = Plain(), Plain(seed=1)
+    fit(whole, batches(8, 4), max_epochs=2, callbacks=[_averager("EMA")])
+    fit(Plain(), batches(8, 4), callbacks=[_averager("EMA"), Saving(path)])
+    runner = trainer(strategy(), max_steps=-1, max_epochs=2, limit_val_batches=0, callbacks=[_averager("EMA")])
+    runner.fit(second, batches(8, 4), ckpt_path=path)
+    return weights(second), weights(whole)
+
+
+class Saving(pl.Callback):
+    """Saves at the end of the first epoch, before the average takes the place of the weights."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_an_average_is_saved_and_resumed(tmp_path: Path) -> None:
+    found, expected = run(_resumed_average, 1, str(tmp_path / "average.ckpt"))[0]
+    close(found, expected, 0)
+
+
+def _of_a_model() -> None:
+    from megalight.models.gpt import GPTConfig
+    from megalight.models.gpt.module import GPTModule
+
+    module = GPTModule(GPTConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16, max_sequence_length=8))
+    with pytest.raises(ConfigurationError, match=r"copies GPTModule before its model is built\. Use megalight"):
+        fit(module, [], callbacks=[_averager("SWA")])
+
+
+def test_a_model_that_is_built_later_is_not_copied_before() -> None:
+    run(_of_a_model, 1)
