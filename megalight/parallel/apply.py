@@ -97,9 +97,20 @@ def parallelize(
             f"{', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}. Add SequenceRegion() for those that see a share "
             "of the tokens, Replicated() for those that see all, or turn sequence parallelism off."
         )
+    _check_padding(model, shared)
     if shared.expert.shared_beside:
         _set_beside(model, mesh)
     return splitter.specs
+
+
+def _check_padding(model: nn.Module, shared: Shared) -> None:
+    """Check that dispatchers can pad experts to their capacity where a router wants that."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoE) and module.router.rows(1) is not None and not module.experts.dispatcher.pads:
+            raise LayoutError(
+                f"{name}: moe.capacity.pad=true with dispatcher={shared.expert.dispatcher!r}, which sends as many rows "
+                "as there are. Leave pad out, or set dispatcher='all_to_all'."
+            )
 
 
 def _set_beside(model: nn.Module, mesh: ParallelMesh) -> None:

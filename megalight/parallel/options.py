@@ -54,10 +54,10 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         """Refuse options of experts that do not go with others."""
         schedule, again = self.pipeline.schedule, [p for p in self.recompute.modules if fnmatchcase("mlp.shared", p)]
-        if schedule == "combined" and self.expert.dispatcher == "all_gather":
+        if schedule == "combined" and self.expert.dispatcher in ("all_gather", "hybridep"):
             raise LayoutError(
-                "pipeline.schedule='combined' with ExpertOptions(dispatcher='all_gather'), whose messages block. Set "
-                "dispatcher='all_to_all', or choose another schedule."
+                f"pipeline.schedule='combined' with ExpertOptions(dispatcher={self.expert.dispatcher!r}), whose "
+                "messages block. Set dispatcher='all_to_all', or choose another schedule."
             )
         if self.expert.shared_beside and (again or schedule in ("zero_bubble", "combined")):
             other = f"recompute.modules={again}" if again else f"pipeline.schedule={schedule!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -32,7 +32,13 @@ class Grouped:
 
 
 class Dispatcher(nn.Module, ABC):
-    """Brings copies of tokens to their experts, and returns the sum of each token's outputs."""
+    """Brings copies of tokens to their experts, and returns the sum of each token's outputs.
+
+    Attributes:
+        pads: whether it can give each expert a fixed number of rows.
+    """
+
+    pads: ClassVar[bool] = True
 
     @abstractmethod
     def dispatch(

@@ -40,7 +40,7 @@ class AllGatherDispatcher(Dispatcher):
         """Return the copies for this rank's experts. The host waits for numbers of tokens and rows."""
         group = self.shared.mesh.group("ep", "etp")
         assert group is not None
-        longest, most = _largest(group, hidden.device, len(hidden), capacity or 0)
+        longest, most = largest(group, hidden.device, len(hidden), capacity or 0)
         missing = (0, 0, 0, max(1, longest) - len(hidden))
         # All ranks must gather equal sizes, and some backends none that are empty: pad. Padding has no expert.
         everyone, probs = (all_gather(F.pad(x, missing), group) for x in (hidden, routes.probs))
@@ -63,7 +63,7 @@ class AllGatherDispatcher(Dispatcher):
         return reduce_scatter(unpermute(outputs, where), self.shared.mesh.group("ep", "etp"))[:own]
 
 
-def _largest(group: ProcessGroup, device: torch.device, *numbers: int) -> list[int]:
+def largest(group: ProcessGroup, device: torch.device, *numbers: int) -> list[int]:
     """Return the largest value of each number among the ranks."""
     everyone = start_all_gather(torch.tensor([numbers], device=device), group).wait()
     found: list[int] = everyone.amax(0).tolist()

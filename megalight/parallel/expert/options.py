@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +21,33 @@ class ExpertOptions:
 
     Attributes:
         dispatcher: ``all_to_all`` sends each copy to the ranks of its expert; ``all_gather`` sends all tokens to all
-            ranks, which is simple, and fast for few ranks and many experts per token.
+            ranks, which is simple, and fast for few ranks and many experts per token; ``deepep`` and ``hybridep`` use
+            the kernels of a package (:mod:`megalight.plugins.deepep`).
         shared_beside: networks for all tokens compute on a CUDA stream of their own, while copies of tokens travel.
             Only with ``all_to_all``.
+        moe_enable_deepep: the old name of ``dispatcher="deepep"``. It acts, with a warning.
+        multiprocessors: how many of a GPU the messages of ``deepep`` (None: 20) or ``hybridep`` (None: 16) occupy.
 
     Raises:
-        LayoutError: there is no such dispatcher, or ``shared_beside`` does not go with it.
+        LayoutError: there is no such dispatcher, or an option does not go with it.
     """
 
     dispatcher: str = "all_to_all"
     shared_beside: bool = False
+    multiprocessors: int | None = None
+    moe_enable_deepep: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.moe_enable_deepep is not None:
+            warnings.warn(
+                f"ExpertOptions: moe_enable_deepep={self.moe_enable_deepep} is an old name; write dispatcher='deepep', "
+                "or leave it out.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            if self.moe_enable_deepep:
+                object.__setattr__(self, "dispatcher", "deepep")
+            object.__setattr__(self, "moe_enable_deepep", None)
         try:
             DISPATCHERS[self.dispatcher]
         except MegalightError as error:
@@ -42,3 +58,11 @@ class ExpertOptions:
                 "'all_to_all' leave the device free for other work. Set dispatcher='all_to_all', or leave "
                 "shared_beside out."
             )
+        count = self.multiprocessors
+        if count is not None and self.dispatcher not in ("deepep", "hybridep"):
+            raise LayoutError(
+                f"ExpertOptions: multiprocessors={count} with dispatcher={self.dispatcher!r}; only 'deepep' and "
+                "'hybridep' can limit them. Leave multiprocessors out."
+            )
+        if count is not None and (count < 2 or count % 2):
+            raise LayoutError(f"ExpertOptions: multiprocessors={count}; it must be even, and at least 2.")
