@@ -1,6 +1,7 @@
 """Runs of a module or a script, as ``python -m NAME`` and ``python FILE`` would run it, without the time for imports.
 
-The process is forked from one that has made the imports. Processes that the program itself starts are ordinary ones.
+The process is forked from one that has made the imports. Ranks that the program starts by ``devices=N`` are forked from
+it, unless it chooses another ``start_method``.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ def _program(program: str, words: tuple[str, ...], folder: Path, environment: di
     for number, name in ((1, ".stdout"), (2, ".stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.argv = [program, *words]
+    from megalight.strategies import launchers
+
+    launchers.IS_INTERACTIVE = True  # other ranks are forked too, as in a notebook, and need no imports either
     try:
-        # `alter_sys` sets `__main__`, by which Lightning finds the command for the other ranks.
+        # `alter_sys` sets `__main__`, by which a launcher finds the command for other ranks.
         if program.endswith(".py"):
             sys.path.insert(0, str(Path(program).parent))
             runpy.run_path(program, run_name="__main__")
