@@ -116,12 +116,18 @@ def _attention(params: Params, name: str, x: Tensor, config, layer: int) -> Tens
             query, key = _norm(params, f"{name}.q_norm", query, config), _norm(params, f"{name}.k_norm", key, config)
         if config.position.rotates(layer):
             query, key = _rotate(query, config), _rotate(key, config)
+        tuned = config.attention.temperature
+        if tuned is not None and not config.position.rotates(layer):
+            query = query * (1 + tuned.scale * torch.log1p(((rows + 1) // tuned.length).double()))[:, None]
         scores = query @ key.transpose(1, 2) * (config.attention.scale or 1 / math.sqrt(dim))
         if config.attention.softcap is not None:
             scores = torch.tanh(scores / config.attention.softcap) * config.attention.softcap
         weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * visible
         contexts.append(weights / weights.sum(-1, keepdim=True) @ v[..., kv * dim : (kv + 1) * dim])
-    return _linear(params, f"{name}.proj", torch.cat(contexts, -1))
+    mixed = torch.cat(contexts, -1)
+    if config.attention.output_gate:
+        mixed = mixed / (1 + torch.exp(-_linear(params, f"{name}.gate", x)))
+    return _linear(params, f"{name}.proj", mixed)
 
 
 def reference_logits(params: Params, config, tokens: Tensor) -> Tensor:

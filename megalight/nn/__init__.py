@@ -2,6 +2,7 @@
 
 from megalight.nn.attention import Attention as Attention
 from megalight.nn.attention import InnerAttention as InnerAttention
+from megalight.nn.attention import Temperature as Temperature
 from megalight.nn.canonical import Section as Section
 from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding

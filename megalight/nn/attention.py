@@ -109,6 +109,28 @@ class Sink(nn.Module):
         return self.offset
 
 
+class Temperature(nn.Module):
+    """``q * (1 + scale ln(1 + floor((t + 1) / length)))`` for the query at position ``t`` (Llama 4). No parameters.
+
+    Softmax over many more keys than in training is too flat; the factor sharpens it.
+
+    Args:
+        length: the factor is 1 at the first ``length - 1`` positions.
+        scale: how fast it grows.
+    """
+
+    def __init__(self, length: int, scale: float) -> None:
+        super().__init__()
+        self.length = length
+        self.scale = scale
+
+    def forward(self, q: Tensor, positions: Tensor) -> Tensor:
+        """``q [T, H, D], positions [T] -> [T, H, D]``."""
+        # in float64: a position next to a multiple of the length must fall on the right side
+        steps = ((positions.double() + 1) / self.length).floor()
+        return q * (1 + self.scale * steps.log1p()).to(q.dtype)[:, None, None]
+
+
 class Attention(nn.Module):
     """Projection to queries, keys and values, optional norm of queries and keys, rotation, attention, projection back.
 
@@ -126,6 +148,9 @@ class Attention(nn.Module):
         q_norm: norm over the features of each query head, or None.
         k_norm: norm over the features of each key head, or None.
         norm_whole: the norms are over the features of all heads together.
+        gate: multiply the output of the inner attention by the sigmoid of one more projection of the input, feature by
+            feature (https://arxiv.org/abs/2505.06708).
+        temperature: scales queries by their position, or None.
         sink: whether each head has a learned sink, for an inner attention with the softmax ``learnable``.
         rotary: name of the rotary table in the context. None means no rotation.
         std: standard deviation of the initial ``qkv`` weights.
@@ -145,6 +170,8 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         norm_whole: bool = False,
+        gate: bool = False,
+        temperature: Temperature | None = None,
         sink: bool = False,
         rotary: str | None = None,
         std: float = 0.02,
@@ -155,7 +182,10 @@ class Attention(nn.Module):
         self.rotary = rotary
         queries = Section("q", num_heads * head_dim, num_heads)
         keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
-        self.qkv = Linear(hidden_size, (queries, keys, values), bias=qkv_bias, std=std)
+        gates = (Section("gate", num_heads * head_dim, num_heads),) if gate else ()
+        # the gate is a section of the same projection: one product, and gathered tokens serve all sections
+        self.qkv = Linear(hidden_size, (queries, keys, values, *gates), bias=qkv_bias, std=std)
+        self.temperature = temperature
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.norm_whole = norm_whole
@@ -166,7 +196,7 @@ class Attention(nn.Module):
     @property
     def heads(self) -> tuple[int, int]:
         """Numbers of query heads and key-value heads in the output of ``qkv``."""
-        queries, keys, _ = self.qkv.section_sizes
+        queries, keys, *_ = self.qkv.section_sizes
         return queries // self.head_dim, keys // self.head_dim
 
     def make_state(self, slots: Slots) -> KeysAndValues:
@@ -176,10 +206,16 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. The inner attention gets the state. ``memory`` is unused: it is for cross attention."""
         table = None if self.rotary is None else context.rotary[self.rotary]
-        q, k, v = self._heads(self.qkv(hidden), table)
+        qkv, gate = self.qkv(hidden), None
+        if len(sizes := self.qkv.section_sizes) == 4:
+            qkv, gate = torch.split(qkv, [sum(sizes[:3]), sizes[3]], dim=-1)
+        q, k, v = self._heads(qkv, table)
+        if self.temperature is not None:
+            q = self.temperature(q, context.sequences.positions)
         sink = () if self.sink is None else (self.sink(),)
         mixed: Tensor = self.inner(q, k, v, context.sequences, state, *sink)
-        projected: Tensor = self.proj(mixed.flatten(1))
+        mixed = mixed.flatten(1)
+        projected: Tensor = self.proj(mixed if gate is None else mixed * gate.sigmoid())
         return projected
 
     def _heads(self, qkv: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +223,7 @@ class Attention(nn.Module):
         # without norms between them, one op splits and rotates in a single pass over memory
         if rotary is not None and self.q_norm is None and self.k_norm is None:
             return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
-        parts = torch.split(qkv, self.qkv.section_sizes, dim=-1)
+        parts = torch.split(qkv, self.qkv.section_sizes[:3], dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         return (q, k, v) if rotary is None else (rotary.rotate(q), rotary.rotate(k), v)

@@ -14,6 +14,7 @@ from megalight.models.gpt import (
     LatentConfig,
     NormConfig,
     PositionConfig,
+    TemperatureConfig,
 )
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
@@ -34,6 +35,10 @@ STYLES = {
         "latent": LatentConfig(kv_rank=10, q_rank=14, head_dim=6, rotary_dim=4, value_dim=7),
     },
     "sinks": {"attention": AttentionConfig(softmax="learnable", window=4, window_pattern=2)},
+    "tempered": {
+        "position": PositionConfig(pattern=(False, True)),
+        "attention": AttentionConfig(output_gate=True, temperature=TemperatureConfig(length=4, scale=0.5)),
+    },
     "capped": {"attention": AttentionConfig(softcap=2.0)},
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]

@@ -12,6 +12,7 @@ from megalight.models.gpt import (
     InitConfig,
     NormConfig,
     PositionConfig,
+    TemperatureConfig,
 )
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
@@ -58,6 +59,12 @@ STYLES = {
     },
     "interleaved": {"position": PositionConfig(interleaved=True), "activation": "squared_relu"},
     "some_rotate": {"position": PositionConfig(base=50.0, pattern=(False, True))},
+    "gated": {"num_kv_heads": 2, "attention": AttentionConfig(output_gate=True, qkv_bias=True)},
+    "gated_normed": {"attention": AttentionConfig(output_gate=True, qk_norm=True)},
+    "tempered": {
+        "position": PositionConfig(pattern=(False, True)),
+        "attention": AttentionConfig(temperature=TemperatureConfig(length=4, scale=0.5)),
+    },
     "nope": {"position": PositionConfig(kind="none"), "activation": "quick_gelu"},
 }
 

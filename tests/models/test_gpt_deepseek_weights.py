@@ -162,6 +162,16 @@ def test_folders_hold_the_expert_bias(tmp_path: Path) -> None:
     assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
 
 
+def test_models_that_are_no_deepseek_are_not_written() -> None:
+    config = config_from_transformers(theirs("deepseek_v3").config.to_dict())
+    with pytest.raises(ConfigurationError, match="Nearest: a model of deepseek_v3 has experts, one of them shared"):
+        config_to_transformers(replace(config, moe=None))
+    assert config.moe is not None
+    other = replace(config, moe=replace(config.moe, pattern=(True, False, True)))
+    with pytest.raises(ConfigurationError, match=r"Nearest: moe\.pattern is \[True, False, True\] here"):
+        config_to_transformers(other)
+
+
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 61,

@@ -76,6 +76,13 @@ def test_active_parameters(name):
     assert num_parameters(preset(name), active=True) / 1e9 == pytest.approx(PUBLISHED_ACTIVE[name], abs=0.08)
 
 
+def test_gates_are_counted():
+    attention = AttentionConfig(output_gate=True, qkv_bias=True)
+    sizes = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61, "max_sequence_length": 32}
+    config = GPTConfig(**sizes, num_kv_heads=2, attention=attention)
+    assert num_parameters(config) == built_parameters(config)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])

@@ -119,6 +119,13 @@ def test_refusals() -> None:
         attention(q, q, q, UNIFORM, backend="sdp")
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim", "serves"), [(192, 128, True), (128, 192, False), (576, 512, False)])
+def test_varlen_pads_narrow_values(head_dim: int, value_dim: int, serves: bool) -> None:
+    table = ATTENTION.table(EXAMPLE._replace(device="cuda", head_dim=head_dim, value_dim=value_dim))
+    why = next(why or "" for backend, why in table if backend.name == "varlen")
+    assert ("multiple of 8 up to 256" in why) == (not serves)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

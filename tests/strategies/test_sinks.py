@@ -1,4 +1,4 @@
-"""A GPT with sinks trains under every layout that serves it as on one device."""
+"""A GPT with sinks, output gates and temperatures trains under every layout that serves it as on one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalight.errors import LayoutError
-from megalight.models.gpt import GPT, AttentionConfig
+from megalight.models.gpt import GPT, AttentionConfig, PositionConfig, TemperatureConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.context.options import ContextOptions
@@ -22,7 +22,13 @@ from tests.workers import run
 LEARNED = replace(
     CONFIGS["gqa"], attention=AttentionConfig(softmax="learnable", window=3, window_pattern=2, qkv_bias=True)
 )
-ONE = replace(CONFIGS["gqa"], attention=AttentionConfig(softmax="off-by-one"))
+ONE = replace(
+    CONFIGS["gqa"],
+    position=PositionConfig(pattern=(False, True)),
+    attention=AttentionConfig(
+        softmax="off-by-one", output_gate=True, temperature=TemperatureConfig(length=4, scale=0.5)
+    ),
+)
 MODELS = [LEARNED, ONE]
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[Any] = [
@@ -31,6 +37,7 @@ LAYOUTS: list[Any] = [
     *[
         pytest.param(*row, marks=pytest.mark.full)
         for row in [
+            (ONE, 2, SP),
             (ONE, 2, {"context_parallel": 2}),
             (ONE, 2, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
             (LEARNED, 2, {"pipeline_parallel": 2, "micro_batch_size": 1, "recompute": Recompute(granularity="full")}),

@@ -76,6 +76,25 @@ class PositionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TemperatureConfig:
+    """Queries of layers without rotation grow with their position ``t`` (Llama 4).
+
+    The factor is ``1 + scale ln(1 + floor((t + 1) / length))``.
+
+    Attributes:
+        length: see above, in tokens.
+        scale: see above.
+    """
+
+    length: int = 8192
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self.length >= 1, f"attention.temperature.length is {self.length}; it must be at least 1.")
+        require(self.scale > 0, f"attention.temperature.scale is {self.scale}; it must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Options of attention.
 
@@ -91,6 +110,9 @@ class AttentionConfig:
             A number ``n`` means all but each ``n``-th.
         softmax: ``vanilla``; ``off-by-one`` (the denominator has one more term, 1); ``learnable`` (each head has a
             learned one, a sink, as in GPT-OSS).
+        output_gate: multiply the output of attention, before the projection back, by the sigmoid of one more projection
+            of the input.
+        temperature: scales queries of layers without rotation by their position. None: it does not.
     """
 
     qkv_bias: bool = False
@@ -102,6 +124,8 @@ class AttentionConfig:
     window: int | None = None
     window_pattern: tuple[bool, ...] | int = (True,)
     softmax: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    output_gate: bool = False
+    temperature: TemperatureConfig | None = None
 
     def __post_init__(self) -> None:
         every = self.window_pattern
@@ -256,6 +280,12 @@ class GPTConfig(ModelConfig):
             self.logit_softcap is None or self.logit_softcap > 0,
             f"logit_softcap is {self.logit_softcap}; it must be above 0, or null.",
         )
+        rotated = all(self.position.rotates(layer) for layer in range(self.num_layers))
+        require(
+            self.attention.temperature is None or not rotated,
+            "attention.temperature is set, and all layers rotate; it scales queries of layers that do not. Set "
+            "position.pattern or position.kind, or leave it out.",
+        )
         gated = is_gated(self.activation)
         require(
             gated or self.moe is None or not (self.moe.glu_offset or self.moe.clamp),
@@ -281,6 +311,10 @@ class GPTConfig(ModelConfig):
             "both out.",
         )
         attention = self.attention
+        require(
+            not attention.output_gate and attention.temperature is None,
+            "attention.output_gate and attention.temperature have no meaning in latent attention; leave them out.",
+        )
         require(
             attention.softmax != "learnable",
             "attention.softmax is learnable with latent attention, which has no sinks; choose vanilla or off-by-one.",

@@ -108,11 +108,12 @@ def deepseek_to(config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Raises:
-        ConfigurationError: the model has no latent attention, or no experts with a shared one.
+        ConfigurationError: the model has no experts with a shared one.
     """
     latent, moe = config.latent, config.moe
-    if latent is None or moe is None or moe.shared is None:
-        raise ConfigurationError("a model of deepseek_v3 has latent attention, and experts with a shared one")
+    assert latent is not None
+    if moe is None or moe.shared is None:
+        raise ConfigurationError("a model of deepseek_v3 has experts, one of them shared; this one has not")
     layers = range(config.num_layers)
     return {
         "num_hidden_layers": config.num_layers,

@@ -18,7 +18,8 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
     """
     h = config.hidden_size
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = h * (qkv_size + config.num_heads * config.head_dim)
+    outputs = (2 if config.attention.output_gate else 1) * config.num_heads * config.head_dim
+    attention = h * (qkv_size + outputs)
     mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel)}
     if (latent := config.latent) is not None:
         queries = config.num_heads * config.head_dim
@@ -49,7 +50,8 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
         heads = config.num_heads + config.num_kv_heads if config.attention.qk_norm_whole else 2
         attention += _norm_parameters(config, config.head_dim * heads)
     if config.attention.qkv_bias:
-        attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        queries = (2 if config.attention.output_gate else 1) * config.num_heads
+        attention += (queries + 2 * config.num_kv_heads) * config.head_dim
     if config.attention.proj_bias:
         attention += config.hidden_size
     if config.attention.softmax == "learnable":

@@ -26,6 +26,7 @@ from megalight.nn import (
     RMSNorm,
     Rotary,
     ShortConv,
+    Temperature,
     TokenEmbedding,
     TransformerLayer,
     run_layers,
@@ -73,6 +74,8 @@ def build_inner(config: GPTConfig, index: int, scale: float | None) -> InnerAtte
 def build_attention(config: GPTConfig, index: int) -> Attention:
     """Build the attention of the layer with this global index."""
     inner = build_inner(config, index, config.attention.scale)
+    # layers that rotate know how far a key is, and need no temperature
+    tuned = None if config.position.rotates(index) else config.attention.temperature
     normed, whole = config.attention.qk_norm, config.attention.qk_norm_whole
     return Attention(
         config.hidden_size,
@@ -85,6 +88,8 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
         q_norm=build_norm(config, config.head_dim * (config.num_heads if whole else 1)) if normed else None,
         k_norm=build_norm(config, config.head_dim * (config.num_kv_heads if whole else 1)) if normed else None,
         norm_whole=whole,
+        gate=config.attention.output_gate,
+        temperature=Temperature(tuned.length, tuned.scale) if tuned is not None else None,
         sink=config.attention.softmax == "learnable",
         rotary=ROTARY if config.position.rotates(index) else None,
         std=config.init.std,

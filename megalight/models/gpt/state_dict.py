@@ -132,9 +132,12 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
         ConfigurationError: no kind can express the configuration. The message names what the nearest one cannot.
     """
     failed: list[tuple[str, list[str]]] = []
+    latent = config.latent is not None
     for kind in sorted(WRITERS, key=lambda kind: kind != model_type):
-        values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
+        if (kind == "deepseek_v3") != latent:  # no other kind has latent attention, and this one has no other
+            continue
         try:
+            values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
             back = _settings(config_from_transformers(values))
         except ConfigurationError as error:
             failed.append((kind, [str(error)]))

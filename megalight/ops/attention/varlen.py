@@ -7,6 +7,7 @@ torch 2.10 and 2.13 and has no dropout.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.types import PackedSequences
@@ -25,6 +26,9 @@ def attention(
 ) -> Tensor:
     """Attention of all sequences in one kernel; causal masks align bottom-right."""
     keys = sequences.keys or sequences
+    # the kernel has one size of heads: values of latent attention, which are narrower, get features of 0
+    missing = q.shape[-1] - v.shape[-1]
+    v = F.pad(v, (0, missing)) if missing else v
     plain = causal and window is None
     out: Tensor = torch.ops.aten._flash_attention_forward(
         q,
@@ -41,4 +45,4 @@ def attention(
         window_size_left=-1 if window is None else window,
         window_size_right=0 if causal else -1,
     )[0]
-    return out
+    return out[..., :-missing] if missing else out
