@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from megalight.checkpoint.plain import PlainRun
@@ -31,11 +32,14 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 
+SPLITS = ("tp", "cp", "pp", "ep")
+"""Usual names of dims of a mesh over which a module, or its tokens, are split."""
+
 
 def fully_shard(
     module: nn.Module,
     optimizer: Optimizer,
-    mesh: ParallelMesh | None = None,
+    mesh: ParallelMesh | DeviceMesh | None = None,
     *,
     units: Sequence[str | type[nn.Module]] = (),
     data_parallel: DataParallel | None = None,
@@ -53,17 +57,25 @@ def fully_shard(
     Args:
         module: changed in place.
         optimizer: over ``module.parameters()``, in any parameter groups; it updates each element by itself (Adam, SGD).
-        mesh: the ranks; None: all of them hold replicas.
+        mesh: the ranks; None: all of them hold replicas. A ``DeviceMesh`` over all ranks has one dim, or two as for
+            torch's ``fully_shard``: replicas of all shards, and the shards (hybrid sharding).
         units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: repeated layers.
         data_parallel: further options; the level is ``optim_grads_params`` unless they name another one than ``optim``.
         average: gradients are means over ranks, for losses that are means over each rank's batch. False: sums.
-        device: of the parameters; None: where they are, or the current GPU for a module on the meta device.
+        device: of the parameters; None: where they are. For a module on the meta device: that of a ``DeviceMesh``, or
+            the current GPU.
         dtype: of floating-point parameters; None: as they are. bfloat16 ones get float32 masters.
         seed: of the initial values of a module on the meta device.
 
     Raises:
-        ConfigurationError: the optimizer cannot step on shards, or lacks a trainable parameter.
+        ConfigurationError: the optimizer cannot step on shards, or lacks a trainable parameter; or a mesh that splits
+            the module, or lacks ranks.
     """
+    given = data_parallel or DataParallel()
+    if isinstance(mesh, DeviceMesh):
+        given = replace(given, replicate=_replicas(mesh, given.replicate))
+        device = device or _device_of(module, mesh.device_type)
+        mesh = None
     if mesh is None:
         mesh = ParallelMesh(dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ParallelMesh()
     if mesh.tp * mesh.cp * mesh.pp > 1:
@@ -71,7 +83,6 @@ def fully_shard(
             f"fully_shard got the mesh {mesh.describe()}, and splits no module; use megalight.parallelize and "
             "megalight.Training with data_parallel=DataParallel(level='optim_grads_params')."
         )
-    given = data_parallel or DataParallel()
     level = "optim_grads_params" if given.level == DataParallel.level else given.level
     return FullyShard(
         module,
@@ -158,10 +169,36 @@ class FullyShard(PlainRun):
         self.engine.zero_grad()
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    """Return the device of a module, or the usual one if it is on the meta device."""
+def _replicas(mesh: DeviceMesh, given: int) -> int:
+    """Return the number of groups of ranks that each hold all shards."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    splits = [name for name, size in zip(names, mesh.shape, strict=True) if name in SPLITS and size > 1]
+    if mesh.ndim > 2 or splits:
+        sizes = dict(zip(names, mesh.shape, strict=True)) if mesh.mesh_dim_names else tuple(mesh.shape)
+        raise ConfigurationError(
+            f"fully_shard got a DeviceMesh of {sizes}, and splits no module. Pass its data-parallel dims only, "
+            "one (shards) or two (replicas, shards), or use megalight.parallelize."
+        )
+    ranks, world = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if ranks != list(range(world)):
+        raise ConfigurationError(
+            f"fully_shard got a DeviceMesh over ranks {ranks}, and there are {world}. It needs all of them, in order: "
+            f"init_device_mesh({mesh.device_type!r}, ({world},))."
+        )
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    if given not in (1, replicas):
+        raise ConfigurationError(
+            f"data_parallel.replicate={given}, and the DeviceMesh has {replicas} groups of replicas; leave replicate "
+            "out."
+        )
+    return replicas
+
+
+def _device_of(module: nn.Module, kind: str | None = None) -> torch.device:
+    """Return the device of a module, or the current one of this or the usual kind if it is on the meta device."""
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
     nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    kind = kind or ("cuda" if nccl else "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megalight
 from megalight.errors import ConfigurationError
@@ -148,3 +149,56 @@ def test_splits_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match=r"splits no module; use megalight\.parallelize"):
         megalight.fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), ParallelMesh(2, 0, tp=2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+
+def _on(shape: tuple[int, ...] | None) -> tuple[int, np.ndarray[Any, Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(3)]).double()
+    model[0].norm.requires_grad_(False)
+    mesh = None if shape is None else init_device_mesh("cpu", shape)
+    sharded = megalight.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), mesh)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        model(torch.randn(2, 6, generator=draws, dtype=torch.float64)).square().mean().backward()
+        sharded.optimizer.step()
+    with sharded.full_parameters():
+        return sharded.engine.replicate, _flat(model)
+
+
+def test_a_device_mesh_of_torch() -> None:
+    """One dim of shards, or replicas of shards; some parameters are frozen."""
+    expected = run(_on, 4, None)
+    for shape, replicas in (((4,), 1), ((2, 2), 2)):
+        for (found, weights), (_, others) in zip(run(_on, 4, shape), expected, strict=True):
+            assert found == replicas
+            np.testing.assert_allclose(weights, others, rtol=1e-12)
+
+
+def _refused_meshes() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for mesh, options, message in (
+        (init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), {}, r"\{'dp': 1, 'tp': 2\}, and splits no"),
+        (init_device_mesh("cpu", (1, 1, 2)), {}, "splits no module"),
+        (DeviceMesh("cpu", [1, 0]), {}, r"over ranks \[1, 0\], and there are 2"),
+        (
+            DeviceMesh("cpu", [[0], [1]]),
+            {"data_parallel": DataParallel(replicate=4)},
+            "replicate=4, and the DeviceMesh",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            megalight.fully_shard(model, optimizer, mesh, **options)  # type: ignore[arg-type]
+
+
+def test_meshes_that_do_not_fit_are_refused() -> None:
+    run(_refused_meshes, WORLD)

@@ -1,4 +1,7 @@
-"""A run under a pipeline in which one rank fails in the midst of a step: ``python -m tests.strategies.failing ...``."""
+"""A run in which one rank fails in the midst of a step: ``python -m tests.strategies.failing ...``.
+
+The ranks are the stages of a pipeline or, with ``--sharded``, hold shards of all parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 
 from megalight.models.module import Carry
-from megalight.strategies import MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import Loss
 from tests.strategies.toy import ToyModule
 
@@ -25,29 +28,29 @@ MICRO_BATCH = 3
 
 
 class Failing(ToyModule):
-    """Fails on one pipeline rank: in ``forward``, ``backward`` or ``loss``; or there is ``kill``: it is killed in its
-    forward; or ``stuck``: it raises there, and then whatever may wait for other ranks does so for ever; or ``orphans``:
-    it is killed there, and the other ranks hear nothing of it.
+    """Fails on one rank: in ``forward``, ``backward`` or ``loss``; or there is ``memory``: its backward runs out of
+    memory; or ``kill``: it is killed in its forward; or ``stuck``: it raises there, and then whatever may wait for
+    other ranks does so for ever; or ``orphans``: it is killed there, and the other ranks hear nothing of it.
 
     Args:
         file: where the time of the failure is written.
     """
 
-    def __init__(self, where: str, rank: int, file: Path) -> None:
-        super().__init__(num_layers=4)
+    def __init__(self, where: str, rank: int, file: Path, rows: int) -> None:
+        super().__init__(num_layers=4, rows=rows)
         self.where, self.at, self.file = where, rank, file
         self.seen = 0
         self.asleep = file.with_suffix(".asleep")
 
     def forward_step(self, model: nn.Module, batch: dict[str, Tensor], carry: Carry | None = None) -> Carry:
         output = super().forward_step(model, batch, carry)
-        due = self.trainer.strategy.mesh.rank("pp") == self.at
+        due = self.trainer.global_rank == self.at
         self.seen += self.trainer.global_step == 1
         if self.where == "orphans" and not due and self.seen == MICRO_BATCH:
             self.asleep.touch()
             time.sleep(600)  # before it waits for the message that never comes
         if due and self.seen == MICRO_BATCH + 1:
-            if self.where == "backward":
+            if self.where in ("backward", "memory"):
                 output["hidden"].register_hook(lambda gradient: self.fail())
             elif self.where != "loss":
                 self.fail()
@@ -66,6 +69,8 @@ class Failing(ToyModule):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.where == "stuck":
             dist.destroy_process_group = CPUAccelerator.teardown = lambda *_: time.sleep(600)
+        if self.where == "memory":
+            raise torch.OutOfMemoryError(f"rank {self.at} has no memory left")
         raise ArithmeticError(f"pipeline rank {self.at} has had enough")
 
 
@@ -76,13 +81,15 @@ def main() -> None:
     parser.add_argument("pp", type=int)
     parser.add_argument("rank", type=int)
     parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--sharded", action="store_true")
     a = parser.parse_args()
     torch.set_num_threads(1)
+    pipeline = MegatronStrategy(pipeline_parallel=1 if a.sharded else a.pp, micro_batch_size=1)
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     pl.Trainer(
         accelerator=a.accelerator,
         devices=a.pp,
-        strategy=MegatronStrategy(pipeline_parallel=a.pp, micro_batch_size=1),
+        strategy=MegatronFSDPStrategy(micro_batch_size=1) if a.sharded else pipeline,
         max_steps=3,
         precision="64-true",
         limit_val_batches=0,
@@ -90,7 +97,7 @@ def main() -> None:
         enable_model_summary=False,
         default_root_dir=a.file.parent,
         **options,
-    ).fit(Failing(a.where, a.rank, a.file))
+    ).fit(Failing(a.where, a.rank, a.file, rows=6 * a.pp if a.sharded else 6))
 
 
 if __name__ == "__main__":
