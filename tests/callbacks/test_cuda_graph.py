@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
-from megalight.callbacks.graph_reasons import of_environment, parts_of
+from megalight.callbacks.graph_reasons import of_environment, of_parts, of_whole_steps, parts_of
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig
 from megalight.models.module import Carry
@@ -493,3 +493,11 @@ def test_other_strategies_have_no_such_steps() -> None:
     runner = pl.Trainer(accelerator="cpu", devices=1, callbacks=[CUDAGraph()], **options)
     with pytest.raises(ConfigurationError, match="not of SingleDeviceStrategy"):
         runner.fit(Quiet(), [TokenBatch])
+
+
+def test_passes_in_turns_cannot_be_recorded() -> None:
+    strategy = MegatronStrategy(expert_parallel=2, pipeline=Pipeline(schedule="combined"))
+    assert "in turns, in two threads" in next(
+        of_whole_steps(pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"), ToyModule(), strategy)
+    )
+    assert "in turns, which scope='layer' cannot repeat" in next(of_parts(strategy, "layer", []))

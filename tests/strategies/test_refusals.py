@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, fit, strategy
@@ -40,6 +41,14 @@ from tests.workers import run
         ({"expert_tensor_parallel": 0}, "expert_tensor_parallel=0; it must be at least 1"),
         ({"tensor_parallel": 0}, "tensor_parallel=0; it must be at least 1."),
         ({"sequence_parallel": True}, "Set tensor_parallel, or leave sequence_parallel off"),
+        (
+            {"pipeline": Pipeline(schedule="zero_bubble"), "expert": ExpertOptions(shared_beside=True)},
+            "shared_beside=True with pipeline.schedule='zero_bubble'",
+        ),
+        (
+            {"pipeline": Pipeline(schedule="combined"), "expert": ExpertOptions("all_gather")},
+            "pipeline.schedule='combined' with ExpertOptions(dispatcher='all_gather')",
+        ),
         ({"micro_batch_size": 0}, "micro_batch_size=0; it must be at least 1."),
         ({"sigterm_every_n_steps": 0}, "sigterm_every_n_steps=0; it must be at least 1."),
     ],

@@ -1,0 +1,81 @@
+"""Messages of experts hidden behind other work, on GPUs: gradients equal those of the plain schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.options import Pipeline
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.run_engine import engine_over
+from megalight.parallel.step import Step
+from megalight.types import Loss, PackedSequences
+from tests.nccl import runs_of
+from tests.parallel.expert.model import build
+from tests.parallel.expert.test_coupling import Task
+from tests.parallel.expert.test_overlap import BESIDE, COMBINED, DEEP, FULL, VARIANT, micro_batches
+
+pytestmark = pytest.mark.gpu
+CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "turns": (2, {"ep": 2}, COMBINED),
+    "turns, with recompute": (2, {"ep": 2}, {**COMBINED, "recompute": FULL}),
+    "turns, in a pipeline": (4, {"ep": 2, "pp": 2}, {**COMBINED, "virtual_pipeline": 2}),
+    "beside": (2, {"ep": 2}, {"expert": BESIDE}),
+}
+
+
+class TaskOnGPU(Task):
+    """The same task, with all tensors where the model is."""
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
+        ids, labels, lengths = batch
+        sequences = PackedSequences.of_lengths(lengths, ids.device)
+        output = model(ids, sequences, labels, hidden=None if carry is None else carry["hidden"])
+        return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
+
+    def loss_step(self, carry: Carry, batch: Any) -> Loss:
+        return Loss(carry["losses"].sum())
+
+
+def gradients(degrees: dict[str, int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The reduced gradients of this rank after two steps: the second one uses memory again."""
+    mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
+    root = build(DEEP, **VARIANT).to("meta")
+    model = ParallelModel.build(root, mesh, ParallelOptions(**options), device="cuda", seed=3)
+    step = Step(model, TaskOnGPU())
+    step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
+    batches = [(ids.cuda(), labels.cuda(), lengths) for ids, labels, lengths in micro_batches(mesh.rank("dp"), 6)]
+    for _ in range(2):
+        step.engine.zero_grad()
+        step.train(batches)
+    return {name: p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+
+
+def difference(name: str) -> float:
+    _, degrees, options = CASES[name]
+    plain = {**options, "pipeline": Pipeline(), "expert": ExpertOptions(), "recompute": Recompute()}
+    found, wanted = gradients(degrees, options), gradients(degrees, plain)
+    assert found.keys() == wanted.keys()
+    worst = torch.stack([(found[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-6) for n in wanted]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def jobs(world: int) -> Sequence[tuple[Any, tuple[Any, ...]]]:
+    return [(difference, (name,)) for name, (size, *_) in CASES.items() if size == world]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_plain_schedule(name: str) -> None:
+    assert runs_of(jobs, CASES[name][0]).outcome((name,)) < 1e-4
