@@ -75,6 +75,7 @@ class Coupling:
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         if self._group is None:
+            # On the host, so that the number is known before any work is queued, and no GPU has to finish first.
             self._group = new_group(self.mesh.ranks("dp"), "counts", backend="gloo")
         largest: Tensor = torch.tensor(number)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)

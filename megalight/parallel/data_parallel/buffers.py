@@ -163,6 +163,7 @@ class FlatParameters:
                 view.fill_(torch.nan)  # the values come later; NaN shows parameters that never got any
         own = values[slice(*interval)]
         if params is not None:
+            # The whole tensor was needed only to cut this rank's interval from it, and is freed here.
             own, values = own.clone(), params
         self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
         self.own_params = own if codes is None else self.params[slice(*interval)]
@@ -191,6 +192,7 @@ class FlatParameters:
         self.shown = self._nowhere
         for info in self.infos:
             nan = self._nowhere[0] if info.parameter.numel() > 1 else self._nowhere[0].clone()  # one element: writable
+            # Strides of 0: one element in memory serves the whole shape.
             info.parameter.data = nan.expand(info.parameter.shape)
 
     def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
@@ -261,6 +263,7 @@ class Bucket(FlatParameters):
         self.sent = False
         own = shard.master  # the values in the parameters' own dtype, also of parameters that are codes
         self.master_is_own_params = not self.holds_codes and master_dtype == own.dtype
+        # With equal dtypes the optimizer steps on the parameters' own memory, so no copy must be kept in step with it.
         master = own if self.master_is_own_params else own.to(master_dtype, copy=True)
         shard.master = master.requires_grad_()
         state_of(shard.master).master_copy = not self.master_is_own_params

@@ -212,6 +212,7 @@ class MainGradients:
     def _send(self, bucket: Bucket) -> None:
         bucket.sent = True
         with torch.no_grad():
+            # Old values of the last step must not be sent: what no gradient has reached becomes zero first.
             self._first.complete(bucket)
             if self._stream is None:
                 with span("reduce_gradients", elements=bucket.layout.numel):
@@ -227,6 +228,7 @@ class MainGradients:
         gradients = [finish() for finish in self._pending]
         self._pending = []
         if gradients and self._stream is not None:
+            # The stream waits, not the host: the optimizer's kernels are queued behind the reductions.
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return gradients
 

@@ -54,6 +54,7 @@ def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: tor
     dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float64
     square = torch.zeros((), dtype=torch.float64, device=device)
     if views:
+        # One launch for all views; squares are added, because norms of parts do not add up.
         square += torch.stack(torch._foreach_norm(list(views), 2, dtype=dtype)).square_().sum()
     if group is not None:
         dist.all_reduce(square, group=group)

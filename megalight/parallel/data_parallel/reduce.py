@@ -83,6 +83,7 @@ class Reducer:
         """Start reducing; ``out``: where this rank's interval goes, in the dtype of the buffer."""
         if bucket.group is None:
             return lambda: out
+        # Without another dtype, the buffer itself is sent and summed in place.
         sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
         if self.exchange and bucket.shard_group is None:  # nothing to exchange: the sum itself is in float32
             sent = sent.to(self.sum_dtype(sent.dtype))
@@ -97,8 +98,10 @@ class Reducer:
 
         def finish() -> Tensor:
             work.wait()
+            # Hybrid sharding: the sum over the ranks of one set of shards is a term of the sum over the sets.
             if self.scatter and bucket.shard_group is not None:
                 sum_over(own, bucket.replica_group)
+            # Sums in a wider dtype stay wide: the optimizer reads them before they are rounded.
             if self.scatter and own.dtype.itemsize > bucket.grads.dtype.itemsize:
                 return own
             return out if sent is bucket.grads else out.copy_(own)
@@ -115,6 +118,7 @@ class Reducer:
         def finish() -> Tensor:
             work.wait()
             dtype = torch.promote_types(received.dtype, torch.float32)
+            # `[world, n]`: one term from each rank, in rank order, so every run adds in the same order.
             return sum_over(received.view(world, -1).sum(0, dtype=dtype), replicas)
 
         return finish
@@ -159,6 +163,7 @@ class PartialReducer:
             shards = {i: bucket.shard for i, bucket in enumerate(buckets) if bucket.layout.kind.mesh == mesh}
             runs = partial_runs(shards)
             pieces = (piece for shard in shards.values() for spec, _ in shard.slots for piece in spec.pieces)
+            # Sorted: groups are made, and fingerprints compared, in the same order on all ranks.
             for axes in sorted({piece.partial for piece in pieces if piece.partial}):
                 group = mesh.group(*axes)
                 if group is not None:
@@ -173,6 +178,8 @@ class PartialReducer:
                 gradient = gradients[index]
                 by_dtype.setdefault(gradient.dtype, []).append(gradient[start:stop])
             for views in by_dtype.values():
+                # One message for all of them: most partial gradients are those of norms and biases, a few kilobytes
+                # each.
                 joined = torch.cat(views)
                 dist.all_reduce(joined, group=group)
                 torch._foreach_copy_(views, list(torch.split(joined, [view.numel() for view in views])))

@@ -59,10 +59,12 @@ class AllToAllDispatcher(Dispatcher):
         group = self.shared.mesh.group("ep", "etp")
         assert group is not None
         routes = spread(routes, num_experts, self.shared.mesh.etp)
+        # Sorted by expert over all ranks, so rows for one rank are contiguous: the all-to-all needs no further copy.
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
         sizes = copies.offsets.diff(prepend=copies.offsets.new_zeros(1)).view(group.size(), num_experts)
         received = torch.empty_like(sizes)
         with self._beside(sizes, received):
+            # Counts first: a receiver must know how many rows come before it can allocate them.
             dist.all_to_all_single(received, sizes, group=group)
             numbers = HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
         # the copies are made while the numbers travel
@@ -71,8 +73,10 @@ class AllToAllDispatcher(Dispatcher):
         send, receive, here = numbers.wait(group.size(), group.size(), num_experts)
         if hidden.is_cuda:
             torch.cuda.current_stream().wait_stream(self._stream)
+        # Rows behind the last group belong to no copy, and are not sent.
         rows = sum(send)
         tokens, probs = exchange((tokens[:rows], probs[:rows]), group, send, receive)
+        # Rows came rank by rank; grouped products need them expert by expert.
         groups = permutation(experts_of(received, sum(here)), num_experts, rows=sum(here))
         tokens, weights = permute(tokens, groups, probs.unsqueeze(1))
         assert weights is not None
@@ -94,6 +98,7 @@ class AllToAllDispatcher(Dispatcher):
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         for tensor in counts:
+            # Their memory must not be reused while the other stream still reads it.
             tensor.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
 

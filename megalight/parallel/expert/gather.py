@@ -60,6 +60,7 @@ class AllGatherDispatcher(Dispatcher):
     def combine(self, outputs: Tensor, memo: tuple[Permutation, int]) -> Tensor:
         """Add up the outputs over ranks."""
         where, own = memo
+        # Each rank has the terms of its experts for all tokens; the owner of a token gets their sum.
         return reduce_scatter(unpermute(outputs, where), self.shared.mesh.group("ep", "etp"))[:own]
 
 

@@ -31,6 +31,7 @@ class MeshPool(Pool):
         if not self.shared.sequence_parallel:
             return sequences.cu_seqlens
         count = sequences.num_tokens // self.shared.mesh.tp
+        # Bounds of sequences within the share; those that begin before or after it are clamped to its ends.
         return (sequences.cu_seqlens - self.shared.mesh.rank("tp") * count).clamp(0, count)
 
     def mask(self, sequences: PackedSequences) -> Tensor | None:
@@ -48,6 +49,7 @@ class MeshPool(Pool):
 
     def _mean(self, value: Tensor, *axes: str) -> Tensor:
         group = self.shared.mesh.group(*axes)
+        # Detached: the mean steers the loss as a constant. Each rank differentiates its own tokens.
         total = value.detach().clone()
         if group is None:
             return total

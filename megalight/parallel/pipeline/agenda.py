@@ -66,6 +66,7 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
     lines = simulate(schedules).ranks
     sent: dict[Place, Number] = {}
     for sender, spans in enumerate(lines):
+        # Between chunks of one rank nothing is sent.
         if sender != rank:
             ends = [(part, span.end) for span in spans for part in span.action.parts]
             sent |= {place: end for part, end in ends if (place := gives(part, sender, pp)) is not None}
@@ -74,6 +75,7 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
     for part in (part for action in schedules[rank] for part in action.parts):
         place = comes(part, rank, pp, vpp)
         if place is not None and place in sent:
+            # The first action that starts when the message has been sent, or later.
             expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
             found[part.kind is Kind.FORWARD].append(expected)
     return Agenda(schedules[rank], tuple(found[True]), tuple(found[False]))

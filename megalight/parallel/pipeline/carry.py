@@ -106,6 +106,7 @@ def _signature(value: Any) -> Hashable:
         return tuple(value.shape), value.dtype
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
+    # By identity: what it holds has no part in the form.
     if isinstance(value, Opaque):
         return id(value)
     if isinstance(value, Mapping):

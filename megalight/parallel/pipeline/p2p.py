@@ -115,6 +115,8 @@ class Edges:
         for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbours meet
             second = (first + 1) % size
             if here in (first, second):
+                # Gradients run against activations: this rank's outgoing activations are the edge of its incoming
+                # gradients.
                 side, peer = ("out", ranks[second]) if here == first else ("in", ranks[first])
                 other = "in" if side == "out" else "out"
                 ends = (ranks[first], ranks[second])

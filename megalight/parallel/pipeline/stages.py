@@ -43,6 +43,7 @@ def check_protocol(model: nn.Module) -> int:
 
 def shell(model: nn.Module) -> nn.Module:
     """Return a second object of the same model, which shares everything except the dict of children."""
+    # Chunks must stay callable as the user's own class, so they are shells of it instead of a class of ours.
     twin = copy.copy(model)
     twin.__dict__["_modules"] = dict(model._modules)
     return twin
@@ -77,9 +78,11 @@ def cut(
     holders: dict[int, set[int]] = {}
     for stage in layout.stages:
         for tensor in _tensors(_part(model, [stage])).values():
+            # By identity of the tensor, so that tied weights count as one that several stages hold.
             holders.setdefault(id(tensor), set()).add(stage.rank)
     here = layout.of_rank(mesh.rank("pp"))
     chunks = [_part(model, [stage]) for stage in here]
+    # Only now: tied ends are visible only while the whole model is there.
     model._modules.update(_part(model, here)._modules)
     kept = {name: tensor for name, tensor in _tensors(model).items() if id(tensor) in by_tensor}
     # Create the groups of shared tensors now, in the same order on all ranks.

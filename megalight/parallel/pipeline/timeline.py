@@ -141,6 +141,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
             cost = sum((each[part.chunk * pp + rank].of(part.kind) for part in action.parts), start=0)
             needs = [place for part in action.parts for place in _needs(part, rank, pp, vpp)]
             if missing := [place for place in needs if place not in done]:
+                # Come back to this rank as soon as what it waits for is done: no action is looked at twice in vain.
                 waiting[missing[0]].append(rank)
                 break
             start = spans[rank][-1].end if spans[rank] else 0
@@ -217,6 +218,7 @@ def _peak(actions: Actions) -> int:
     for part in (part for action in actions for part in action.parts):
         if part.kind is Kind.FORWARD:
             most = max(most, live := live + 1)
+        # Activations are needed until the weight gradient, which B contains and I leaves to W.
         elif part.kind is not Kind.INPUT_GRADIENT:
             live -= 1
     return most

@@ -19,6 +19,8 @@ def rounds(pp: int, vpp: int, micro_batches: int, group_size: int) -> list[tuple
     start = 0
     for size in group_sizes(pp, micro_batches, group_size):
         group = range(start, start + max(size, pp))
+        # A whole group goes through one chunk before the next chunk begins: by then the first micro-batch of the group
+        # has come around all ranks, if the group has at least pp.
         found += [(chunk, i) for chunk in range(vpp) for i in group]
         start += size
     return found
@@ -28,6 +30,7 @@ def group_sizes(pp: int, micro_batches: int, group_size: int) -> list[int]:
     """Divide micro-batches into groups of at most ``group_size``: equal groups if each has ``pp``, else with a rest."""
     count = -(-micro_batches // group_size)
     share, more = divmod(micro_batches, count)
+    # Groups of nearly equal size waste less than full groups and a short rest.
     if share >= pp:
         return [share + 1] * more + [share] * (count - more)
     return [min(group_size, micro_batches - start) for start in range(0, micro_batches, group_size)]
@@ -66,6 +69,7 @@ def split(actions: Actions, delay: int) -> Actions:
             continue
         found.append(action._replace(kind=Kind.INPUT_GRADIENT))
         waiting.append(action._replace(kind=Kind.WEIGHT_GRADIENT))
+        # First in, first out: the oldest weight gradient holds activations longest.
         if len(waiting) > delay:
             found.append(waiting.popleft())
     return [*found, *waiting]
