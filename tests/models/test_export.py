@@ -151,10 +151,14 @@ def test_all_ranks_write_files_of_their_own(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
-def test_every_preset_has_a_configuration_of_theirs(name: str) -> None:
+KINDS = {"llama3": "llama", "kimi": "deepseek"}
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("gpt_oss")])
+def test_presets_have_a_configuration_of_theirs(name: str) -> None:
     values = config_to_transformers(PRESETS[name])  # reads back what it wrote, and compares
-    assert values["model_type"].startswith(name.partition("_")[0].replace("llama3", "llama"))
+    kind = name.partition("_")[0]
+    assert values["model_type"].startswith(KINDS.get(kind, kind))
     assert config_to_transformers(config_from_transformers(json.loads(json.dumps(values)))).keys() == values.keys()
 
 
@@ -168,6 +172,7 @@ SMALL = GPTConfig(num_layers=2, hidden_size=24, num_heads=3, vocab_size=53, max_
         (replace(SMALL, activation="squared_relu"), "activation 'squared_relu' has no counterpart"),
         (replace(SMALL, position=PositionConfig(fraction=0.5)), "position.fraction is 0.5 here and 1.0"),
         (replace(SMALL, norm=NormConfig(kind="layer")), "norm.kind is layer here and rms"),
+        (PRESETS["gpt_oss_20b"], "activation 'quick_geglu' has no counterpart"),  # stacked experts are not written yet
     ],
 )
 def test_what_they_cannot_express_is_refused(config: GPTConfig, message: str) -> None:
