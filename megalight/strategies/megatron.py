@@ -29,9 +29,9 @@ from megalight.parallel.pipeline.options import Pipeline
 from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import Recompute
-from megalight.parallel.step import StepRunner
+from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.strategies import _lightning, launchers, ordinary, refusals, setup
+from megalight.strategies import _lightning, launchers, micro_batches, ordinary, refusals, setup
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.checkpoints.resuming import Resumed
@@ -66,7 +66,8 @@ class MegatronStrategy(FolderCheckpoints):
         expert: how tokens get to their experts.
         recompute: activations that the backward pass computes again instead of storing them.
         micro_batch_size: samples per micro-batch. A DataLoader batch is this rank's share of one global batch, and the
-            step divides it into micro-batches. None: the whole share is one micro-batch.
+            step divides it into micro-batches. None: the whole share is one micro-batch. ``auto``: as many as fit into
+            the GPU, found in the first steps (:mod:`~megalight.strategies.micro_batches`).
         data_parallel: how the replicas of the model share gradients and optimizer state.
         checkpoints: how checkpoints are written.
         plan: how the model is split. None: the module's own ``plan()``, or the plan registered for the model's class.
@@ -108,7 +109,7 @@ class MegatronStrategy(FolderCheckpoints):
         expert_tensor_parallel: int = 1,
         expert: ExpertOptions | None = None,
         recompute: Recompute | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         data_parallel: DataParallel | None = None,
         checkpoints: Checkpoints | None = None,
         plan: Plan | None = None,
@@ -133,7 +134,7 @@ class MegatronStrategy(FolderCheckpoints):
         )
         degrees.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
         degrees.check_timeout(timeout_seconds)
-        if micro_batch_size is not None:
+        if isinstance(micro_batch_size, int):
             degrees.check_at_least_one("micro_batch_size", micro_batch_size)
         refusals.check_checkpoint_io(checkpoint_io)
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
@@ -249,7 +250,10 @@ class MegatronStrategy(FolderCheckpoints):
             check_steps(module, self.mesh)
             model = setup.build(self, module, self._resumed is not None)
             before_backward = partial(_lightning.fire, trainer, "on_before_backward")
-            self._stepper = Stepper(module, model, self.precision, self.micro_batch_size, before_backward)
+            saved = None if self._resumed is None else self._resumed.micro_batch_size(self)
+            device = self.root_device
+            self.micro_batches = micro_batches.of_strategy(self.micro_batch_size, device, self.mesh, saved)
+            self._stepper = Stepper(module, model, self.precision, self.micro_batches, before_backward)
             self._stepper.step.frozen = setup.build_frozen(self, module)
             self._setup_of = module
         assert self._stepper is not None and self.parallel_model is not None
@@ -338,6 +342,11 @@ class MegatronStrategy(FolderCheckpoints):
         Call it before training. The default is :func:`megalight.parallel.step.run_passes`.
         """
         assert self._stepper is not None
+        if not self._stepper.micro_batches.found and runner is not run_passes:
+            raise ConfigurationError(
+                "micro_batch_size='auto' changes the number in the first steps, and CUDA graphs record one. Train a "
+                "few steps without them, and give the number that the log tells."
+            )
         self._stepper.step.runner = runner
 
     def train_schedule(self, micro_batches: int) -> Actions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -23,6 +25,7 @@ from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.strategies.collectives import Collectives
+from megalight.strategies.micro_batches import MicroBatchSize
 
 
 class MeshStrategy(Collectives, ParallelStrategy):
@@ -34,6 +37,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         plan, process_group_backend, micro_batch_size: the user's arguments. A layout string decides
         ``virtual_pipeline``.
         mesh: the grid of ranks.
+        micro_batches: the number of samples per micro-batch that is in use. None before setup.
         parallel_model: this rank's part of the model. None before setup.
         engine: the data-parallel engine. None outside ``fit``.
         streams: random streams. None before the environment is set up.
@@ -60,7 +64,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
     checkpoints: Checkpoints
     plan: Plan | None
     process_group_backend: str | None
-    micro_batch_size: int | None
+    micro_batch_size: int | Literal["auto"] | None
+    micro_batches: MicroBatchSize | None = None
     num_nodes: int
     mesh: ParallelMesh
     parallel_model: ParallelModel | None

@@ -19,6 +19,7 @@ from megalight.parallel.same_batch import check_same
 from megalight.parallel.step import Step, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import count_samples
+from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.own_step import OwnTrainingStep
 from megalight.strategies.user_module import own_steps
 from megalight.types import mean
@@ -46,7 +47,7 @@ class Stepper:
 
     Args:
         model: the module's model after splitting.
-        micro_batch_size: samples per micro-batch. None: the whole batch is one micro-batch.
+        micro_batches: the number of samples per micro-batch.
         before_backward: called with each scalar before its backward.
 
     Attributes:
@@ -59,13 +60,13 @@ class Stepper:
         module: pl.LightningModule,
         model: ParallelModel,
         precision: MegatronPrecision,
-        micro_batch_size: int | None,
+        micro_batches: MicroBatchSize,
         before_backward: Callable[[Tensor], None],
     ) -> None:
         self.module = module
         self.model = model
         self.precision = precision
-        self.micro_batch_size = micro_batch_size
+        self.micro_batches = micro_batches
         self.before_backward = before_backward
         self.step = Step(
             model,
@@ -111,9 +112,11 @@ class Stepper:
         samples, micro_batches = self._split(args[0])
         if own_steps(self.module, "training_step"):
             _check_own(self.module, "training_step", args[0])
-            return self._train_own(samples, micro_batches, args[1:], scale, sync)
+            with self.micro_batches.step(samples):
+                return self._train_own(samples, micro_batches, args[1:], scale, sync)
         self.has_gradients = True
-        done = self.step.train(micro_batches, scale, sync)
+        with self.micro_batches.step(samples):
+            done = self.step.train(micro_batches, scale, sync)
         report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
         return report.loss, report
 
@@ -178,9 +181,9 @@ class Stepper:
             self._compared = True
             check_same(batch, mesh, self.model.device)
         parts: Sequence[Any] = [batch]
-        if self.micro_batch_size is not None:
+        if (size := self.micro_batches.size) is not None:
             split = self.module.split_batch if isinstance(self.module, MegalightModule) else split_batch
-            parts = split(batch, self.micro_batch_size)
+            parts = split(batch, size)
         samples = sum(count_samples(part) for part in parts)
         if mesh.cp > 1:
             parts = [self._module.context_share(part, mesh.rank("cp"), mesh.cp) for part in parts]

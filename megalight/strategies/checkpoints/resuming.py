@@ -71,6 +71,11 @@ class Resumed:
         self.weights = SavedWeights(self.saved, prefix_of(strategy), holds_whole_model(strategy))
         return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
 
+    def micro_batch_size(self, strategy: MeshStrategy) -> int | None:
+        """Return the number that ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
+        saved = self.saved.common.get("megalight", {})
+        return saved.get("micro_batch_size") if saved.get("layout") == strategy.mesh.describe() else None
+
     def take(self, state: Mapping[str, Any]) -> None:
         """Note how hooks have changed the ``state_dict``."""
         if self.weights is not None:

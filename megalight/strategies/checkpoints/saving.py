@@ -8,6 +8,7 @@ from megalight import __version__, checkpoint
 from megalight.imports import version
 from megalight.strategies.checkpoints.edits import Edits, prefix_of
 from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.micro_batches import AUTO
 
 NOT_STORED = ("state_dict", "optimizer_states")
 """Lightning's entries that canonical tensors replace."""
@@ -24,6 +25,9 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         "lightning": version("lightning"),
         "layout": strategy.mesh.describe(),
     }
+    sizes = strategy.micro_batches
+    if sizes is not None and strategy.micro_batch_size == AUTO and sizes.found:
+        common["megalight"]["micro_batch_size"] = sizes.size
     resumable = "optimizer_states" in entries and strategy.engine is not None
     if "optimizer_states" in entries and strategy.engine is None:
         common[ORDINARY] = entries["optimizer_states"]
