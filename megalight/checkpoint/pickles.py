@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Self
 
-from megalight.checkpoint.files import CODES
+from megalight.checkpoint.files import CODES, MAX_JSON
 from megalight.errors import CheckpointError
 
 PLAIN = {
@@ -90,8 +90,10 @@ def read_file(path: Path) -> Any:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            data = archive.read(name)
+            (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            if info.file_size > MAX_JSON:
+                raise ValueError(f"its pickle claims {info.file_size} bytes")
+            data = archive.read(info)
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is no file of torch.save ({error}); copy it again.") from error
     return read(data, str(path))

@@ -116,6 +116,9 @@ class TorchFolder:
     def _read(self, key: str, shard: Shard) -> Tensor:
         where = f"{key} in {self.path}: the shard at {list(shard.offset)} of shape {list(shard.size)} ({shard.file})"
         path = located(self.path, shard.file)
+        # before anything is allocated: the metadata may claim any length
+        if shard.start + shard.length > path.stat().st_size:
+            raise CheckpointError(f"{where} is damaged: the file ends before it does. Copy the checkpoint again.")
         with path.open("rb") as file:
             file.seek(shard.start)
             data = file.read(shard.length)

@@ -85,6 +85,11 @@ REFUSED = {
     "window_size": "sliding windows",
     "no_rope_freq": "layers without rotary positions",
     "qk_l2_norm": "L2 norms of queries and keys",
+    "moe_apply_probs_on_input": "experts with weighted inputs",
+    "glu_linear_offset": "gates with an offset",
+    "activation_func_clamp_value": "activations with a limit",
+    "attention_output_gate": "attention with a gate behind it",
+    "experimental_attention_variant": "other kinds of attention",
     "fp8_param_gather": "weights in 8 bits",
 }
 """Arguments that change the model in ways that are not imported."""

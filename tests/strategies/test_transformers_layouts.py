@@ -1,0 +1,121 @@
+"""Folders of ``transformers`` in and out under layouts: equal tensors, and the loss that ``transformers`` computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from megalight.models.export import export
+from megalight.models.gpt import GPTModule
+from megalight.models.stored import open_model
+from megalight.strategies import MegatronStrategy
+from megalight.types import TokenBatch
+from tests.environment import trainer
+from tests.strategies.test_layout_changes import Again
+from tests.strategies.training import ADAM, CLIP, Losses
+from tests.workers import run
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+}
+EXPERTS = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
+GPT2 = {"vocab_size": 53, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", SIZES),
+    "llama_tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": 5}),
+    "qwen2": ("Qwen2ForCausalLM", SIZES),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 8}),
+    "smollm3": ("SmolLM3ForCausalLM", {**SIZES, "no_rope_layer_interval": 2, "pad_token_id": None}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 24}),
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "tp2pp2": (4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}),
+}
+
+
+def batch() -> TokenBatch:
+    ids = torch.randint(0, 53, (4, 17), generator=torch.Generator().manual_seed(4))
+    return TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(4, 16))
+
+
+class Fixed(GPTModule):
+    """Sees one batch."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader([batch()], batch_size=None)  # type: ignore[arg-type]
+
+
+def _in_and_out(layout: str, kinds: tuple[str, ...], root: Path) -> list[float]:
+    """For each kind: start from its folder, save before the first step, export that, and return the first loss."""
+    found = []
+    for kind in kinds:
+        losses, path = Losses(), root / f"{kind}-{layout}.ckpt"
+        strategy = MegatronStrategy(micro_batch_size=2, **LAYOUTS[layout][1])
+        runner = trainer(
+            strategy,
+            callbacks=[losses, Again(str(path))],
+            precision="32-true",
+            max_steps=1,
+            gradient_clip_val=CLIP,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+        )
+        runner.fit(Fixed(None, optimizer=ADAM, weights=root / kind))
+        export(open_model(path), root / f"{kind}-{layout}")
+        found.append(losses.losses[0])
+    return found
+
+
+def check(layout: str, kinds: tuple[str, ...], root: Path) -> None:
+    expected = []
+    tokens = batch()
+    for kind in kinds:
+        torch.manual_seed(1)
+        name, options = KINDS[kind]
+        made = getattr(transformers, name)
+        model = made(made.config_class(**options)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+            logits = model(tokens.tokens).logits
+        expected.append(float(cross_entropy(logits.flatten(0, 1), tokens.labels.flatten())))
+        model.save_pretrained(root / kind)
+    for losses in run(_in_and_out, LAYOUTS[layout][0], layout, kinds, root, timeout=600):
+        for kind, found, loss in zip(kinds, losses, expected, strict=True):
+            assert abs(found - loss) <= 1e-5 * loss, (kind, layout)
+    for kind in kinds:
+        before, after = (load_file(root / name / "model.safetensors") for name in (kind, f"{kind}-{layout}"))
+        assert before.keys() == after.keys(), kind
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), kind
+
+
+def test_a_family_in_and_out(tmp_path: Path) -> None:
+    check("tp2pp2", ("qwen3",), tmp_path)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_family_in_and_out(layout: str, tmp_path: Path) -> None:
+    check(layout, tuple(KINDS), tmp_path)
