@@ -88,9 +88,38 @@ def _train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
     return torch.stack(norms).cpu(), loss.detach().cpu(), torch.cuda.max_memory_allocated()
 
 
+def _read_between_steps(level: str) -> Tensor:
+    """All weights after each of three steps, read while everything is whole; the norms of layers are frozen."""
+    model, world = _model(), dist.get_world_size()
+    for layer in model["layers"]:  # type: ignore[attr-defined]
+        layer.norm.requires_grad_(False)
+    units = units_of(model)
+    numbers = owned_alone(model, units)
+    infos = [
+        ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
+        for name, p in model.named_parameters()
+    ]
+    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), level=level, units=units)
+    optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(3):
+        engine.zero_grad()
+        with engine.micro_batches(1):
+            _loss(model, torch.randn(1024, WIDTH, generator=draws).cuda().bfloat16()).backward()
+        engine.finish_grad_sync()
+        optimizer.step()
+        engine.publish()
+        engine.gather_parameters()
+        seen.append(torch.cat([p.detach().reshape(-1)[::997].float() for p in model.parameters()]))
+        engine.release_parameters()
+    return torch.stack(seen).cpu()
+
+
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     levels = ("optim", "optim_grads", "optim_grads_params")
-    return [(_train, (level, strict)) for strict in (False, True) for level in levels]
+    trained = [(_train, (level, strict)) for strict in (False, True) for level in levels]
+    return [*trained, *((_read_between_steps, (level,)) for level in levels[::2])]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -103,3 +132,11 @@ def test_two_gpus_train_as_without_units(level: str, strict: bool) -> None:
     assert_close(found_norms, norms, 1e-2)
     assert_close(found_loss, loss, 2e-2)
     assert found_peak < peak
+
+
+def test_weights_read_between_steps_are_those_of_level_optim() -> None:
+    """Gathered while the next units are already being fetched, and released again."""
+    runs = runs_of(jobs, 2)
+    found, expected = runs.outcome(("optim_grads_params",)), runs.outcome(("optim",))
+    assert torch.isfinite(found).all()
+    assert_close(found, expected, 1e-2)
