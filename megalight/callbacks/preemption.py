@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megalight.errors import ConfigurationError
+from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class Preemption(pl.Callback):
             return
         self.preempted = True
         self.saved = str(self._folder(trainer) / f"last-preempted-step={trainer.global_step}.ckpt")
+        if isinstance(trainer.strategy, FolderCheckpoints):
+            trainer.strategy.finish_saves()  # or this save might be left out, because another is under way
         trainer.save_checkpoint(self.saved)
         trainer.should_stop = True
         # Lightning would continue until it reaches these minima.

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megalight.checkpoint.background import Background
     from megalight.checkpoint.index import TensorInfo
     from megalight.checkpoint.loading import Checkpoint, open
     from megalight.checkpoint.publish import finished, is_complete, latest, remove
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _MEMBERS = {
     "SCHEMES": "scheme",
+    "Background": "background",
     "Box": "view",
     "Checkpoint": "loading",
     "Contents": "scheme",
@@ -43,6 +45,7 @@ _MEMBERS = {
 
 __all__ = [
     "SCHEMES",
+    "Background",
     "Box",
     "Checkpoint",
     "Contents",

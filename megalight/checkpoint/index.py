@@ -79,14 +79,23 @@ def from_json(value: Any, what: str) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     try:
         for name, item in value.items():
-            if item["dtype"] not in CODES:
-                raise CheckpointError(f"{what}: {name!r} has the unknown dtype {item['dtype']!r}; upgrade Megalight.")
-            chunks = tuple(_chunk(chunk, what) for chunk in item["chunks"])
-            tensors[name] = TensorInfo(name, checked_shape(item["shape"], what), item["dtype"], chunks)
+            tensors[name] = tensor_from_json(name, item, what)
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
     validate(tensors.values(), what)
     return tensors
+
+
+def tensor_from_json(name: str, value: Any, what: str) -> TensorInfo:
+    """One tensor of the index, whose chunks need not cover it.
+
+    Raises:
+        CheckpointError: of an unknown dtype, or sizes and names that no tensor has.
+    """
+    if value["dtype"] not in CODES:
+        raise CheckpointError(f"{what}: {name!r} has the unknown dtype {value['dtype']!r}; upgrade Megalight.")
+    chunks = tuple(_chunk(chunk, what) for chunk in value["chunks"])
+    return TensorInfo(name, checked_shape(value["shape"], what), value["dtype"], chunks)
 
 
 def _chunk(value: Any, what: str) -> Chunk:

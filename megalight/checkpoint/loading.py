@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
@@ -21,7 +24,6 @@ from megalight.checkpoint.files import parse_json, read_file
 from megalight.checkpoint.index import TensorInfo
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
-from megalight.checkpoint.saving import collectives
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, nearest
@@ -115,7 +117,7 @@ class Checkpoint:
         filled = compare(ranks, f"checkpoint {self.path}", self.tensors, asked, strict=strict, prefix=prefix)
         present = {name: view for name, view in views.items() if name in self.tensors}
         try:
-            with collectives(f"loading {self.path}"):
+            with _collectives(f"loading {self.path}"):
                 load_state_dict(
                     dict(present),
                     storage_reader=Reader(self._root, self.tensors, dict(self.manifest.files)),
@@ -145,6 +147,21 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         return Checkpoint(path)
     except CheckpointError as error:
         raise type(error)(f"{error}{_alternative(path)}") from error
+
+
+@contextmanager
+def _collectives(stage: str) -> Iterator[None]:
+    """DCP's failures as ours: one error that names the first rank that failed, and why."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
+        if not isinstance(error, Exception):
+            raise error from failure
+        text = str(error) if isinstance(error, CheckpointError) else repr(error)
+        raise CheckpointError(f"{stage} failed on rank {rank}: {text}") from error
 
 
 def _close(descriptor: int | None) -> None:

@@ -87,7 +87,7 @@ def remove(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     trash = _temporary(path, "removed")
     try:
-        lock = _lock(resolve(path))
+        lock = locked(resolve(path))
     except BlockingIOError:
         return False
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def reading(root: Path) -> int | None:
         None where the file system has no locks, or where it is being removed: then reading fails with its own message.
     """
     try:
-        return _lock(root, fcntl.LOCK_SH)
+        return locked(root, fcntl.LOCK_SH)
     except OSError:
         return None
 
@@ -127,38 +127,44 @@ class Partial:
         self.path = path
         self.folder = _temporary(path, "partial")
         self.folder.mkdir()
-        self._lock = _lock(self.folder)
+        self._lock = locked(self.folder)
 
     def publish(self) -> None:
         """Put the sealed folder in its place. A checkpoint that was there stays until this one is."""
-        sync_directory(self.folder)
-        if not os.path.lexists(self.path):
-            os.rename(self.folder, self.path)
-            sync_directory(self.path.parent)
-        elif _swap(self.folder, self.path):
-            sync_directory(self.path.parent)
-            _delete(self.folder)
-        else:
-            old = _temporary(self.path, "old")
-            os.rename(self.path, old)
-            try:
-                os.rename(self.folder, self.path)
-            except OSError:
-                os.rename(old, self.path)
-                raise
-            sync_directory(self.path.parent)
-            _delete(old)
-        self._release()
+        publish(self.folder, self.path)
+        self.release()
 
     def discard(self) -> None:
         """Delete it; the published checkpoint of the same name, if any, is untouched."""
         _delete(self.folder)
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give up the lock: the folder is published, or gone."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def publish(folder: Path, path: Path) -> None:
+    """Put a sealed folder in its place. A checkpoint that was there stays until this one is."""
+    sync_directory(folder)
+    if not os.path.lexists(path):
+        os.rename(folder, path)
+        sync_directory(path.parent)
+    elif _swap(folder, path):
+        sync_directory(path.parent)
+        _delete(folder)
+    else:
+        old = _temporary(path, "old")
+        os.rename(path, old)
+        try:
+            os.rename(folder, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        sync_directory(path.parent)
+        _delete(old)
 
 
 def clean(path: Path) -> None:
@@ -172,7 +178,7 @@ def clean(path: Path) -> None:
         if match is None or resolve(entry.with_name(match["path"])) == entry:
             continue
         try:
-            descriptor = _lock(entry)
+            descriptor = locked(entry)
         except (BlockingIOError, FileNotFoundError):
             continue
         if descriptor is not None or match["path"] == path.name:
@@ -200,13 +206,13 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
-    """Lock a folder; None where its file system cannot.
+def locked(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Lock a folder or file until the returned descriptor is closed; None where its file system cannot.
 
     Raises:
         BlockingIOError: a living process has it.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

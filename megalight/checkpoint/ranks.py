@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -77,6 +78,14 @@ class Ranks:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         result: T = box[0]
         return result
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. The group's collectives must work on the host."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
 
 
 def _portable(error: Exception) -> Exception:

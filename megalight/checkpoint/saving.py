@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from megalight import __version__
 from megalight.checkpoint import manifest as manifests
-from megalight.checkpoint import publish, tree
-from megalight.checkpoint.files import FileRecord, sync_directory, write_file
+from megalight.checkpoint import publish
+from megalight.checkpoint.part import Seal, Written, write_part
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.staging import Staged, stage
-from megalight.checkpoint.torch_files import TorchWriter
 from megalight.checkpoint.view import View
-from megalight.checkpoint.writer import Writer
+from megalight.checkpoint.writer import host_blocks
 from megalight.errors import CheckpointError
 
 
@@ -85,31 +78,19 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         started.append(publish.Partial(path))
         return started[0].folder
 
+    def write_mine() -> Written:
+        return write_part(
+            folder, staged.part(ranks.rank), host_blocks(view.elements(box) for view, box in staged.boxes)
+        )
+
+    def finish() -> None:
+        seal_of(path, staged).close(folder, parts)
+        started[0].publish()
+
     try:
         folder = ranks.first(f"starting to save {path}", begin)
-        kind = TorchWriter if staged.scheme == manifests.FSDP_DTENSOR else Writer
-        writer = kind(folder, ranks.rank)
-        with collectives(f"saving {path}"):
-            save_state_dict(
-                dict(staged.views),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=process_group,
-                no_dist=ranks.alone,
-            )
-
-        def write_small() -> dict[str, FileRecord]:
-            records = dict(writer.records)
-            if staged.common is not None:
-                records |= tree.write(folder, "common", staged.common)
-            for rank, state in staged.rank_states.items():
-                records |= tree.write(folder, f"ranks/{rank}", state)
-            if staged.rank_states:
-                sync_directory(folder / "ranks")
-            return records
-
-        records = ranks.together(f"saving {path}", write_small)
-        ranks.first(f"publishing {path}", lambda: _finish(started[0], records, staged))
+        parts = ranks.together(f"saving {path}", write_mine)
+        ranks.first(f"publishing {path}", finish)
     except BaseException as error:
         for partial in started:
             partial.discard()
@@ -118,37 +99,7 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         raise
 
 
-def _finish(partial: publish.Partial, records: list[dict[str, FileRecord]], staged: Staged) -> None:
-    """Rank 0: write the remaining files, check that all ranks' are there, seal and publish."""
-    listed = {name: record for part in records for name, record in part.items()}
-    for name, source in staged.files.items():
-        data = source.read_bytes() if isinstance(source, Path) else source
-        listed[f"files/{name}"] = write_file(partial.folder / "files" / name, data)
-    for folder in {(partial.folder / name).parent for name in listed}:
-        sync_directory(folder)
-    newest = publish.latest(partial.path.parent)
-    floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
+def seal_of(path: Path, staged: Staged) -> Seal:
+    """What rank 0 needs to seal the checkpoint."""
     versions = {"megalight": __version__, "torch": torch.__version__}
-    world_size = max(len(records), *(rank + 1 for rank in staged.rank_states), 1)
-    manifest = manifests.Manifest(listed, max(time.time_ns(), floor), world_size, versions, staged.scheme)
-    try:
-        manifests.check_files(partial.folder, manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} Is {partial.path.parent} on storage that all ranks share?") from error
-    manifest.write(partial.folder)
-    partial.publish()
-
-
-@contextmanager
-def collectives(stage: str) -> Iterator[None]:
-    """DCP's failures as ours: one error that names the first rank that failed, and why."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as failure:
-        rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
-        if not isinstance(error, Exception):
-            raise error from failure
-        text = str(error) if isinstance(error, CheckpointError) else repr(error)
-        raise CheckpointError(f"{stage} failed on rank {rank}: {text}") from error
+    return Seal(path, staged.scheme, staged.world_size, versions)

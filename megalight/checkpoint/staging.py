@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint import tree
 from megalight.checkpoint.files import checked_name
 from megalight.checkpoint.manifest import FULLY_RESHARDABLE
-from megalight.checkpoint.memory import host_memory
+from megalight.checkpoint.memory import dtype_name, host_memory
+from megalight.checkpoint.part import Part, Piece
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import Box, View
 
-Tree: TypeAlias = tuple[bytes, bytes | None]
-"""JSON, and safetensors where there are tensors."""
-
 ALIGNMENT = 16
 """Bytes; every dtype may begin there."""
+
+Allocate = Callable[[int], Tensor]
+"""Gives that many bytes of host memory, as ``uint8``."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,34 @@ class Staged:
 
     Attributes:
         views: what to write, by name.
-        common: values of the whole run, on rank 0.
-        rank_states: values of ranks that this one writes, by rank: its own, or those of a checkpoint that is rewritten.
-        files: other files, on rank 0: contents, or where to copy from.
+        small: whole files by name: contents, or where to copy from.
         scheme: by which the views were made.
+        world_size: ranks whose values are in it: of this group, or of the checkpoint that is rewritten.
     """
 
     views: Mapping[str, View]
-    common: Tree | None
-    rank_states: Mapping[int, Tree]
-    files: Mapping[str, bytes | Path]
+    small: Mapping[str, bytes | Path]
     scheme: str
+    world_size: int
+
+    @property
+    def boxes(self) -> list[tuple[View, Box]]:
+        """The boxes that this rank writes, in order."""
+        return [(view, box) for view in self.views.values() for box in view.boxes if box.write]
+
+    def part(self, rank: int) -> Part:
+        """The plan of what this rank writes.
+
+        Raises:
+            CheckpointError: tensors of a dtype that safetensors does not know.
+        """
+        pieces = (
+            Piece(name, tuple(view.shape), dtype_name(view.dtype), box.offset, tuple(box.data.shape))
+            for name, view in self.views.items()
+            for box in view.boxes
+            if box.write
+        )
+        return Part(rank, self.scheme, tuple(pieces), self.small)
 
 
 def stage(
@@ -51,7 +70,7 @@ def stage(
     other_ranks: Mapping[int, Mapping[str, Any]] | None = None,
     files: Mapping[str, bytes | Path] | None = None,
     scheme: str = FULLY_RESHARDABLE,
-    copy: bool = True,
+    copy: bool | Allocate = True,
     process_group: ProcessGroup | None = None,
 ) -> Staged:
     """Collect what a save writes. All ranks of the group call it together.
@@ -64,36 +83,40 @@ def stage(
         files: see there.
         scheme: see there.
         copy: copy the boxes that this rank writes to host memory, so that their owners may change them. False: write
-            before they change.
+            before they change. A function gives the memory.
         process_group: who saves; None means the default group, or this process alone.
 
     Raises:
         CheckpointError: on every rank, when any rank has a value that cannot be kept.
     """
     ranks = Ranks(process_group)
-    common_tree: list[Tree] = []
     states = {**(other_ranks or {}), **({} if rank_state is None else {ranks.rank: rank_state})}
-    trees: dict[int, Tree] = {}
 
-    def encode() -> None:
+    staged: list[Staged] = []
+
+    def collect() -> None:
+        small: dict[str, bytes | Path] = {}
         if ranks.rank == 0:
-            common_tree.append(tree.dumps(dict(common or {}), "common"))
-            for name in files or {}:
-                checked_name(name)
+            small |= tree.files("common", dict(common or {}), "common")
+            for name, source in (files or {}).items():
+                if copy and isinstance(source, Path):
+                    source = source.read_bytes()  # it may have changed by the time it is written
+                small[f"files/{checked_name(name)}"] = source
         for rank, state in states.items():
-            trees[rank] = tree.dumps(dict(state), "rank_state")
+            small |= tree.files(f"ranks/{rank}", dict(state), "rank_state")
+        fixed = _copied(views, host_memory if copy is True else copy) if copy else views
+        world_size = max(ranks.size, *(rank + 1 for rank in states), 1)
+        staged.append(Staged(fixed, small, scheme, world_size))
 
-    ranks.together("preparing to save", encode)
-    kept = dict(files or {}) if ranks.rank == 0 else {}
-    fixed = _copied(views) if copy else views
-    return Staged(fixed, common_tree[0] if common_tree else None, trees, kept, scheme)
+    ranks.together("preparing to save", collect)
+    return staged[0]
 
 
-def _copied(views: Mapping[str, View]) -> dict[str, View]:
+def _copied(views: Mapping[str, View], allocate: Allocate) -> dict[str, View]:
     """The boxes that this rank writes, copied end to end into one piece of host memory."""
     written = [(name, box) for name, view in views.items() for box in view.boxes if box.write]
     sizes = [-(-box.data.nbytes // ALIGNMENT) * ALIGNMENT for _, box in written]
-    memory = host_memory(sum(sizes))
+    memory = allocate(sum(sizes))
     boxes: dict[str, list[Box]] = {}
     devices: set[torch.device] = set()
     start = 0

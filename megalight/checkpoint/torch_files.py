@@ -10,88 +10,79 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megalight.checkpoint import pickles
-from megalight.checkpoint.checksum import blocks, checksum
-from megalight.checkpoint.files import TORCH_METADATA, TORCH_SUFFIX, FileRecord, write_all, write_file
+from megalight.checkpoint.checksum import blocks as checksummed
+from megalight.checkpoint.checksum import checksum
+from megalight.checkpoint.files import TORCH_METADATA, FileRecord, write_all, write_file
 from megalight.checkpoint.index import Chunk, TensorInfo
-from megalight.checkpoint.memory import dtype_name
-from megalight.checkpoint.writer import Writer
+from megalight.checkpoint.part import Archive, Piece
 
 
-@dataclass(frozen=True)
-class TorchChunk(Chunk):
-    """A chunk inside an archive of ``torch.save``; ``archive``: where that starts in the file, and its bytes."""
+def write_data(
+    folder: Path, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
+) -> tuple[FileRecord, list[TensorInfo], list[Archive]]:
+    """Write a data file of archives, and say where the tensors and the archives lie."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    position, frames = 0, bytearray()
+    tensors: list[TensorInfo] = []
+    archives: list[Archive] = []
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece, parts in zip(pieces, blocks, strict=True):
+            memory = torch.frombuffer(bytearray().join(parts), dtype=getattr(torch, piece.dtype))
+            archive = archived(memory.view(piece.size))
+            first, last = elements_of(io.BytesIO(archive))
+            data = memoryview(archive)[first:last]
+            sums = tuple(checksum(data[start:stop]) for start, stop in checksummed(len(data)))
+            write_all(descriptor, archive)
+            frames += archive[:first] + archive[last:]
+            chunk = Chunk(piece.offset, piece.size, name, piece.name, position + first, sums)
+            tensors.append(TensorInfo(piece.name, piece.shape, piece.dtype, (chunk,)))
+            archives.append((piece.name, piece.offset, name, position, len(archive)))
+            position += len(archive)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileRecord(position, checksum(bytes(frames))), tensors, archives
 
-    archive: tuple[int, int]
+
+def write_metadata(
+    folder: Path, tensors: Mapping[str, TensorInfo], archives: Iterable[Archive]
+) -> dict[str, FileRecord]:
+    """Write DCP's own index."""
+    paths = {name: torch_path(name) for name in tensors}
+    keys = {name: ".".join(path) for name, path in paths.items()}
+    theirs = Metadata(
+        {keys[name]: _stored(info) for name, info in tensors.items()},
+        planner_data={keys[name]: path for name, path in paths.items()},
+        storage_data={
+            MetadataIndex(keys[name], torch.Size(offset)): _StorageInfo(file, start, length)
+            for name, offset, file, start, length in archives
+        },
+        storage_meta=StorageMeta(),
+    )
+    return {TORCH_METADATA: write_file(folder / TORCH_METADATA, pickles.dumps(theirs))}
 
 
-class TorchWriter(Writer):
-    """Writes files that ``torch.distributed.checkpoint.load`` reads, and our index."""
-
-    suffix = TORCH_SUFFIX
-
-    def _write(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        path = self.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        results, position, frames = [], 0, bytearray()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            for item in items:
-                assert item.tensor_data is not None
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)
-                archive = archived(tensor)
-                first, last = elements_of(io.BytesIO(archive))
-                data = memoryview(archive)[first:last]
-                sums = tuple(checksum(data[start:stop]) for start, stop in blocks(len(data)))
-                write_all(descriptor, archive)
-                frames += archive[:first] + archive[last:]
-                chunk = TorchChunk(
-                    tuple(item.tensor_data.chunk.offsets),
-                    tuple(item.tensor_data.chunk.sizes),
-                    name,
-                    item.index.fqn,
-                    position + first,
-                    sums,
-                    (position, len(archive)),
-                )
-                dtype = dtype_name(item.tensor_data.properties.dtype)
-                info = TensorInfo(item.index.fqn, tuple(item.tensor_data.size), dtype, (chunk,))
-                results.append(WriteResult(item.index, len(data), info))
-                position += len(archive)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        self.records[name] = FileRecord(position, checksum(bytes(frames)))
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, as for every format, and the same for DCP."""
-        super().finish(metadata, results)
-        paths = {name: torch_path(name) for name in metadata.state_dict_metadata}
-        keys = {name: ".".join(path) for name, path in paths.items()}
-        infos = [result.storage_data for rank in results for result in rank]
-        theirs = Metadata(
-            {keys[name]: stored for name, stored in metadata.state_dict_metadata.items()},
-            planner_data={keys[name]: path for name, path in paths.items()},
-            storage_data={
-                MetadataIndex(keys[info.name], torch.Size(chunk.offset)): _StorageInfo(chunk.file, *chunk.archive)
-                for info in infos
-                for chunk in info.chunks
-            },
-            storage_meta=StorageMeta(),
-        )
-        self.records[TORCH_METADATA] = write_file(self.directory / TORCH_METADATA, pickles.dumps(theirs))
+def _stored(info: TensorInfo) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in info.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, info.dtype)), torch.Size(info.shape), chunks)
 
 
 def torch_path(name: str) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from megalight.checkpoint.files import (
     parse_header,
     parse_json,
     read_file,
-    write_file,
 )
 from megalight.checkpoint.memory import as_bytes, dtype_name
 from megalight.errors import CheckpointError
@@ -154,13 +153,14 @@ def loads(text: bytes, data: bytes | None, what: str) -> Any:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__} {error}.") from error
 
 
-def write(root: Path, name: str, files: tuple[bytes, bytes | None]) -> dict[str, FileRecord]:
-    """Write what :func:`dumps` made as ``<name>.json`` (and ``<name>.safetensors``)."""
-    text, data = files
-    records = {f"{name}.json": write_file(root / f"{name}.json", text)}
-    if data is not None:
-        records[f"{name}.safetensors"] = write_file(root / f"{name}.safetensors", data)
-    return records
+def files(name: str, value: Any, what: str) -> dict[str, bytes]:
+    """A tree as files by name: ``<name>.json``, and ``<name>.safetensors`` where it has tensors.
+
+    Raises:
+        CheckpointError: see :func:`dumps`.
+    """
+    text, data = dumps(value, what)
+    return {f"{name}.json": text, **({} if data is None else {f"{name}.safetensors": data})}
 
 
 def read(root: Path, name: str, records: dict[str, FileRecord]) -> Any:

@@ -85,6 +85,10 @@ class View(Tensor):
         """Refuse: a view is a handle."""
         raise CheckpointError(f"{func} on a checkpoint view; views are only saved and loaded. Use its boxes' data.")
 
+    def elements(self, box: Box) -> Tensor:
+        """The elements of one of its boxes, to be written."""
+        return box.data
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """DCP: what this rank writes."""
         properties = TensorProperties(dtype=self.dtype)
@@ -220,12 +224,11 @@ class SourceView(View):
     stored: str
     process_group: ProcessGroup | None
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """DCP: a box, read now."""
-        box = super().__get_tensor_shard__(index)
-        shape = self.source.tensors[self.stored].shape
-        part = itself if tuple(box.shape) == shape else partial(_shaped, shape)
-        wanted = Wanted(tuple(box.shape), box.dtype, {self.stored: part})
+    def elements(self, box: Box) -> Tensor:
+        """The whole tensor, read now."""
+        room, shape = tuple(box.data.shape), self.source.tensors[self.stored].shape
+        part = itself if room == shape else partial(_shaped, shape)
+        wanted = Wanted(room, box.data.dtype, {self.stored: part})
         (tensor,) = stream(self.source, [wanted], self.process_group)
         return tensor
 

@@ -13,10 +13,11 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.files import Entry, sync_directory, write_file
 from megalight.checkpoint.memory import dtype_name
+from megalight.checkpoint.part import write_tensors
 from megalight.checkpoint.publish import Partial
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.streaming import Wanted, stream
-from megalight.checkpoint.writer import write_tensors
+from megalight.checkpoint.writer import host_blocks
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.family import Family
@@ -74,7 +75,7 @@ def export(
             for name, keys in list(files.items())[ranks.rank :: ranks.size]:
                 wanted = [whole[key] for key in keys]
                 entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
-                write_tensors(folder / name, entries, stream(model.weights, wanted, group))
+                write_tensors(folder / name, entries, host_blocks(stream(model.weights, wanted, group)))
 
     def finish() -> None:
         for name, content in model.files.items():

@@ -52,6 +52,7 @@ USED = {
     "trainer._results": "where LightningModule.log puts values",
     "trainer._logger_connector.should_reset_tensors": "whether they are those of an earlier epoch",
     "trainer._logger_connector._current_fx": "the hook that logged last, noted by LightningModule.log",
+    "lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint": "makes last.ckpt a link to the newest checkpoint",
     "module._trainer": "the field behind module.trainer, which may be None",
     "module._current_fx_name": "the hook that is running; part of the name under which a value is kept",
 }
@@ -99,6 +100,13 @@ def zero_grad(trainer: pl.Trainer, optimizer: Any) -> None:
 def skip_backward(trainer: pl.Trainer, skip: bool) -> None:
     """Let Lightning's automatic optimization run only ``training_step``, without ``zero_grad`` and ``backward``."""
     trainer.fit_loop._skip_backward = skip
+
+
+def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) -> None:
+    """Let a ModelCheckpoint make its links with ``link``; None: with its own method again."""
+    callback.__dict__.pop("_link_checkpoint", None)
+    if link is not None:
+        callback._link_checkpoint = link
 
 
 class SigtermAgreement:

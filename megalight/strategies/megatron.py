@@ -281,6 +281,7 @@ class MegatronStrategy(FolderCheckpoints):
         _lightning.skip_backward(trainer, on_shards)
         self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
         self._sigterm.install()
+        self.begin_saving(trainer)
         if not on_shards:
             ordinary.check(self, self.lightning_module, self.optimizers)
             self.parallel_model.fill()
@@ -365,6 +366,7 @@ class MegatronStrategy(FolderCheckpoints):
         The result is None if the user's own step skipped the batch.
         """
         assert self._stepper is not None
+        self.check_saves()
         if self.engine is None:
             return self._stepper.own("training_step", args)
         trainer = self._trainer
@@ -468,7 +470,8 @@ class MegatronStrategy(FolderCheckpoints):
         return dataloader if coupling is None else even(dataloader, coupling)
 
     def on_train_end(self) -> None:
-        """Gather the weights in their own dtype, so that they can be read."""
+        """Wait for a save under way, and gather the weights in their own dtype, so that they can be read."""
+        self.finish_saves()
         if self.engine is not None:
             self.engine.widen()  # it is closed in teardown: a learning-rate finder trains again with this engine
             self._ended = True
@@ -478,9 +481,11 @@ class MegatronStrategy(FolderCheckpoints):
         self._ended = False
         if self.world_size > 1:
             FAILED.set()
+        self.end_saving(failed=True)
 
     def teardown(self) -> None:
         """Release resources. Weights stay where they are, as views of flat buffers."""
+        self.end_saving(failed=FAILED.is_set())
         if self._sigterm is not None:
             self._sigterm.uninstall()
             self._sigterm = None

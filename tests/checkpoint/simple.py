@@ -24,8 +24,10 @@ def views(values: dict[str, Tensor]) -> dict[str, View]:
     return checkpoint.views_of_parameters(values.items(), specs, ParallelMesh())
 
 
-def save(path: Path, step: int) -> None:
-    checkpoint.save(
+def save(path: Path, step: int, background: checkpoint.Background | None = None) -> None:
+    """Save; with a background, begin to."""
+    write = checkpoint.save if background is None else background.save
+    write(
         path,
         views(tensors(step)),
         common={"global_step": step, "counts": torch.full((5,), step)},

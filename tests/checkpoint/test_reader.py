@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint import Box, View, boxes, checksum, datafile, index, memory, writer
+from megalight.checkpoint import Box, View, boxes, checksum, datafile, index, memory, part
 from megalight.errors import CheckpointError
 
 SHAPE = (37, 5, 11)
@@ -20,7 +20,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Small blocks and files, so that small tensors have many."""
     for module in (boxes, checksum, datafile, index, memory):
         monkeypatch.setattr(module, "BLOCK", request.param)
-    monkeypatch.setattr(writer, "MAX_FILE", 3000)
+    monkeypatch.setattr(part, "MAX_FILE", 3000)
     return request.param
 
 

@@ -6,14 +6,19 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from megalight.checkpoint import remove
+from megalight import checkpoint as folders
 from megalight.errors import ConfigurationError
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
+from megalight.strategies import _lightning
+from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.edits import Edits, edits_of
 from megalight.strategies.checkpoints.hyperparameters import keep_plain
 from megalight.strategies.checkpoints.resuming import Resumed, open_folder
@@ -31,12 +36,14 @@ class FolderCheckpoints(MeshStrategy):
         _resumed: the checkpoint from which the run resumes, or None.
         _left_out: names of hyperparameters that are not saved, after a warning.
         _given: the ``state_dict`` that hooks of a save were given. None after the save.
+        _beside: the saves beside training. None before the first.
     """
 
     _setup_of: pl.LightningModule | None
     _resumed: Resumed | None
     _left_out: set[str]
     _given: dict[str, Any] | None = None
+    _beside: SavesBeside | None = None
 
     def sync_parameters(self) -> None:
         """Wait until every parameter has the values of the last optimizer step."""
@@ -64,9 +71,91 @@ class FolderCheckpoints(MeshStrategy):
         path, given, self._given = self.broadcast(str(filepath)), self._given, None
         edits = Edits() if given is None else edits_of(given, checkpoint.get("state_dict", given))
         edits.check(self)
+        beside = self._saves_beside()
+        write = folders.save if beside is None else beside.begin
         with self._sharded():
-            save(self, keep_plain(checkpoint, self._left_out), path, edits)
-        self._tell("on_checkpoint_written", path)
+            save(self, keep_plain(checkpoint, self._left_out), path, edits, write)
+        if beside is None:
+            self._tell("on_checkpoint_written", path)
+        elif not self._is_training:
+            beside.finish()
+
+    def begin_saving(self, trainer: pl.Trainer) -> None:
+        """Check the callbacks that save, and let links wait for the checkpoints that they lead to."""
+        if self.checkpoints.async_save is None:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                told = self.checkpoints.check_callback(callback.save_last, callback.save_top_k)
+                if told and self.is_global_zero:
+                    log.warning(told)
+                _lightning.link_by(callback, self._link)
+
+    def check_saves(self) -> None:
+        """At a step boundary: take note of a save beside training that has come to its end.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed.
+        """
+        if self._beside is not None:
+            self._beside.check()
+
+    def finish_saves(self) -> None:
+        """Wait until the save beside training is published. All ranks call it together.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed.
+        """
+        if self._beside is not None:
+            self._beside.finish()
+
+    def abort_saves(self) -> None:
+        """Kill the worker process of this rank at once and forget its save; what is published stays.
+
+        No collective: an in-process restarter calls it on each rank, in any thread. The next save starts a new worker.
+        """
+        if self._beside is not None:
+            self._beside.abort()
+
+    def end_saving(self, failed: bool) -> None:
+        """Wait for the save under way, end the worker process and free its memory.
+
+        Args:
+            failed: training has failed, so other ranks may be gone: wait for what this rank's worker does.
+        """
+        for callback in () if self.lightning_module is None else self.lightning_module.trainer.checkpoint_callbacks:
+            _lightning.link_by(callback, None)
+        beside, self._beside = self._beside, None
+        if beside is None:
+            return
+        try:
+            beside.finish_alone() if failed else beside.finish()
+        finally:
+            beside.close()
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether ``fit`` is running, so that a save may end later."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.trainer.state
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def _saves_beside(self) -> SavesBeside | None:
+        kind = self.checkpoints.async_save
+        if self._beside is None and kind is not None:
+            group = self.host_group() if self.world_size > 1 else None
+            written = partial(self._tell, "on_checkpoint_written")
+            skip = self.checkpoints.when_busy == "skip"
+            self._beside = SavesBeside(kind, skip, group, self.is_global_zero, self._remove, written)
+        return self._beside
+
+    def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
+        """In place of ModelCheckpoint's own: link when the checkpoint is published."""
+        if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
+            beside = self._saves_beside()
+            assert beside is not None
+            beside.link(path, link)
+        self.barrier()
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:
@@ -84,6 +173,7 @@ class FolderCheckpoints(MeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder. Tensors are read later, directly into the parameters."""
+        self.finish_saves()
         self._resumed = Resumed(open_folder(str(checkpoint_path)))
         return self._resumed.for_lightning(self)
 
@@ -117,15 +207,24 @@ class FolderCheckpoints(MeshStrategy):
         self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a folder atomically, unless another process reads it, or a file."""
+        """Delete a folder atomically, unless another process reads it, or a file.
+
+        While a newer checkpoint is being written beside training, it stays until that one is published.
+        """
         if not self.is_global_zero:
             return
+        if self._beside is not None:
+            self._beside.remove(str(filepath))
+        else:
+            self._remove(str(filepath))
+
+    def _remove(self, filepath: str) -> None:
         if os.path.isfile(filepath):
             os.remove(filepath)
-        elif not remove(str(filepath)):
+        elif not folders.remove(filepath):
             log.warning("%s is being read, so it is not removed", filepath)
             return
-        self._tell("on_checkpoint_removed", str(filepath))
+        self._tell("on_checkpoint_removed", filepath)
 
     def _tell(self, event: str, path: str) -> None:
         """Call a method of the callbacks that have it, on all ranks."""

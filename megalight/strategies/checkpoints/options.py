@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megalight.checkpoint import SCHEMES
+from megalight.checkpoint.background import KINDS, Kind
 from megalight.checkpoint.manifest import FULLY_RESHARDABLE
 from megalight.errors import ConfigurationError, nearest
 
@@ -18,12 +20,18 @@ class Checkpoints:
             in flat shards; the split of the weights (tensor and expert parallelism) must stay the same.
             ``fsdp_dtensor``: as the first, in files that ``torch.distributed.checkpoint.load`` reads. A run resumes
             from each, whatever it writes.
+        async_save: save beside training: a step waits for the copy to host memory only. ``persistent``: one worker
+            process per rank serves the whole run. ``per_save``: one for each save. None: training waits for the disk.
+        when_busy: with ``async_save``, what a save does while another is under way: ``wait`` for it, or ``skip``: this
+            one is left out. Saves at the end of training, before a load and by ``Preemption`` wait in any case.
 
     Raises:
-        ConfigurationError: there is no such format.
+        ConfigurationError: there is no such format or way to save.
     """
 
     format: str = FULLY_RESHARDABLE
+    async_save: Kind | None = None
+    when_busy: Literal["wait", "skip"] = "wait"
 
     def __post_init__(self) -> None:
         if self.format not in SCHEMES:
@@ -31,3 +39,33 @@ class Checkpoints:
                 f"checkpoints.format is {self.format!r}; it must be one of {', '.join(SCHEMES)}."
                 + nearest(self.format, SCHEMES)
             )
+        if self.async_save not in (None, *KINDS):
+            raise ConfigurationError(
+                f"checkpoints.async_save is {self.async_save!r}; it must be {' or '.join(KINDS)}, or null."
+                + nearest(str(self.async_save), KINDS)
+            )
+        if self.when_busy not in ("wait", "skip"):
+            raise ConfigurationError(f"checkpoints.when_busy is {self.when_busy!r}; it must be wait or skip.")
+        if self.when_busy == "skip" and self.async_save is None:
+            raise ConfigurationError(
+                "checkpoints.when_busy='skip' does nothing without async_save, where no save is ever under way; choose "
+                "async_save='persistent', or leave it out."
+            )
+
+    def check_callback(self, save_last: object, save_top_k: int) -> str:
+        """What to tell users of a ModelCheckpoint with these options, if anything.
+
+        Raises:
+            ConfigurationError: ``last.ckpt`` would never be saved.
+        """
+        if self.async_save is None or save_last is not True or save_top_k == 0:
+            return ""
+        if self.when_busy == "skip":
+            raise ConfigurationError(
+                "ModelCheckpoint(save_last=True) saves each checkpoint twice, and checkpoints.when_busy='skip' always "
+                "leaves the second out. Set save_last='link': last.ckpt then leads to the newest checkpoint."
+            )
+        return (
+            "ModelCheckpoint(save_last=True) saves each checkpoint twice, and with checkpoints.async_save the second "
+            "waits for the first. With save_last='link', last.ckpt leads to the newest checkpoint instead."
+        )

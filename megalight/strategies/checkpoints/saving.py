@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megalight import __version__, checkpoint
@@ -16,8 +17,12 @@ ORDINARY = "ordinary_optimizers"
 """Entry with the states of optimizers of whole parameters, in torch's form."""
 
 
-def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edits) -> None:
-    """Write a checkpoint, with optimizer state if Lightning's entries have it, and with the edits of hooks."""
+def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edits, write: Callable[..., Any]) -> None:
+    """Write a checkpoint, with optimizer state if Lightning's entries have it, and with the edits of hooks.
+
+    Args:
+        write: :func:`megalight.checkpoint.save`, or what begins the same save beside training.
+    """
     common = {name: value for name, value in entries.items() if name not in NOT_STORED}
     common["megalight"] = {
         "version": __version__,
@@ -37,7 +42,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
     only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
     scheme = strategy.checkpoints.format
     contents = edits.of(strategy.run.contents(optimizer=resumable, only=only), prefix_of(strategy))
-    checkpoint.save(
+    write(
         path,
         checkpoint.SCHEMES[scheme](contents),
         common=common,

@@ -1,0 +1,75 @@
+"""Host memory that a worker process sees too. It is kept between saves, because to make it costs more than to copy."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+class SharedMemory:
+    """Memory behind a file descriptor; page-locked where there is a GPU.
+
+    Attributes:
+        descriptor: of a file without a name, which a child process maps too.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = _nameless_file()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins in this process."""
+        return self._memory.data_ptr()
+
+    def reserve(self, nbytes: int) -> Tensor:
+        """Memory of at least ``nbytes``, as ``uint8``. What it held before is lost.
+
+        Raises:
+            OSError: the system has no memory left.
+        """
+        if nbytes > self._memory.numel() or not self._memory.numel():
+            size = max(nbytes, mmap.PAGESIZE)
+            self._unpin()
+            # without it, memory that is not there would be a fatal signal at the first write
+            allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.ftruncate(file, size))
+            allocate(self.descriptor, 0, size)
+            self._memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8))
+            self._pin()
+        return self._memory[:nbytes]
+
+    def close(self) -> None:
+        """Give the memory back when nobody uses it any more."""
+        self._unpin()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        os.close(self.descriptor)
+
+    def _pin(self) -> None:
+        if not torch.cuda.is_available():
+            return
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+        self._pinned = int(status) == 0
+        if not self._pinned:
+            log.warning("memory for saves cannot be page-locked (%s), so copies from the GPU are slower", status)
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("megalight-checkpoint")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

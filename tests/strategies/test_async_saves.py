@@ -1,0 +1,242 @@
+"""Saves beside training under Lightning: what other saves promise, while steps go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from megalight import checkpoint
+from megalight.callbacks import EMA, Preemption, Retention
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies.checkpoints.options import Checkpoints
+from tests.checkpoint.beside import fault, workers_of
+from tests.environment import trainer
+from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
+from tests.workers import run
+
+STEPS = 4
+
+
+class At(pl.Callback):
+    """Does something at the end of a step, on every rank."""
+
+    def __init__(self, step: int, act: Callable[[pl.Trainer], None]) -> None:
+        self.step, self.act = step, act
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act(trainer)
+
+
+class AtEnd(pl.Callback):
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+
+    def on_train_end(self, *_: Any) -> None:
+        self.act()
+
+
+class AlwaysSomething(pl.Callback):
+    """Once there is a complete checkpoint, there always is one."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.seen, self.lost = folder, False, 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        there = checkpoint.latest(self.folder) is not None
+        self.lost += self.seen and not there
+        self.seen = self.seen or there
+
+
+def fit(
+    folder: str,
+    *callbacks: pl.Callback,
+    kind: str | None = "persistent",
+    strategy: type[MegatronStrategy] = MegatronStrategy,
+    resume: str | None = None,
+    steps: int = STEPS,
+    when_busy: Any = "wait",
+    **save: Any,
+) -> list[float]:
+    options = {"tensor_parallel": 2} if strategy is MegatronStrategy else {}
+    asynchronous = Checkpoints(async_save=kind, when_busy=when_busy)  # type: ignore[arg-type]
+    losses, module = Losses(), WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    module.steps = STEPS
+    every = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": "link", **save}
+    runner = trainer(
+        strategy(micro_batch_size=1, checkpoints=asynchronous, **options),  # type: ignore[arg-type]
+        callbacks=[EMA(0.5), losses, *callbacks, ModelCheckpoint(folder, "{step}", **every)],
+        enable_checkpointing=True,
+        max_steps=steps,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    try:
+        runner.fit(module, ckpt_path=resume)
+    finally:
+        assert not workers_of(os.getpid())
+    return losses.losses
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files of all checkpoints but the manifests, which hold the time."""
+    found = {str(file.relative_to(folder)): file for file in folder.glob("step=*/**/*") if file.is_file()}
+    return {name: file.read_bytes() for name, file in found.items() if not name.endswith("manifest.json")}
+
+
+def _pairs(folder: str, kind: str, strategy: type[MegatronStrategy]) -> tuple[list[float], list[float], list[float]]:
+    synchronous = fit(folder, kind=None, strategy=strategy)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.move(folder, f"{folder}-synchronous")
+    dist.barrier()
+    beside = fit(folder, kind=kind, strategy=strategy)
+    again = fit(f"{folder}-again", kind=kind, strategy=strategy, resume=f"{folder}/step=2.ckpt")
+    return synchronous, beside, again
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("persistent", MegatronStrategy),
+        ("per_save", MegatronFSDPStrategy),
+        pytest.param("per_save", MegatronStrategy, marks=pytest.mark.full),
+        pytest.param("persistent", MegatronFSDPStrategy, marks=pytest.mark.full),
+    ],
+)
+def test_checkpoints_and_losses_are_those_of_other_saves(
+    tmp_path: Path, kind: str, strategy: type[MegatronStrategy]
+) -> None:
+    folder = tmp_path / "saves"
+    for synchronous, beside, again in run(_pairs, 2, str(folder), kind, strategy):
+        assert beside == synchronous
+        assert again == synchronous[2:]
+    whole = files(folder)
+    assert whole == files(tmp_path / "saves-synchronous")
+    assert {name.partition("/")[0] for name in whole} == {f"step={step}.ckpt" for step in range(1, STEPS + 1)}
+    assert (folder / "last.ckpt").readlink() == Path(f"step={STEPS}.ckpt")
+    resumed = files(tmp_path / "saves-again")
+    tensors = {name for name in resumed if name.endswith(".safetensors")}
+    assert tensors
+    assert all(np.array_equal(resumed[name], whole[name]) for name in tensors)
+
+
+def _kept(folder: str) -> tuple[int, int]:
+    watch, other = AlwaysSomething(f"{folder}/best"), AlwaysSomething(f"{folder}/retained")
+    fit(f"{folder}/best", watch, save_top_k=1)
+    fit(f"{folder}/retained", other, Retention(last=1, milestones=[1]))
+    return watch.lost, other.lost
+
+
+def test_what_is_replaced_stays_until_the_next_is_there(tmp_path: Path) -> None:
+    assert run(_kept, 2, str(tmp_path)) == [(0, 0), (0, 0)]
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["last.ckpt", "step=4.ckpt"]
+    retained = sorted(path.name for path in (tmp_path / "retained").iterdir())
+    assert retained == ["last.ckpt", "step=1.ckpt", "step=4.ckpt"]
+
+
+def _busy(folder: str) -> None:
+    """The first save takes as long as training."""
+    gate = Path(f"{folder}/gate")
+    with fault(f"gate:{gate}"):
+        fit(f"{folder}/one", AtEnd(gate.touch), when_busy="skip", save_top_k=1)
+        gate.unlink(missing_ok=True)
+        dist.barrier()
+        signalled = At(2, lambda _: (gate.touch(), os.kill(os.getpid(), signal.SIGTERM)))  # type: ignore[arg-type, func-returns-value]
+        fit(f"{folder}/preempted", Preemption(every_n_steps=1), signalled, when_busy="skip")
+
+
+def test_saves_are_left_out_while_one_is_under_way(tmp_path: Path) -> None:
+    run(_busy, 2, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["last.ckpt", "step=1.ckpt"]
+    assert checkpoint.open(tmp_path / "one" / "last.ckpt").common["global_step"] == 1
+    last = checkpoint.latest(tmp_path / "preempted")
+    assert last is not None
+    assert checkpoint.open(last).common["global_step"] in (2, 3)  # a signal may arrive in the next step
+    assert last.name.startswith("last-preempted-step=")
+
+
+def _told(folder: str) -> list[str]:
+    told = []
+    with fault(f"error:{errno.ENOSPC}:1" if dist.get_rank() == 1 else ""):
+        try:
+            fit(folder, resume=f"{folder}/step=1.ckpt")
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_failed_save_ends_training_on_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saves")
+    run(fit_quietly, 2, folder, 1)
+    for (message,) in run(_told, 2, folder):
+        assert f"saving {folder}/step=2.ckpt failed on rank" in message
+        assert "data/1-0.safetensors cannot be written: [Errno 28] No space left on device" in message
+    assert sorted(path.name for path in (tmp_path / "saves").iterdir()) == ["last.ckpt", "step=1.ckpt"]
+    assert checkpoint.open(f"{folder}/last.ckpt").common["global_step"] == 1
+
+
+def fit_quietly(folder: str, steps: int) -> None:
+    fit(folder, steps=steps)
+
+
+def _ended(folder: str) -> list[str]:
+    """Training fails, and then is restarted, while the first save is under way."""
+    told = []
+    gate = Path(f"{folder}/gate")
+
+    def fail(runner: pl.Trainer) -> None:
+        gate.touch()
+        raise ArithmeticError("enough")
+
+    with fault(f"gate:{gate}"):
+        try:
+            fit(f"{folder}/failed", At(2, fail), every_n_train_steps=1)
+        except ArithmeticError as error:
+            told.append(str(error))
+    with fault("gate:/nonexistent"):
+        fit(f"{folder}/aborted", At(3, lambda runner: runner.strategy.abort_saves()), every_n_train_steps=2, steps=3)
+    return told
+
+
+def test_a_save_outlives_a_failure_but_not_an_abort(tmp_path: Path) -> None:
+    assert run(_ended, 2, str(tmp_path)) == [["enough"], ["enough"]]
+    assert "step=1.ckpt" in {path.name for path in checkpoint.finished(tmp_path / "failed")}
+    assert checkpoint.open(tmp_path / "failed" / "last.ckpt").common["global_step"] >= 1
+    assert not checkpoint.finished(tmp_path / "aborted")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"async_save": "persistant"}, "Did you mean 'persistent'"),
+        ({"async_save": "persistent", "when_busy": "drop"}, "wait or skip"),
+        ({"when_busy": "skip"}, "choose async_save='persistent'"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Checkpoints(**options)
+
+
+def test_a_second_save_of_each_step_is_refused_or_warned_of() -> None:
+    skipping = Checkpoints(async_save="per_save", when_busy="skip")
+    with pytest.raises(ConfigurationError, match="Set save_last='link'"):
+        skipping.check_callback(True, 1)
+    assert "save_last='link'" in Checkpoints(async_save="per_save").check_callback(True, 1)
+    assert not skipping.check_callback("link", 1)
+    assert not skipping.check_callback(True, 0)
+    assert not Checkpoints().check_callback(True, 1)
