@@ -151,14 +151,14 @@ def test_all_ranks_write_files_of_their_own(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-KINDS = {"llama3": "llama", "kimi": "deepseek"}
+FIRST_WORDS = {"llama3": "llama", "kimi": "deepseek"}
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("gpt_oss")])
 def test_presets_have_a_configuration_of_theirs(name: str) -> None:
     values = config_to_transformers(PRESETS[name])  # reads back what it wrote, and compares
     kind = name.partition("_")[0]
-    assert values["model_type"].startswith(KINDS.get(kind, kind))
+    assert values["model_type"].startswith(FIRST_WORDS.get(kind, kind))
     assert config_to_transformers(config_from_transformers(json.loads(json.dumps(values)))).keys() == values.keys()
 
 
