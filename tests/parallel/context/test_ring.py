@@ -110,9 +110,18 @@ def test_refusals() -> None:
         ring_attention(q, q, q, sequences.zigzag(0, 1)[0], None, causal=True, backend="cudnn")
 
 
-@pytest.mark.parametrize("option", [{"window": True}, {"softcap": True}, {"dropout": True}, {"backend": "sdpa"}])
+@pytest.mark.parametrize(
+    "option", [{"window": True}, {"softcap": True}, {"dropout": True}, {"backend": "sdpa"}, {"softmax": "learnable"}]
+)
 def test_why_not(option: dict) -> None:
-    plain = {"causal": True, "window": False, "softcap": False, "dropout": False, "backend": "auto"}
+    plain = {
+        "causal": True,
+        "window": False,
+        "softcap": False,
+        "dropout": False,
+        "softmax": "vanilla",
+        "backend": "auto",
+    }
     for backend in ("auto", "cudnn", "varlen", "reference"):
         assert why_not(ContextSpec(2, None, (4, 2), **(plain | {"backend": backend}))) is None
     answer = why_not(ContextSpec(2, None, (4, 2), **(plain | option)))
