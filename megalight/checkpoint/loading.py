@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
 from megalight.checkpoint import index as indices
+from megalight.checkpoint import json_values, publish
 from megalight.checkpoint import manifest as manifests
-from megalight.checkpoint import publish, tree
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.files import parse_json, read_file
 from megalight.checkpoint.index import TensorInfo
@@ -61,7 +61,7 @@ class Checkpoint:
     @cached_property
     def common(self) -> dict[str, Any]:
         """What was saved as ``common``."""
-        value = tree.read(self._root, "common", dict(self.manifest.files))
+        value = json_values.read(self._root, "common", dict(self.manifest.files))
         if not isinstance(value, dict):
             raise CheckpointError(f"common in checkpoint {self.path} is not a dict.")
         return value
@@ -80,7 +80,7 @@ class Checkpoint:
         """What rank ``rank`` saved as ``rank_state``; None where there was no such rank, or it saved none."""
         if f"ranks/{rank}.json" not in self.manifest.files:
             return None
-        value: dict[str, Any] = tree.read(self._root, f"ranks/{rank}", dict(self.manifest.files))
+        value: dict[str, Any] = json_values.read(self._root, f"ranks/{rank}", dict(self.manifest.files))
         return value
 
     def file(self, name: str) -> bytes:

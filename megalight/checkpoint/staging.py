@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint import tree
+from megalight.checkpoint import json_values
 from megalight.checkpoint.files import checked_name
 from megalight.checkpoint.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.memory import dtype_name, host_memory
@@ -97,13 +97,13 @@ def stage(
     def collect() -> None:
         small: dict[str, bytes | Path] = {}
         if ranks.rank == 0:
-            small |= tree.files("common", dict(common or {}), "common")
+            small |= json_values.files("common", dict(common or {}), "common")
             for name, source in (files or {}).items():
                 if copy and isinstance(source, Path):
                     source = source.read_bytes()  # it may have changed by the time it is written
                 small[f"files/{checked_name(name)}"] = source
         for rank, state in states.items():
-            small |= tree.files(f"ranks/{rank}", dict(state), "rank_state")
+            small |= json_values.files(f"ranks/{rank}", dict(state), "rank_state")
         fixed = _copied(views, host_memory if copy is True else copy) if copy else views
         world_size = max(ranks.size, *(rank + 1 for rank in states), 1)
         staged.append(Staged(fixed, small, scheme, world_size))

@@ -98,8 +98,8 @@ def parallelize(
             "of the tokens, Replicated() for those that see all, or turn sequence parallelism off."
         )
     _check_padding(model, shared)
-    if shared.expert.shared_beside:
-        _set_beside(model, mesh)
+    if shared.expert.shared_expert_overlap:
+        _set_overlap(model, mesh)
     return splitter.specs
 
 
@@ -113,17 +113,17 @@ def _check_padding(model: nn.Module, shared: Shared) -> None:
             )
 
 
-def _set_beside(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Let networks for all tokens compute beside the dispatch of tokens to experts."""
+def _set_overlap(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Let shared experts compute beside the dispatch of tokens to experts."""
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.shared is not None]
     if not layers or mesh.ep * mesh.etp == 1:
-        reason = f"ep={mesh.ep} and etp={mesh.etp}, so no tokens travel" if layers else "no layer has such a network"
+        reason = f"ep={mesh.ep} and etp={mesh.etp}, so no tokens travel" if layers else "no layer has a shared expert"
         raise LayoutError(
-            f"ExpertOptions: shared_beside=True computes networks for all tokens while tokens travel, but {reason}. "
+            f"ExpertOptions: shared_expert_overlap=True computes shared experts while tokens travel, but {reason}. "
             "Leave it out."
         )
     for layer in layers:
-        layer.shared_beside = True
+        layer.shared_expert_overlap = True
 
 
 def _check_context(plan: Plan, shared: Shared, modules: Mapping[str, nn.Module]) -> None:

@@ -59,10 +59,10 @@ class ParallelOptions:
                 f"pipeline.schedule='combined' with ExpertOptions(dispatcher={self.expert.dispatcher!r}), whose "
                 "messages block. Set dispatcher='all_to_all', or choose another schedule."
             )
-        if self.expert.shared_beside and (again or schedule in ("zero_bubble", "combined")):
+        if self.expert.shared_expert_overlap and (again or schedule in ("zero_bubble", "combined")):
             other = f"recompute.modules={again}" if again else f"pipeline.schedule={schedule!r}"
             raise LayoutError(
-                f"ExpertOptions: shared_beside=True with {other}: parts of the network for all tokens would compute on "
+                f"ExpertOptions: shared_expert_overlap=True with {other}: parts of the shared expert would compute on "
                 "different streams, without order. Leave out one of the two."
             )
 

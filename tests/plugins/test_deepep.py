@@ -180,7 +180,10 @@ def test_capacity_with_padding(name: str) -> None:
         ({"multiprocessors": 20}, "multiprocessors=20 with dispatcher='all_to_all'"),
         ({"dispatcher": "deepep", "multiprocessors": 7}, "multiprocessors=7; it must be even"),
         ({"dispatcher": "hybridep", "multiprocessors": 0}, "multiprocessors=0; it must be even"),
-        ({"dispatcher": "deepep", "shared_beside": True}, "shared_beside=True with dispatcher='deepep'"),
+        (
+            {"dispatcher": "deepep", "shared_expert_overlap": True},
+            "shared_expert_overlap=True with dispatcher='deepep'",
+        ),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:

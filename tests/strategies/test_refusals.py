@@ -42,8 +42,8 @@ from tests.workers import run
         ({"tensor_parallel": 0}, "tensor_parallel=0; it must be at least 1."),
         ({"sequence_parallel": True}, "Set tensor_parallel, or leave sequence_parallel off"),
         (
-            {"pipeline": Pipeline(schedule="zero_bubble"), "expert": ExpertOptions(shared_beside=True)},
-            "shared_beside=True with pipeline.schedule='zero_bubble'",
+            {"pipeline": Pipeline(schedule="zero_bubble"), "expert": ExpertOptions(shared_expert_overlap=True)},
+            "shared_expert_overlap=True with pipeline.schedule='zero_bubble'",
         ),
         (
             {"pipeline": Pipeline(schedule="combined"), "expert": ExpertOptions("all_gather")},

@@ -174,7 +174,7 @@ class MoEConfig:
         router: how the router chooses.
         balance: losses that keep the experts equally busy.
         capacity: limits the number of tokens of each expert. None: no token is dropped.
-        shared: a network for all tokens, whose output is added. None: there is none.
+        shared: the shared expert, a network for all tokens, whose output is added. None: there is none.
         bias: whether the projections of the experts have biases.
         glu_offset: added to the second factor of a gated activation (1 in GPT-OSS).
         clamp: limits the first factor's argument from above, and the second factor from both sides, before that. None:

@@ -20,11 +20,11 @@ class MoE(nn.Module):
     Args:
         router: chooses the experts of each token.
         experts: the experts.
-        shared: a network for all tokens, whose output is added.
+        shared: the shared expert, a network for all tokens, whose output is added.
         shared_gate: ``h -> 1``; the sigmoid of its output multiplies that of ``shared``.
 
     Attributes:
-        shared_beside: compute ``shared`` on a CUDA stream of its own, while tokens travel to their experts and back.
+        shared_expert_overlap: compute ``shared`` on a CUDA stream of its own, while tokens travel to their experts.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class MoE(nn.Module):
         self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate
-        self.shared_beside = False
+        self.shared_expert_overlap = False
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """``[T, h] -> [T, h]``."""
         routes = self.router(hidden, context)
         # Before the dispatch, in which the host may wait: the other stream must have its work by then.
-        start = beside if self.shared_beside else partial
+        start = beside if self.shared_expert_overlap else partial
         shared = None if self.shared is None else start(self._for_all, hidden)
         dispatcher = self.experts.dispatcher
         copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(len(hidden)))

@@ -23,7 +23,7 @@ class ExpertOptions:
         dispatcher: ``all_to_all`` sends each copy to the ranks of its expert; ``all_gather`` sends all tokens to all
             ranks, which is simple, and fast for few ranks and many experts per token; ``deepep`` and ``hybridep`` use
             the kernels of a package (:mod:`megalight.plugins.deepep`).
-        shared_beside: networks for all tokens compute on a CUDA stream of their own, while copies of tokens travel.
+        shared_expert_overlap: shared experts compute on a CUDA stream of their own, while copies of tokens travel.
             Only with ``all_to_all``.
         moe_enable_deepep: the old name of ``dispatcher="deepep"``. It acts, with a warning.
         multiprocessors: how many of a GPU the messages of ``deepep`` (None: 20) or ``hybridep`` (None: 16) occupy.
@@ -33,7 +33,7 @@ class ExpertOptions:
     """
 
     dispatcher: str = "all_to_all"
-    shared_beside: bool = False
+    shared_expert_overlap: bool = False
     multiprocessors: int | None = None
     moe_enable_deepep: bool | None = None
 
@@ -52,11 +52,11 @@ class ExpertOptions:
             DISPATCHERS[self.dispatcher]
         except MegalightError as error:
             raise LayoutError(f"ExpertOptions: {error}") from error
-        if self.shared_beside and self.dispatcher != "all_to_all":
+        if self.shared_expert_overlap and self.dispatcher != "all_to_all":
             raise LayoutError(
-                f"ExpertOptions: shared_beside=True with dispatcher={self.dispatcher!r}; only the messages of "
+                f"ExpertOptions: shared_expert_overlap=True with dispatcher={self.dispatcher!r}; only the messages of "
                 "'all_to_all' leave the device free for other work. Set dispatcher='all_to_all', or leave "
-                "shared_beside out."
+                "shared_expert_overlap out."
             )
         count = self.multiprocessors
         if count is not None and self.dispatcher not in ("deepep", "hybridep"):

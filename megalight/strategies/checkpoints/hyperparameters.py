@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megalight.checkpoint.tree import encode
+from megalight.checkpoint.json_values import encode
 from megalight.errors import CheckpointError
 
 log = logging.getLogger(__name__)

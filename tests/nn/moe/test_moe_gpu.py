@@ -76,11 +76,11 @@ def test_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
         assert error <= tolerance, f"{name} differs by {error:.2e}"
 
 
-def test_the_network_for_all_tokens_on_a_stream_of_its_own() -> None:
+def test_the_shared_expert_on_a_stream_of_its_own() -> None:
     moe = build(torch.float32, **VARIANTS["sigmoid"]).cuda()
     hidden = torch.randn(256, 64, device="cuda")
     expected = step(moe, hidden)
-    moe.shared_beside = True
+    moe.shared_expert_overlap = True
     for _ in range(20):  # memory that one stream frees too early is used again by the other
         moe.router.running.reset()
         for actual, wanted in zip(step(moe, hidden), expected, strict=True):

@@ -40,7 +40,7 @@ VARIANT: dict[str, Any] = {
     "shared": SharedConfig(ffn_hidden_size=8, gate=True),
     "balance": BalanceConfig(aux_loss=0.1, z_loss=0.01),
 }
-BESIDE = ExpertOptions(shared_beside=True)
+BESIDE = ExpertOptions(shared_expert_overlap=True)
 
 
 def micro_batches(replica: int, count: int) -> list[Any]:
@@ -107,9 +107,7 @@ def assert_equal(ranks: int, degrees: dict[str, int], options: dict[str, Any], c
         (2, {"tp": 2, "ep": 2}, {"recompute": Recompute(granularity="full")}),
     ],
 )
-def test_the_network_for_all_tokens_beside_the_messages(
-    ranks: int, degrees: dict[str, int], options: dict[str, Any]
-) -> None:
+def test_the_shared_expert_beside_the_messages(ranks: int, degrees: dict[str, int], options: dict[str, Any]) -> None:
     assert_equal(ranks, degrees, {"expert": BESIDE, **options})
 
 
@@ -135,12 +133,12 @@ def test_forward_and_backward_in_turns(ranks: int, degrees: dict[str, int], opti
     assert_equal(ranks, degrees, {**COMBINED, **options}, count=6)
 
 
-def test_every_layer_with_such_a_network_computes_it_beside() -> None:
+def test_every_layer_with_a_shared_expert_computes_it_beside() -> None:
     with torch.device("meta"):
         model = build(DEEP, **VARIANT)
     parallelize(model, plan_for(model), ParallelMesh(2, 0, ep=2), expert=BESIDE)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    assert [layer.shared_beside for layer in layers] == [True, True]
+    assert [layer.shared_expert_overlap for layer in layers] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -154,16 +152,16 @@ def test_every_layer_with_such_a_network_computes_it_beside() -> None:
         (COMBINED, "with pipeline.schedule='combined'"),
     ],
 )
-def test_options_that_do_not_go_with_the_network_beside(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_go_with_the_shared_expert_beside(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         ParallelOptions(expert=BESIDE, **options)
 
 
 @pytest.mark.parametrize(
     ("degrees", "moe", "message"),
-    [({"ep": 2}, {"shared": None}, "no layer has such a network"), ({}, {}, "ep=1 and etp=1, so no tokens travel")],
+    [({"ep": 2}, {"shared": None}, "no layer has a shared expert"), ({}, {}, "ep=1 and etp=1, so no tokens travel")],
 )
-def test_models_without_such_a_network(degrees: dict[str, int], moe: dict[str, Any], message: str) -> None:
+def test_models_without_a_shared_expert(degrees: dict[str, int], moe: dict[str, Any], message: str) -> None:
     with torch.device("meta"):
         model = build(DEEP, **{**VARIANT, **moe})
     with pytest.raises(LayoutError, match=message):
@@ -249,8 +247,8 @@ def test_recompute_draws_the_same_numbers_again() -> None:
 
 
 def test_dispatchers_without_messages_to_hide_behind() -> None:
-    with pytest.raises(LayoutError, match="shared_beside=True with dispatcher='all_gather'"):
-        ExpertOptions("all_gather", shared_beside=True)
+    with pytest.raises(LayoutError, match="shared_expert_overlap=True with dispatcher='all_gather'"):
+        ExpertOptions("all_gather", shared_expert_overlap=True)
 
 
 def test_units_that_two_passes_would_free() -> None:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.checkpoint import tree
+from megalight.checkpoint import json_values
 from megalight.checkpoint.files import CODES
 from megalight.errors import CheckpointError
 
 
 def back(value: Any) -> Any:
-    text, data = tree.dumps(value, "common")
-    return tree.loads(text, data, "common")
+    text, data = json_values.dumps(value, "common")
+    return json_values.loads(text, data, "common")
 
 
 VALUES = [
@@ -91,13 +91,13 @@ class Color(enum.IntEnum):
 )
 def test_unknown_types_are_named_with_their_place(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"at common\['a'\]\[1\]\[0\]\['b'\] is of type .* Give plain values"):
-        tree.dumps({"a": [0, ({"b": value},)]}, "common")
+        json_values.dumps({"a": [0, ({"b": value},)]}, "common")
 
 
 def test_what_json_cannot_hold() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(CheckpointError, match="inside itself"):
-        tree.dumps({"a": endless}, "common")
+        json_values.dumps({"a": endless}, "common")
     with pytest.raises(CheckpointError, match="complex128"):
-        tree.dumps({"a": torch.ones(1, dtype=torch.complex128)}, "common")
+        json_values.dumps({"a": torch.ones(1, dtype=torch.complex128)}, "common")
