@@ -181,6 +181,9 @@ class Steps(pl.Callback):
         self.begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+        if trainer.strategy.root_device.type == "cpu":
+            # the tick may stop the profiler, and torch crashes when a message of Gloo ends after that
+            trainer.strategy.engine.sync_parameters()
         self.tick(trainer.strategy)
 
 

@@ -123,7 +123,9 @@ class FolderCheckpoints(MeshStrategy):
         Args:
             failed: training has failed, so other ranks may be gone: wait for what this rank's worker does.
         """
-        for callback in () if self.lightning_module is None else self.lightning_module.trainer.checkpoint_callbacks:
+        # none where fit was refused before the module met its trainer
+        trainer = None if self.lightning_module is None else _lightning.trainer_of(self.lightning_module)
+        for callback in () if trainer is None else trainer.checkpoint_callbacks:
             _lightning.link_by(callback, None)
         beside, self._beside = self._beside, None
         if beside is None:
