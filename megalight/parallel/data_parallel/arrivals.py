@@ -145,6 +145,10 @@ class Arrivals:
         # A gradient computed on another stream must be finished before the reduction stream reads the buffer.
         if self._stream is not None and (now := torch.cuda.current_stream(self._stream.device)) != self._main_stream:
             self._stream.wait_stream(now)
+            # The last gradient of a bucket may be this one, and the others may still be computed on the main stream.
+            # `_send` waits for the current stream only.
+            if self._main_stream is not None:
+                self._stream.wait_stream(self._main_stream)
         self._counts[index][place] += 1
         if self._sending and self._counts[index][place] == self._usual[index][place] * self._micro_batches:
             bucket.arrived += 1
