@@ -36,6 +36,7 @@ class UnitGradients:
         """What to wait for before the buffers of each turn can be used again."""
         self._summed: set[Bucket] = set()
         self._open: int | None = None
+        self._main_stream: torch.cuda.Stream | None = None
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
                 arrived = self._on_arrival(bucket, info.name)
@@ -56,6 +57,8 @@ class UnitGradients:
         if self._open == unit or unit not in self._of:
             return
         self._open = unit
+        if self._stream is not None:
+            self._main_stream = torch.cuda.current_stream(self._stream.device)
         self._wait(unit % TURNS)
         self._first[unit].begin()
 
@@ -104,12 +107,19 @@ class UnitGradients:
         unit = bucket.layout.kind.unit
 
         def arrived() -> None:
-            if (alive := here()) is not None and alive._open != unit:
+            if (alive := here()) is None:
+                return
+            if alive._open != unit:
                 raise MegalightError(
                     f"a gradient of {name} arrived outside the backward pass of its unit, when the memory for it was "
                     "in use by another one. Its module is used without being called, or its output is hidden in an "
                     "object that is no list, tuple or dict. Leave its class out of data_parallel.units, or use "
                     "data_parallel.level='optim'."
                 )
+            # The reduction of the unit waits for the main stream only. That one waits for input gradients of a shared
+            # expert on a stream of its own, but not for gradients that autograd adds to parameters after these.
+            stream = alive._stream
+            if stream is not None and (now := torch.cuda.current_stream(stream.device)) != alive._main_stream:
+                stream.wait_stream(now)
 
         return arrived

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.parallel.data_parallel.arrivals import Arrivals
+from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 
 
 class Stream:
@@ -70,3 +71,17 @@ def test_a_gradient_from_beside_completes_what_the_main_stream_still_computes(lo
     waits = log[: log.index("send first")]
     assert sorted(waits) == ["reductions waits for main", "reductions waits for side"]
     assert log[len(waits) :] == ["send first", "send second"]
+
+
+def test_the_reduction_of_a_unit_waits_for_gradients_from_beside(log: list[str]) -> None:
+    main, side, reductions = (Stream(name, log) for name in ("main", "side", "reductions"))
+    buckets: Any = [Bucket("weight")]
+    units = UnitGradients(buckets, None, reductions)  # type: ignore[arg-type]
+    with at(main):
+        units.begin()
+        units.open(0)
+        buckets[0].parameter.sum().backward()
+    assert not log  # it waits for the main stream when it begins
+    with at(side):
+        buckets[0].parameter.sum().backward()
+    assert log == ["reductions waits for side"]
