@@ -55,22 +55,19 @@ def new_group(
     return group
 
 
-def shared_group(ranks: Sequence[int]) -> ProcessGroup:
-    """Return the group of global ``ranks`` that is shared in this process. The first call creates it.
+def shared_group(ranks: Sequence[int], purpose: str = "the mesh", max_ctas: int | None = None) -> ProcessGroup:
+    """Return the group of global ``ranks`` that all code with this purpose shares. The first call creates it.
 
-    All members must ask for groups in the same order, as for :func:`new_group`.
-
-    Raises:
-        LayoutError: torch.distributed is not initialised.
+    All members must ask for groups in the same order. Arguments and errors are those of :func:`new_group`.
     """
     known = _SHARED.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
-    if tuple(ranks) not in known:
-        known[tuple(ranks)] = new_group(ranks, "the mesh")
-    return known[tuple(ranks)]
+    if (purpose, *ranks) not in known:
+        known[purpose, *ranks] = new_group(ranks, purpose, max_ctas=max_ctas)
+    return known[purpose, *ranks]
 
 
-_SHARED: WeakKeyDictionary[ProcessGroup | None, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
-"""Default group -> ranks -> shared group. A new default group has new shared groups."""
+_SHARED: WeakKeyDictionary[ProcessGroup | None, dict[tuple[str | int, ...], ProcessGroup]] = WeakKeyDictionary()
+"""Default group -> purpose and ranks -> shared group. A new default group has new shared groups."""
 
 
 def check_max_ctas(name: str, value: int | None, backend: str) -> None:

@@ -65,7 +65,7 @@ class AllToAllDispatcher(Dispatcher):
         received = torch.empty_like(sizes)
         with self._beside(sizes, received):
             # Counts first: a receiver must know how many rows come before it can allocate them.
-            dist.all_to_all_single(received, sizes, group=group)
+            dist.all_to_all_single(received, sizes, group=self.shared.counts_group)
             numbers = HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
         # the copies are made while the numbers travel
         tokens, probs = permute(hidden, copies, routes.probs)

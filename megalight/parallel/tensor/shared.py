@@ -15,12 +15,15 @@ from megalight.ops.parameter import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.expert.options import ExpertOptions
-from megalight.parallel.groups import check_max_ctas, new_group
+from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap.kinds import choose
 from megalight.parallel.tensor.overlap.options import MAX_CTAS, TensorOptions
 from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
+
+COUNTS_MAX_CTAS = 2
+"""Multiprocessors that an exchange of numbers may occupy, beside computation: a few bytes for each rank."""
 
 Tokens: TypeAlias = Literal["share", "gathered", "whole"]
 """The tokens that a split layer receives under sequence parallelism.
@@ -95,6 +98,16 @@ class Shared:
         """
         limit = MAX_CTAS if self.tensor.max_ctas is None else self.tensor.max_ctas
         return new_group(self.mesh.ranks("tp"), "tensor-parallel messages", max_ctas=limit, urgent=True)
+
+    @cached_property
+    def counts_group(self) -> ProcessGroup:
+        """A second group of the ranks along ``ep`` and ``etp``, for numbers that the host waits for.
+
+        A communicator sends one message after the other. In that of the tokens, the host would wait for the tokens of
+        another micro-batch, or for gradients and parameters, if data parallelism has the same ranks. All models on
+        these ranks share the group; it is made on first use, by all ranks.
+        """
+        return shared_group(self.mesh.ranks("ep", "etp"), "numbers of rows", max_ctas=COUNTS_MAX_CTAS)
 
     def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
         """Return the overlap backend for the split layer ``name`` and inputs like ``x``.

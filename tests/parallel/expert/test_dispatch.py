@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig
@@ -167,6 +168,37 @@ def test_extreme_routes(dispatcher: str) -> None:
             halves = [(a + b)[2 * rank :][:2] for a, b in zip(expected[0][3:], expected[1][3:], strict=True)]
             for actual, wanted in zip(answer[name, pad], [*expected[rank][:3], *halves], strict=True):
                 torch.testing.assert_close(actual, wanted, msg=f"{name}, pad={pad}")
+
+
+def _groups_of_messages() -> tuple[int, bool, bool]:
+    """New groups of two models, whether both share that of numbers, and whether any tokens went through it."""
+    mesh, send = ParallelMesh(2, dist.get_rank(), ep=2), dist.all_to_all_single
+    numbers, tokens = [], []
+
+    def sent(out: torch.Tensor, x: torch.Tensor, *args: object, group: dist.ProcessGroup, **kwargs: object) -> object:
+        (tokens if x.is_floating_point() else numbers).append(group)
+        return send(out, x, *args, group=group, **kwargs)  # type: ignore[arg-type]
+
+    before = len(c10d._world.pg_names)
+    with patch.object(dist, "all_to_all_single", sent):
+        for _ in range(2):
+            one = Expected(EXTREMES["some dropped"][mesh.rank("ep")])
+            root = nn.ModuleDict({"experts": one.experts}).to("meta")
+            specs = parallelize(root, Plan({Experts: Expert()}), mesh)
+            materialise(root, "cpu")
+            initialise(root, specs, 3)
+            one.experts = root["experts"]  # type: ignore[assignment]
+            one.answers()
+    assert len(numbers) == 2
+    return len(c10d._world.pg_names) - before, numbers[0] is numbers[1], any(group in numbers for group in tokens)
+
+
+def test_numbers_of_rows_do_not_wait_for_tokens() -> None:
+    """They have one group of their own, for all models on the same ranks."""
+    for made, shared, mixed in run(_groups_of_messages, 2):
+        assert made <= 1  # an earlier test on these ranks may have made it
+        assert shared
+        assert not mixed
 
 
 @settings(deadline=None, max_examples=15)
