@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,7 +63,7 @@ class AllToAllDispatcher(Dispatcher):
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
         sizes = copies.offsets.diff(prepend=copies.offsets.new_zeros(1)).view(group.size(), num_experts)
         received = torch.empty_like(sizes)
-        with self._beside(sizes, received):
+        with _beside(sizes, received):
             # Counts first: a receiver must know how many rows come before it can allocate them.
             dist.all_to_all_single(received, sizes, group=self.shared.counts_group)
             numbers = HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
@@ -72,7 +72,7 @@ class AllToAllDispatcher(Dispatcher):
         assert probs is not None
         send, receive, here = numbers.wait(group.size(), group.size(), num_experts)
         if hidden.is_cuda:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(_stream(hidden.device))
         # Rows behind the last group belong to no copy, and are not sent.
         rows = sum(send)
         tokens, probs = exchange((tokens[:rows], probs[:rows]), group, send, receive)
@@ -88,19 +88,27 @@ class AllToAllDispatcher(Dispatcher):
         (back,) = exchange((unpermute(outputs, memo.groups),), group, memo.receive, memo.send)
         return unpermute(back, memo.copies)
 
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def _beside(self, *counts: Tensor) -> AbstractContextManager[object]:
-        """Run the exchange of counts on a stream of its own, beside the copies of the tokens."""
-        if not counts[0].is_cuda:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        for tensor in counts:
-            # Their memory must not be reused while the other stream still reads it.
-            tensor.record_stream(self._stream)
-        return torch.cuda.stream(self._stream)
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all layers for exchanges of counts.
+
+    torch has 32 streams and hands them out in turn. With one per layer, some would be those of reductions and gathers,
+    for which the host would then wait. With high priority, the exchange does not wait for the products of others.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def _beside(*counts: Tensor) -> AbstractContextManager[object]:
+    """Run the exchange of counts on a stream of its own, beside the copies of the tokens."""
+    if not counts[0].is_cuda:
+        return nullcontext()
+    stream = _stream(counts[0].device)
+    stream.wait_stream(torch.cuda.current_stream())
+    for tensor in counts:
+        # Their memory must not be reused while the other stream still reads it.
+        tensor.record_stream(stream)
+    return torch.cuda.stream(stream)
 
 
 def spread(routes: Routes, num_experts: int, etp: int) -> Routes:
