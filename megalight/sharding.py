@@ -62,8 +62,8 @@ def fully_shard(
         units: classes of the modules that are sharded and gathered as a whole, or their names. Empty: repeated layers.
         data_parallel: further options; the level is ``optim_grads_params`` unless they name another one than ``optim``.
         average: gradients are means over ranks, for losses that are means over each rank's batch. False: sums.
-        device: of the parameters; None: where they are. For a module on the meta device: that of a ``DeviceMesh``, or
-            the current GPU.
+        device: of the parameters; None: that of a ``DeviceMesh``, or where they are. A module on the meta device, or in
+            host memory where the process group speaks NCCL only, goes to the current GPU.
         dtype: of floating-point parameters; None: as they are. bfloat16 ones get float32 masters.
         seed: of the initial values of a module on the meta device.
 
@@ -195,10 +195,17 @@ def _replicas(mesh: DeviceMesh, given: int) -> int:
 
 
 def _device_of(module: nn.Module, kind: str | None = None) -> torch.device:
-    """Return the device of a module, or the current one of this or the usual kind if it is on the meta device."""
+    """Return the device for a module: its own, if ranks can send from there, else the current one of another kind.
+
+    Args:
+        kind: type of the device of a ``DeviceMesh``; None: there is no such mesh.
+    """
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-    if device.type != "meta":
+    backend = str(dist.get_backend()) if dist.is_initialized() else ""
+    if device.type == "meta":
+        kind = kind or ("cuda" if "nccl" in backend else "cpu")
+    elif device.type == "cpu" and backend == "nccl":
+        kind = "cuda"
+    if kind in (None, device.type):
         return device
-    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
-    kind = kind or ("cuda" if nccl else "cpu")
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import megalight
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.mesh import ParallelMesh
+from megalight.sharding import _device_of
 from tests.parallel.test_transformers import llama
 from tests.source import ROOT
 from tests.workers import run
@@ -31,6 +33,28 @@ def _model(checkpointing: bool = False) -> Any:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     return model
+
+
+@pytest.mark.parametrize(
+    ("backend", "here", "kind", "wanted"),
+    [
+        ("gloo", "cpu", None, "cpu"),
+        ("gloo", "meta", None, "cpu"),
+        ("nccl", "cpu", None, "cuda:3"),
+        ("nccl", "meta", None, "cuda:3"),
+        ("cpu:gloo,cuda:nccl", "cpu", None, "cpu"),
+        ("cpu:gloo,cuda:nccl", "meta", None, "cuda:3"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cuda", "cuda:3"),
+        ("nccl", "meta", "cuda", "cuda:3"),
+    ],
+)
+def test_a_module_goes_where_ranks_can_send_from(backend: str, here: str, kind: str | None, wanted: str) -> None:
+    with (
+        patch.object(dist, "is_initialized", lambda: True),
+        patch.object(dist, "get_backend", lambda: backend),
+        patch.object(torch.cuda, "current_device", lambda: 3),
+    ):
+        assert _device_of(nn.Linear(2, 2, device=here), kind) == torch.device(wanted)
 
 
 def _ids(step: int) -> torch.Tensor:
