@@ -36,6 +36,11 @@ class Residency:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # After the last step of a run the next units are still on their way. If the run is dropped then, nobody
+            # waits for them, and their memory must not be used again before they have arrived.
+            for bucket in self._buckets:
+                bucket.params.record_stream(self._stream)
+                bucket.own_params.record_stream(self._stream)
 
     def fetch(self, unit: int) -> None:
         """Start to gather a unit, unless it is there. The computation with its predecessor must have been enqueued."""

@@ -116,10 +116,35 @@ def _read_between_steps(level: str) -> Tensor:
     return torch.stack(seen).cpu()
 
 
+def _dropped() -> int:
+    """Use the memory of runs again that were dropped while units were on their way; return how much was overwritten."""
+    wrong = 0
+    for _ in range(3):
+        model, world = _model(), dist.get_world_size()
+        units = units_of(model)
+        numbers = owned_alone(model, units)
+        infos = [
+            ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
+            for name, p in model.named_parameters()
+        ]
+        engine = DataParallelEngine(
+            infos, ParallelMesh(world, dist.get_rank()), level="optim_grads_params", units=units
+        )
+        whole = [(bucket.params.numel(), bucket.params.dtype) for bucket in engine.units.buckets]  # type: ignore[union-attr]
+        torch.cuda.synchronize()
+        engine.publish()
+        del model, units, numbers, infos, engine
+        gc.collect()
+        again = [torch.zeros(size, dtype=dtype, device="cuda") for size, dtype in whole]
+        torch.cuda.synchronize()
+        wrong += sum(int(flat.count_nonzero()) for flat in again)
+    return wrong
+
+
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     levels = ("optim", "optim_grads", "optim_grads_params")
     trained = [(_train, (level, strict)) for strict in (False, True) for level in levels]
-    return [*trained, *((_read_between_steps, (level,)) for level in levels[::2])]
+    return [*trained, *((_read_between_steps, (level,)) for level in levels[::2]), (_dropped, ())]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -140,3 +165,7 @@ def test_weights_read_between_steps_are_those_of_level_optim() -> None:
     found, expected = runs.outcome(("optim_grads_params",)), runs.outcome(("optim",))
     assert torch.isfinite(found).all()
     assert_close(found, expected, 1e-2)
+
+
+def test_memory_of_a_dropped_run_is_used_again_after_the_last_gather() -> None:
+    assert runs_of(jobs, 2).outcome(()) == 0
