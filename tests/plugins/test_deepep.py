@@ -153,6 +153,16 @@ def test_a_release_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(deep_ep, "Buffer", Old)
     with stand_in(), pytest.raises(LayoutError, match=r"Buffer\.combine takes no topk_weights, async_finish in this"):
         DISPATCHERS["deepep"](Shared(ParallelMesh(2, 0, ep=2)))
+
+    class OldHybrid(deep_ep.HybridEPBuffer):
+        def dispatch_with_permute(  # type: ignore[override]
+            self, *, hidden: Tensor, routing_map: Any, probs: Any, num_permuted_tokens: Any, handle: Any
+        ) -> Any:
+            return None
+
+    monkeypatch.setattr(deep_ep, "HybridEPBuffer", OldHybrid)
+    with stand_in(), pytest.raises(LayoutError, match="dispatch_with_permute takes no num_of_experts_per_rank in this"):
+        DISPATCHERS["hybridep"](Shared(ParallelMesh(2, 0, ep=2)))
     monkeypatch.delattr(deep_ep, "HybridEPBuffer")
     with stand_in(), pytest.raises(LayoutError, match=r"deep_ep has no HybridEPBuffer"):
         DISPATCHERS["hybridep"](Shared(ParallelMesh(2, 0, ep=2)))

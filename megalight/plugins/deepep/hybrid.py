@@ -52,8 +52,16 @@ class HybridEPDispatcher(PackageDispatcher):
             "max_num_of_tokens_per_rank",
             "num_local_experts",
             "num_sms_dispatch_api",
+            "num_sms_combine_api",
         ),
-        "HybridEPBuffer.dispatch_with_permute": ("hidden", "routing_map", "probs", "num_permuted_tokens", "handle"),
+        "HybridEPBuffer.dispatch_with_permute": (
+            "hidden",
+            "routing_map",
+            "probs",
+            "num_of_experts_per_rank",
+            "num_permuted_tokens",
+            "handle",
+        ),
         "HybridEPBuffer.combine_with_unpermute": ("hidden", "probs", "handle"),
     }
 
