@@ -121,6 +121,7 @@ class DataParallelEngine:
             sharded = [bucket for bucket in self.buckets if bucket.shards_params]
             self.units = Units(units, [*sharded, *self.frozen], self.main_gradients.of_units, self.device)
             self._parameters.residency = self.units.residency
+            self.units.sync = self._parameters.sync
 
     def _make_buckets(
         self,
@@ -298,7 +299,7 @@ class DataParallelEngine:
         for bucket in self.buckets:
             bucket.drop_gradients()
         if self.units is not None:
-            self.units.gradients = None
+            self.units.end_training()
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, after weights were loaded into the parameters, or into their shards.

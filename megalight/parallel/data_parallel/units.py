@@ -16,7 +16,7 @@ Backward::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ class Units:
         buckets: the sharded parameters.
         residency: their parameters; None: these are always whole.
         gradients: their gradients; None after training.
+        sync: waits for the parameters outside of units, which may be on their way; the engine sets it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Units:
         self.buckets = list(buckets)
         self.gradients: UnitGradients | None = gradients
         self.residency: Residency | None = None
+        self.sync: Callable[[], None] = _nothing
         if self.buckets:
             own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
             self.residency = Residency(own, device)
@@ -107,6 +109,7 @@ class Units:
         What every rank writes there equally is kept. If there are wider masters, ``engine.refresh_masters()`` must
         follow inside, or the next step undoes it.
         """
+        self.sync()
         if self.residency is None or self.residency.whole:
             yield
             return
@@ -120,6 +123,10 @@ class Units:
         """Gather parameters again before they are used: values were written to the shards."""
         if self.residency is not None:
             self.residency.expire()
+
+    def end_training(self) -> None:
+        """Forget the engine, whose parameters are all here, and its gradients."""
+        self.gradients, self.sync = None, _nothing
 
     def unshard(self) -> None:
         """Give all parameters memory of their own, with their values, for good."""
@@ -152,6 +159,10 @@ class Units:
                     tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
 
         return after
+
+
+def _nothing() -> None:
+    """Wait for nothing: without an engine there are only the parameters of units."""
 
 
 def remove_hooks(module: nn.Module) -> None:

@@ -210,6 +210,22 @@ def test_each_unit_is_gathered_before_it_is_needed() -> None:
     assert run(_prefetch, 2) == [[0, 1, 2, 3, 4, 2, 1, 0, 0, 1]] * 2
 
 
+def _read_while_gathered() -> bool:
+    """Whether the shared embedding, which is in no unit, has arrived when everything is said to be whole."""
+    net = Net(3).double()
+    engine = engine_of(net)
+    _train(net, engine, micro=1, steps=1)
+    waits = engine._parameters._gatherer._waits
+    assert waits, "it is still on its way"
+    assert engine.units is not None
+    with engine.units.full_parameters():
+        return not waits
+
+
+def test_parameters_outside_of_units_are_waited_for_as_well() -> None:
+    assert run(_read_while_gathered, 2) == [True] * 2
+
+
 class Opaque(Net):
     """A block that hides its output."""
 
