@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.nn.moe import MoE
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.initial_values import initialise
@@ -110,6 +111,7 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
         return []
     units = [unit for model in models for unit in units_of(model.root, options.units)]
     check_units(units)
+    _check_streams(models, units)
     if not units:
         log.warning(
             "data_parallel.level=%r: %s has no repeated layers, so that its gradients and parameters stay whole. Name "
@@ -118,6 +120,24 @@ def _units(models: Sequence[ParallelModel], options: DataParallel) -> list[Unit]
             " and ".join(type(model.root).__name__ for model in models),
         )
     return units
+
+
+def _check_streams(models: Sequence[ParallelModel], units: Sequence[Unit]) -> None:
+    """Refuse units that compute beside others: their buffers would be used again too early.
+
+    Raises:
+        ConfigurationError: a shared expert with a stream of its own contains a unit.
+    """
+    layers = [part for model in models for part in model.root.modules() if isinstance(part, MoE)]
+    shared = [layer.shared for layer in layers if layer.shared is not None and layer.shared_expert_overlap]
+    aside = {id(part) for expert in shared for part in expert.modules()}
+    for module in (module for unit in units for module in unit):
+        if id(module) in aside:
+            raise ConfigurationError(
+                f"data_parallel.units names {type(module).__name__}, which is also (a part of) a shared expert, and "
+                "ExpertOptions(shared_expert_overlap=True) computes that beside the other experts. Name the layer that "
+                "contains both, or leave shared_expert_overlap out."
+            )
 
 
 def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None:

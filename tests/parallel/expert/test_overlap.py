@@ -258,6 +258,14 @@ def test_units_that_two_passes_would_free() -> None:
         engine_over([model], [model.parameters()], DataParallel(level="optim_grads"))
 
 
+def test_units_inside_of_what_computes_beside() -> None:
+    options = ParallelOptions(expert=BESIDE)
+    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), options)
+    model.place("cpu")
+    with pytest.raises(ConfigurationError, match=r"units names MLP, which is also .* a shared expert.*Name the layer"):
+        engine_over([model], [model.parameters()], DataParallel(level="optim_grads_params", units=("MLP",)))
+
+
 def test_devices_with_a_single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
