@@ -45,8 +45,10 @@ def write_data(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece, parts in zip(pieces, blocks, strict=True):
-            memory = torch.frombuffer(bytearray().join(parts), dtype=getattr(torch, piece.dtype))
-            archive = archived(memory.view(piece.size))
+            memory = bytearray()
+            for part in parts:  # not join(), which asks for all first: a block is good until the next but one
+                memory += part
+            archive = archived(torch.frombuffer(memory, dtype=getattr(torch, piece.dtype)).view(piece.size))
             first, last = elements_of(io.BytesIO(archive))
             data = memoryview(archive)[first:last]
             sums = tuple(checksum(data[start:stop]) for start, stop in checksummed(len(data)))

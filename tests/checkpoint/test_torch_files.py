@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megalight import checkpoint
 from megalight.checkpoint import View
-from megalight.checkpoint.torch_files import torch_path
+from megalight.checkpoint.checksum import BLOCK, blocks
+from megalight.checkpoint.part import Piece
+from megalight.checkpoint.torch_files import torch_path, write_data
 from megalight.checkpoint.verify import verify
 from megalight.errors import CheckpointError
 from tests.checkpoint.layouts import SHAPES, STATES, Layout, Model, full
@@ -138,6 +140,19 @@ def test_all_bytes_are_verified(tmp_path: Path) -> None:
     (path / index.file).write_bytes(data)
     with pytest.raises(CheckpointError, match=r"0-0\.distcp .*torn.*'model\.embed\.word\.weight'"):
         _load(path, Layout(1, 1, "no_shard"))
+
+
+def test_blocks_that_share_a_buffer(tmp_path: Path) -> None:
+    """As those from a GPU do: a block is good until the next but one is asked for."""
+    whole, buffers = torch.arange(BLOCK, dtype=torch.float32), torch.empty(2, BLOCK, dtype=torch.uint8)
+    parts = (
+        buffers[number % 2][: stop - start].copy_(whole.view(torch.uint8)[start:stop]).numpy().data
+        for number, (start, stop) in enumerate(blocks(whole.nbytes))
+    )
+    piece = Piece("a", tuple(whole.shape), "float32", (0,), tuple(whole.shape))
+    _, (info,), _ = write_data(tmp_path, "data/0-0.distcp", [piece], [parts])
+    start = info.chunks[0].start
+    assert (tmp_path / "data/0-0.distcp").read_bytes()[start : start + whole.nbytes] == whole.numpy().tobytes()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distribu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_from_a_gpu_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    whole = torch.randn(37, 65, device="cuda").to(dtype)
-    # two boxes, the second a view of memory that holds more
+    # the second box has more blocks than there are buffers between GPU and disk, and is a view of memory with more
+    whole = torch.randn(4117, 4097, device="cuda").to(dtype)
     boxes = [Box((0, 0), whole[:20].clone()), Box((20, 0), whole[20:])]
     checkpoint.save(
         tmp_path / "a.ckpt", {"model.weight": View("model.weight", whole.shape, boxes)}, scheme="fsdp_dtensor"
