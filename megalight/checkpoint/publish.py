@@ -142,6 +142,8 @@ class Partial:
     def release(self) -> None:
         """Give up the lock: the folder is published, or gone."""
         if self._lock is not None:
+            # closing is not enough: workers of a data loader, forked while the save went on, have the descriptor too
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

@@ -196,6 +196,23 @@ def test_signals_of_a_cluster_do_not_end_a_worker(tmp_path: Path, background: Ba
     assert simple.step_of(tmp_path / "a.ckpt") == 1
 
 
+def test_a_checkpoint_is_removed_though_a_process_forked_during_its_save_lives(
+    tmp_path: Path, background: Background
+) -> None:
+    """As the workers of a data loader do, which hold all that was open when they were forked."""
+    simple.save(tmp_path / "a.ckpt", 1, background)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        child = mp.get_context("fork").Process(target=signal.pause, daemon=True)
+        child.start()
+    try:
+        background.settle()
+        assert checkpoint.remove(tmp_path / "a.ckpt")
+    finally:
+        child.kill()
+        child.join()
+
+
 def test_waiting_alone_publishes_what_is_complete(tmp_path: Path, background: Background) -> None:
     simple.save(tmp_path / "a.ckpt", 1, background)
     saved = background.settle_alone()
