@@ -101,5 +101,6 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
 
 def seal_of(path: Path, staged: Staged) -> Seal:
     """What rank 0 needs to seal the checkpoint."""
-    versions = {"megalight": __version__, "torch": torch.__version__}
+    # a plain str: torch's own class of versions would make a worker import torch
+    versions = {"megalight": __version__, "torch": str(torch.__version__)}
     return Seal(path, staged.scheme, staged.world_size, versions)

@@ -75,6 +75,19 @@ def test_files_of_torch_are_those_of_a_plain_save(tmp_path: Path) -> None:
     assert beside == plain
 
 
+def test_a_job_needs_no_torch(tmp_path: Path, background: Background) -> None:
+    """So that workers start quickly and are small."""
+    simple.save(tmp_path / "a.ckpt", 1, background)
+    assert background._worker is not None
+    libraries = Path(f"/proc/{background._worker.process.pid}/maps")
+    deadline = time.monotonic() + 60
+    while not checkpoint.is_complete(tmp_path / "a.ckpt"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "libtorch" not in libraries.read_text()
+    background.settle()
+
+
 def test_nothing_to_write_is_a_checkpoint_too(tmp_path: Path) -> None:
     background = Background()
     background.save(tmp_path / "a.ckpt", {}, common={"step": 1})
