@@ -17,12 +17,16 @@ from megalight.checkpoint.precision import MASTER
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
+from megalight.ops.parameter import precision_of
+from megalight.ops.quantize.history import AmaxHistory
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Target, parameter_targets, shard_targets
 
+MAGNITUDES = "magnitudes"
+"""Entry of a rank's state with the histories of delayed scaling: names of weights, and ``[weights, steps, 3]``."""
 STATE = "optimizer."
 """Names of the optimizer's tensors begin with this, and go on with the state's own and the weight's."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
@@ -68,8 +72,14 @@ class Run:
         return Contents(tensors, self.model.specs, self.model.mesh, states)
 
     def rank_state(self) -> dict[str, Any]:
-        """What belongs to this rank alone."""
-        return {"random": self.streams.state_dict()}
+        """Random states, which belong to this rank alone, and the past magnitudes of delayed scaling."""
+        state: dict[str, Any] = {"random": self.streams.state_dict()}
+        held = self._histories().items()
+        past = {name: history.past for name, history in held if history.past is not None and history.rolled}
+        if past:
+            # one tensor, because each is copied to the host on its own
+            state[MAGNITUDES] = {"names": list(past), "past": torch.stack(list(past.values()))}
+        return state
 
     def weight_targets(self) -> list[Target]:
         """Where weights are read into: parameters and buffers, masters of what is held as codes, and shards."""
@@ -106,7 +116,7 @@ class Run:
         return {"class": type(optimizer).__name__, "groups": groups}
 
     def resume(self, saved: Checkpoint) -> None:
-        """Read masters, optimizer state, group options and random states. Weights are read before.
+        """Read masters, optimizer state, group options, and what ranks keep on their own. Weights are read before.
 
         Raises:
             CheckpointError: no optimizer state in it, or of another optimizer.
@@ -132,9 +142,33 @@ class Run:
                 f"{_way_out(saved)}"
             )
         saved.fill(targets_of(views), strict=False)
-        random = saved.rank_state(self.model.mesh.global_rank)
-        if random is not None:
-            self.streams.load_state_dict(random["random"])
+        self.resume_rank(saved)
+
+    def resume_rank(self, saved: Checkpoint) -> None:
+        """Read random states, and the past magnitudes of delayed scaling."""
+        own = self.model.mesh.global_rank
+        state = saved.rank_state(own)
+        if state is not None:
+            self.streams.load_state_dict(state["random"])
+        missing = self._histories()
+        # Between steps, all ranks that hold a weight have the same magnitudes. Under the layout that was saved, this
+        # rank has all of its own; under others, some rank has them.
+        for rank in (own, *range(saved.world_size)):
+            if not missing:
+                return
+            found = (saved.rank_state(rank) or {}).get(MAGNITUDES, {"names": (), "past": ()})
+            for name, past in zip(found["names"], found["past"], strict=True):
+                if name in missing:
+                    missing.pop(name).restore(past)
+
+    def _histories(self) -> dict[str, AmaxHistory]:
+        """The histories of delayed scaling, by the canonical name of the weight; of a fused one, of its first part."""
+        found = {}
+        for name, parameter in self.model.root.named_parameters():
+            precision = precision_of(parameter)
+            if precision is not None and precision.history is not None:
+                found[self.model.specs[name].pieces[0].name] = precision.history
+        return found
 
     @property
     def _training(self) -> tuple[DataParallelEngine, Optimizer]:

@@ -16,6 +16,7 @@ from megalight.ops.linear.inputs import Recipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import precision_of, release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
+from megalight.ops.quantize.history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from megalight.ops.scaled_mm import scaled_mm
 from tests.ops.checks import error
@@ -195,6 +196,18 @@ def test_delayed_scales_follow_the_largest_of_past_steps() -> None:
         pass
     assert torch.equal(history.past[1], before[0])
     assert bool((history.past[0] == 0).all())
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_a_history_of_another_length_is_restored(length: int) -> None:
+    saved, history = torch.tensor([[4.0, 1, 0], [2.0, 6, 0], [8.0, 3, 0]]), AmaxHistory(length)
+    history.place(saved.device)
+    memory = history.past
+    history.restore(saved)
+    assert history.past is memory
+    assert torch.equal(history.past[:3], saved[:length])
+    assert not history.past[3:].any()
+    assert history.rolled
 
 
 def test_delayed_casts_go_by_past_steps_alone() -> None:

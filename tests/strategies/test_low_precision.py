@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,9 +27,10 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import MAX_MARGIN, LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
-from megalight.strategies import Pipeline
+from megalight.strategies import MegatronStrategy, Pipeline
 from megalight.types import TokenBatch
-from tests.strategies.training import BASE, assert_same_run, fit
+from tests.environment import trainer
+from tests.strategies.training import ADAM, BASE, CLIP, SEED, Losses, WithData, assert_same_run, fit
 from tests.workers import run
 
 CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=2)
@@ -90,6 +92,43 @@ def test_zero_bubble_pipelines_wait_with_weight_gradients() -> None:
     expected = run(train, 1, options, {"micro_batch_size": 1})[0]
     layout = {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")}
     assert_same_run(run(train, 2, options, layout)[0], expected)
+
+
+def _delayed(layout: dict[str, Any], stop: int, resume: str | None = None, save: str | None = None) -> Any:
+    """Train until ``stop``, where few past steps are in the history; return losses, and the histories at the end."""
+    options = LowPrecisionOptions("delayed", history=3, emulate=True)
+    losses, module = Losses(), WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
+    module.steps = 5
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=1, precision_plugin=MegatronLowPrecision(options, "64-true"), **layout),
+        callbacks=[losses],
+        max_steps=stop,
+        precision=None,
+        gradient_clip_val=CLIP,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    runner.fit(module, ckpt_path=resume)
+    if save is not None:
+        runner.save_checkpoint(save)
+    held = runner.strategy.run.rank_state()["magnitudes"]
+    return losses.losses, dict(zip(held["names"], held["past"].tolist(), strict=True))
+
+
+def test_a_resume_goes_on_with_the_scales_of_past_steps(tmp_path: Path) -> None:
+    path, pipeline = str(tmp_path / "a.ckpt"), {"pipeline_parallel": 2}
+    ((whole, history),) = run(_delayed, 1, {}, 5)
+    run(_delayed, 1, {}, 3, None, path)
+    assert run(_delayed, 1, {}, 5, path) == [(whole[3:], history)]
+    # the second stage finds its histories in the file of the only rank, and then the only rank in that of the second
+    for found, past in run(_delayed, 2, pipeline, 5, path):
+        np.testing.assert_allclose(found, whole[3:], rtol=1e-9)
+        assert past.items() <= history.items()
+    run(_delayed, 2, pipeline, 3, None, path)
+    ((found, past),) = run(_delayed, 1, {}, 5, path)
+    np.testing.assert_allclose(found, whole[3:], rtol=1e-9)
+    assert past == history
 
 
 class Seed(pl.Callback):

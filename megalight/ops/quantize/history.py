@@ -17,7 +17,7 @@ STEPS = 16
 class AmaxHistory:
     """The magnitudes of one linear layer. Nothing is copied to the host.
 
-    The history is not saved in checkpoints. After a start or a resume, the first step scales by its own values.
+    Without past steps, as after a start, a step scales by its own values.
 
     Args:
         length: number of steps to look back.
@@ -37,6 +37,15 @@ class AmaxHistory:
         if self.past is None:
             self.past = torch.zeros(self.length, 3, device=device)
             self.current = torch.zeros(3, device=device)
+
+    def restore(self, past: Tensor) -> None:
+        """Go on from the magnitudes of a saved run, ``[steps, 3]``, newest first. The oldest may find no room."""
+        assert self.past is not None
+        kept = past[: self.length]
+        # In place, because recorded graphs read this memory. Steps that were not seen are zero, which no maximum is.
+        self.past.zero_()
+        self.past[: len(kept)].copy_(kept)
+        self.rolled = True
 
     def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
         """Return the magnitude that a scale must cover: the largest of past steps, or ``amax`` if there are none.

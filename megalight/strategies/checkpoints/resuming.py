@@ -121,7 +121,4 @@ class Resumed:
             )
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        random = self.saved.rank_state(strategy.mesh.global_rank)
-        if random is not None:
-            assert strategy.streams is not None
-            strategy.streams.load_state_dict(random["random"])
+        strategy.run.resume_rank(self.saved)
