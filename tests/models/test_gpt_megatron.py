@@ -267,9 +267,10 @@ def test_mismatches_list_key_shape_and_shard(tmp_path: Path) -> None:
     assert "mtp.layers.0.eh_proj.weight of shape [2, 4] has no counterpart" in message
 
 
-def test_optimizer_state_is_left_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("prefix", ["", "chained_0."])
+def test_optimizer_state_is_left_out_with_a_word(prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = theirs(LLAMA, weights(LLAMA))
-    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(16)
+    tensors[f"{prefix}optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(16)
     with caplog.at_level(logging.WARNING):
         MegatronFolder(save(tmp_path, tensors, arguments(LLAMA)), "model.")
     assert "optimizer state, which is not imported" in caplog.text

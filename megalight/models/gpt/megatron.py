@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 COMMON = "common.pt"
 BACKEND = "metadata.json"
 NEWEST = "latest_checkpointed_iteration.txt"
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+"""Their keys of optimizer state. Models with experts have several optimizers, which are numbered."""
 
 ENDS = {
     "embed.word": "embedding.word_embeddings",
@@ -168,7 +170,7 @@ class MegatronFolder:
                 f"{'; '.join(problems[:10])}{more}."
             )
         self.tensors = {prefix + name: replace(place, key=keys[place.key]) for name, place in places.items()}
-        if any(key.startswith("optimizer.") for key in found):
+        if any(OPTIMIZER.match(key) for key in found):
             log.warning(
                 "%s holds optimizer state, which is not imported: training goes on from its weights with new optimizer "
                 "state.",
@@ -306,7 +308,7 @@ def _places(config: GPTConfig, found: Mapping[str, TorchTensor]) -> tuple[dict[s
             shards = ", ".join(f"{list(shard.size)} at {list(shard.offset)}" for shard in stored.shards[:4])
             problems.append(f"{key} has shape {list(stored.shape)}, expected {list(expected)} (shards: {shards})")
         places[name] = Place(key, index, runs, shape, stored.dtype)
-    others = (key for key in found if key not in used and not key.startswith(("optimizer.", "rng_state")))
+    others = (key for key in found if key not in used and not OPTIMIZER.match(key) and not key.startswith("rng_state"))
     problems += [f"{key} of shape {list(found[key].shape)} has no counterpart" for key in sorted(others)]
     return places, problems
 
