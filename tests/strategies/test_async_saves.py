@@ -18,9 +18,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention
+from megalight.checkpoint.background import Pending
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.options import Checkpoints
+from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
@@ -146,6 +149,28 @@ def test_what_is_replaced_stays_until_the_next_is_there(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["last.ckpt", "step=4.ckpt"]
     retained = sorted(path.name for path in (tmp_path / "retained").iterdir())
     assert retained == ["last.ckpt", "step=1.ckpt", "step=4.ckpt"]
+
+
+def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    removed: list[str] = []
+    beside = SavesBeside("per_save", False, None, True, removed.append, lambda path: None)
+    (one, two), gate = [str(tmp_path / f"{name}.ckpt") for name in "12"], tmp_path / "gate"
+    settle = beside.background.settle
+
+    def settle_one() -> Pending:
+        assert str(beside.background.pending.path) == one  # type: ignore[union-attr]
+        gate.touch()
+        return settle()
+
+    with fault(f"gate:{gate}"):
+        beside.begin(one, simple.views(simple.tensors(1)))
+    beside.background.settle = settle_one  # type: ignore[method-assign]
+    with fault("gate:/nonexistent"):
+        beside.begin(two, simple.views(simple.tensors(2)))
+    beside.remove(one)
+    beside.close()
+    assert removed == []
+    assert checkpoint.is_complete(one)
 
 
 def _busy(folder: str) -> None:

@@ -62,13 +62,13 @@ class SavesBeside:
             CheckpointError: on all ranks, if this one cannot begin, or the one before failed.
         """
         self.check()
+        if self.background.pending is not None and not self._skip:
+            self.finish()  # before this save counts as asked for, or removals would no longer wait for it
         self._number += 1
         self._asked = self._number
         if self.background.pending is not None:
-            if self._skip:
-                log.warning("%s is not saved: %s is still being written", path, self.background.pending.path)
-                return False
-            self.finish()
+            log.warning("%s is not saved: %s is still being written", path, self.background.pending.path)
+            return False
         self._removals.pop(path, None)
         self.background.save(path, views, **values)
         self._under_way = self._number
