@@ -160,8 +160,10 @@ class Background:
             folder = ranks.first(f"starting to save {path}", begin)
             staged = stage(views, copy=self._reserve, process_group=self._group, **values)
             ranks.together(f"starting to save {path}", give)
-        except BaseException:
+        except BaseException as error:
             self._end_worker()
+            if isinstance(error, CheckpointError):  # on all ranks
+                self._wait_for_ends()
             for partial in started:
                 partial.discard()
             raise
@@ -198,8 +200,7 @@ class Background:
             ranks.together(f"saving {pending.path}", outcome)
         except CheckpointError:
             self._end_worker()
-            with suppress(CheckpointError):
-                ranks.together("ending workers", lambda: None)  # nobody writes into the folder that rank 0 deletes
+            self._wait_for_ends()
             self._clear(discard=True)
             raise
         while not self._ended():  # its part is written, as rank 0 knows; its own report is on the way
@@ -274,6 +275,11 @@ class Background:
             pending.partial.discard() if discard else pending.partial.release()
         if self.kind == "per_save":
             self._end_worker()
+
+    def _wait_for_ends(self) -> None:
+        """Wait until no rank has a worker, which could write into the folder that rank 0 deletes next."""
+        with suppress(CheckpointError):
+            self._ranks.together("ending workers", lambda: None)
 
     def _end_worker(self) -> None:
         worker, self._worker = self._worker, None

@@ -168,6 +168,36 @@ def test_a_value_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, backgrou
     background.settle()
 
 
+def _cannot_give(path: Path) -> str:
+    """Rank 0 cannot hand over its job, and rank 1's worker, which can, ends a second later than rank 0's."""
+    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    end = background._end_worker
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    def end_late() -> None:
+        (folder,) = path.parent.glob("*.partial-*")
+        time.sleep(1)
+        assert folder.is_dir()
+        end()
+
+    if dist.get_rank() == 0:
+        background._give = refuse  # type: ignore[method-assign]
+    else:
+        background._end_worker = end_late  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="no more processes") as told:
+        background.save(path, model.views())
+    background._end_worker = end  # type: ignore[method-assign]
+    background.close()
+    return str(told.value)
+
+
+def test_a_folder_stays_until_no_worker_writes_into_it(tmp_path: Path) -> None:
+    run(_cannot_give, 2, tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_worker_that_is_killed_between_saves_is_replaced(tmp_path: Path) -> None:
     background = Background("persistent")
     simple.save(tmp_path / "a.ckpt", 1, background)
