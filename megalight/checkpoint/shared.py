@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -60,6 +61,8 @@ class SharedMemory:
         status = runtime.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
         self._pinned = int(status) == 0
         if not self._pinned:
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # takes CUDA's error, or the next kernel of training would report it
             log.warning("memory for saves cannot be page-locked (%s), so copies from the GPU are slower", status)
 
     def _unpin(self) -> None:
