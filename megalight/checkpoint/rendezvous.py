@@ -1,12 +1,14 @@
 """How workers tell that their parts are written: one file per rank beside the data, gone before the seal.
 
 The worker locks ``parts/<rank>.json.writing`` as long as it lives. ``parts/<rank>.json`` says what it has written, or
-why it could not. No torch in here.
+why it could not. Both begin with a line that names the machine: some file systems have locks that other machines do not
+see, so a lock that is not there tells of a death on the same machine only. No torch in here.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import time
 from pathlib import Path
@@ -34,6 +36,7 @@ class Announcement:
         self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         lock = locked(new)
         self._open = [self._descriptor, *([] if lock is None else [lock])]
+        write_all(self._descriptor, f"{_machine()}\n".encode())
         os.rename(new, self._writing)  # locked before it can be seen: without a lock it tells of a death
 
     def tell(self, outcome: Written | str) -> None:
@@ -91,8 +94,14 @@ def _alive(writing: Path, seconds: float) -> bool:
         return seconds < STARTUP_SECONDS
     if lock is None:  # no locks on this file system: its trainer notices its death
         return True
-    os.close(lock)
-    return False
+    with open(lock, encoding="utf-8") as file:
+        return file.readline().strip() != _machine()
+
+
+def _machine() -> str:
+    """What is the same for all processes that see each other's locks on any file system: a name of this boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node()
 
 
 def _plain(written: Written) -> dict[str, object]:
@@ -102,7 +111,7 @@ def _plain(written: Written) -> dict[str, object]:
 
 
 def _parse(path: Path, rank: int) -> Written:
-    value = parse_json(path.read_bytes(), str(path))
+    value = parse_json(path.read_bytes().partition(b"\n")[2], str(path))
     if value["error"] is not None:
         raise CheckpointError(f"rank {rank}: {value['error']}")
     records = {name: FileRecord(size, digest) for name, (size, digest) in value["records"].items()}

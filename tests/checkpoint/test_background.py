@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
+from megalight.checkpoint import rendezvous
 from megalight.checkpoint.background import KINDS, Background, Kind
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
@@ -283,6 +284,19 @@ def _left_alone(path: Path) -> bool:
 def test_rank_0_does_not_wait_for_the_part_of_a_dead_rank(tmp_path: Path) -> None:
     assert run(_left_alone, 2, tmp_path / "a.ckpt") == [False, False]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_is_not_seen_on_other_machines_tells_of_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems whose locks belong to one machine."""
+    announcement = rendezvous.Announcement(tmp_path, 3)
+    writing = tmp_path / "parts" / "3.json.writing"
+    assert rendezvous._alive(writing, 0.0)
+    announcement.close()
+    assert not rendezvous._alive(writing, 0.0)
+    monkeypatch.setattr(rendezvous, "_machine", lambda: "another")
+    assert rendezvous._alive(writing, 0.0)
 
 
 def _save_until_killed(folder: Path, kind: Kind, told: Path) -> None:

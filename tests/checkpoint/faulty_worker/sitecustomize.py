@@ -1,6 +1,7 @@
 """Python runs this at the start of a worker whose ``PYTHONPATH`` has this folder. ``WORKER_FAULT`` says what it does.
 
-``error:ERRNO:N`` lets the N-th write into a checkpoint fail. ``gate:PATH`` lets writes wait until the path exists.
+``error:ERRNO:N`` lets the N-th write into a checkpoint fail. ``gate:PATH`` lets writes wait until the path exists. What
+workers tell each other does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _count = 0
 
 def _faulty(descriptor: int, data: Any) -> int:
     global _count
-    if ".partial-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    if ".partial-" in path and "/parts/" not in path:
         _count += 1
         if _kind == "gate":
             while not os.path.exists(_rest):
