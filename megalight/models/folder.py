@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,29 +150,27 @@ class Folder:
 
             for target in targets:
                 kept = self.tensors[target.name]
-                rows = kept.place.rows or (0, 0)
-                offset = [rows[0] + target.offset[0], *target.offset[1:]] if target.offset else []
-                data = target.data
-                # rows count in our order, [out, in]; the file has [in, out], so turn the box around
-                if kept.place.transposed and len(offset) == 2:
-                    offset, data = offset[::-1], data.t()
-                kept.stored.read(files, offset, data)
+                kept.place.read(partial(kept.stored.read, files), target.offset, target.data)
         return sum(each.count for each in opened.values())
 
     def _check_fused(self) -> None:
-        """Check that the parts of each fused tensor cover all its rows."""
+        """Check that the parts of each fused tensor cover all its rows, and those of a stack all its entries."""
         last: dict[str, int] = {}
         for kept in self.tensors.values():
             if kept.place.rows is not None:
-                last[kept.place.name] = max(last.get(kept.place.name, 0), kept.place.rows[1])
+                last[kept.place.name] = max(last.get(kept.place.name, 0), kept.place.rows.stop)
         for kept in self.tensors.values():
-            expected = last.get(kept.place.name)
-            rows = kept.stored.shape[-1 if kept.place.transposed else 0]
-            if expected not in (None, rows):
-                raise CheckpointError(
-                    f"{kept.place.name} in {self.path} has {rows} output features; the configuration asks for "
-                    f"{expected}. Is it of another model?"
-                )
+            place, shape = kept.place, kept.stored.shape
+            rows = last.get(place.name)
+            for expected, found, what in (
+                (place.stack, shape, "stacked tensors"),
+                (rows, place.fused(shape), "output features"),
+            ):
+                if expected and found[:1] != (expected,):
+                    raise CheckpointError(
+                        f"{place.name} in {self.path} has {found[0] if found else 0} {what}; the configuration asks "
+                        f"for {expected}. Is it of another model?"
+                    )
 
     def _label(self, name: str) -> str:
         """Name a tensor in messages, with its name in the folder."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from megalight.errors import CheckpointError
@@ -23,23 +24,64 @@ class Theirs:
 
     Attributes:
         name: in tables, the name of their module or tensor with ``N`` for indices. After a look-up, their tensor.
-        rows: ``(first, end)``, its rows in their fused tensor. None means all rows.
+        rows: its rows in their fused tensor, with a step where the rows of several tensors take turns. None means all
+            rows.
         transposed: whether they store matrices as ``[in, out]``. ``rows`` always counts in ``[out, in]``.
+        stack: how many canonical tensors they stack along the first dim. The last index of our name, which theirs
+            lacks, counts them. 0: they do not stack.
+        index: after a look-up, the place in the stack.
     """
 
     name: str
-    rows: tuple[int, int] | None = None
+    rows: range | None = None
     transposed: bool = False
+    stack: int = 0
+    index: int = 0
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return the canonical tensor as a view of their tensor."""
-        ours = tensor.T if self.transposed and tensor.ndim == 2 else tensor
-        return ours if self.rows is None else ours[slice(*self.rows)]
+        ours = tensor[self.index] if self.stack else tensor
+        ours = ours.T if self.transposed and ours.ndim == 2 else ours
+        return ours if self.rows is None else ours[self.rows.start : self.rows.stop : self.rows.step]
 
     def shape(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the canonical shape, if their tensor has shape ``theirs``."""
-        ours = theirs[::-1] if self.transposed and len(theirs) == 2 else theirs
-        return ours if self.rows is None else (self.rows[1] - self.rows[0], *ours[1:])
+        ours = self.fused(theirs)
+        return ours if self.rows is None else (len(self.rows), *ours[1:])
+
+    def fused(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape with the rows of all tensors that they fuse, as ``[out, in]``."""
+        one = theirs[1:] if self.stack else theirs
+        return one[::-1] if self.transposed and len(one) == 2 else one
+
+    def whole(self, fused: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of their tensor: the inverse of :meth:`fused`."""
+        one = fused[::-1] if self.transposed and len(fused) == 2 else fused
+        return (self.stack, *one) if self.stack else one
+
+    def read(self, fill: Callable[[Sequence[int], Tensor], None], offset: Sequence[int], data: Tensor) -> None:
+        """Fill ``data`` with the box of the canonical tensor that begins at ``offset``.
+
+        Args:
+            fill: fills memory with a box of their tensor, given where the box begins.
+            offset: where ours begins.
+            data: the memory, with the box's shape.
+        """
+        turned = self.transposed and data.ndim == 2
+        place, step, shift = list(offset), 1, 0
+        if self.rows is not None:
+            step = self.rows.step
+            shift = self.rows[offset[0]] % step
+            place[0] = self.rows[offset[0]] - shift
+        place, theirs = (place[::-1], data.t()) if turned else (place, data)
+        if step > 1:
+            # rows of other tensors lie between ours: they are read too, as one box, and dropped
+            shape = list(theirs.shape)
+            shape[-1 if turned else 0] *= step
+            theirs = torch.empty(shape, dtype=data.dtype)
+        fill([self.index, *place] if self.stack else place, theirs[None] if self.stack else theirs)
+        if step > 1:
+            data.copy_((theirs.t() if turned else theirs)[shift::step])
 
 
 @dataclass(frozen=True)
@@ -55,22 +97,21 @@ class Whole:
     parts: Mapping[str, Theirs]
 
     @classmethod
-    def of(cls, name: str, parts: list[tuple[str, Theirs]], shapes: Mapping[str, tuple[int, ...]]) -> Whole:
-        """Put their tensor ``name`` together from canonical tensors with ``shapes``.
+    def of(cls, name: str, parts: dict[str, Theirs], shapes: Mapping[str, tuple[int, ...]]) -> Whole:
+        """Put their tensor ``name`` together from all canonical tensors in it, which have ``shapes``.
 
         Raises:
-            CheckpointError: a part is missing.
+            CheckpointError: a part has another number of rows than its place.
         """
-        # parts of a fused tensor can come in any order; their rows must follow each other without gaps
-        parts = sorted(parts, key=lambda part: part[1].rows or (0, 0))
-        stop = 0
-        for ours, place in parts:
-            if place.rows is not None and (place.rows[0] != stop or place.rows[1] - stop != shapes[ours][0]):
-                raise CheckpointError(f"{name} is made of parts, and its rows {stop} to {place.rows[0]} are missing.")
-            stop += shapes[ours][0] if place.rows is not None else 0
-        first, place = parts[0]
-        shape = shapes[first] if place.rows is None else (stop, *shapes[first][1:])
-        return cls(shape[::-1] if place.transposed and len(shape) == 2 else shape, dict(parts))
+        first, place = next(iter(parts.items()))
+        fused = shapes[first]
+        if place.rows is not None:
+            for ours, each in parts.items():
+                rows, count = each.rows, shapes[ours][0]
+                if rows is not None and len(rows) != count:
+                    raise CheckpointError(f"{ours} has {count} rows; its place in {name} has {len(rows)}.")
+            fused = (max(each.rows.stop for each in parts.values() if each.rows is not None), *fused[1:])
+        return cls(place.whole(fused), parts)
 
 
 @dataclass(frozen=True)
@@ -108,7 +149,10 @@ class WeightMap:
             found = replace(found, name=f"{found.name}.{leaf}")
         else:
             raise CheckpointError(f"{name} has no counterpart; known modules: {', '.join(self.places)}.")
-        return replace(found, name=_numbered(found.name, numbers))
+        index = int(numbers[-1]) if found.stack else 0
+        if found.stack and index >= found.stack:
+            raise CheckpointError(f"{name} has no counterpart: {found.name} stacks {found.stack}.")
+        return replace(found, name=_numbered(found.name, numbers), index=index)
 
     def ours(self, names: Iterable[str]) -> dict[str, Theirs]:
         """Return the canonical tensors that their tensors contain, and the place of each.
@@ -137,7 +181,8 @@ class WeightMap:
                 known = ", ".join(reverse)
                 raise CheckpointError(f"{name} has no counterpart; known modules: {known}. Is it another model?")
             for ours, place in whole or parts:
-                found[_numbered(ours, numbers)] = replace(place, name=name)
+                for index in range(max(1, place.stack)):
+                    found[_numbered(ours, [*numbers, str(index)])] = replace(place, name=name, index=index)
         return found
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,12 +199,15 @@ class WeightMap:
         Raises:
             CheckpointError: a tensor has no counterpart, or a part of a fused tensor is missing.
         """
-        parts: dict[str, list[tuple[str, Theirs]]] = {}
+        parts: dict[str, dict[str, Theirs]] = {}
         for name in shapes:
             place = self.theirs(name)
             for theirs in (place.name, self.doubles.get(place.name)):
                 if theirs is not None:
-                    parts.setdefault(theirs, []).append((name, place))
+                    parts.setdefault(theirs, {})[name] = place
+        for name, place in self.ours(parts.keys() - self.doubles.values()).items():
+            if name not in shapes:
+                raise CheckpointError(f"{place.name} is made of parts, and {name} is missing.")
         return {name: Whole.of(name, found, shapes) for name, found in parts.items()}
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

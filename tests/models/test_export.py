@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": None}),
     "mistral_windowed": ("MistralForCausalLM", {**SIZES, "sliding_window": 5}),
     "llama3": ("LlamaForCausalLM", LLAMA),
+    "gpt_oss": ("GptOssForCausalLM", {**SIZES, "head_dim": 8, "num_local_experts": 5, "sliding_window": 6}),
     "bert": ("BertForPreTraining", BERT),
     "bert_masked": ("BertForMaskedLM", BERT),
     "bert_untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
@@ -154,7 +155,7 @@ def test_all_ranks_write_files_of_their_own(
 FIRST_WORDS = {"llama3": "llama", "kimi": "deepseek"}
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("gpt_oss")])
+@pytest.mark.parametrize("name", list(PRESETS))
 def test_presets_have_a_configuration_of_theirs(name: str) -> None:
     values = config_to_transformers(PRESETS[name])  # reads back what it wrote, and compares
     kind = name.partition("_")[0]
@@ -162,6 +163,7 @@ def test_presets_have_a_configuration_of_theirs(name: str) -> None:
     assert config_to_transformers(config_from_transformers(json.loads(json.dumps(values)))).keys() == values.keys()
 
 
+GPT_OSS: Any = PRESETS["gpt_oss_20b"]
 SMALL = GPTConfig(num_layers=2, hidden_size=24, num_heads=3, vocab_size=53, max_sequence_length=32)
 
 
@@ -172,7 +174,11 @@ SMALL = GPTConfig(num_layers=2, hidden_size=24, num_heads=3, vocab_size=53, max_
         (replace(SMALL, activation="squared_relu"), "activation 'squared_relu' has no counterpart"),
         (replace(SMALL, position=PositionConfig(fraction=0.5)), "position.fraction is 0.5 here and 1.0"),
         (replace(SMALL, norm=NormConfig(kind="layer")), "norm.kind is layer here and rms"),
-        (PRESETS["gpt_oss_20b"], "activation 'quick_geglu' has no counterpart"),  # stacked experts are not written yet
+        (
+            replace(GPT_OSS, moe=replace(GPT_OSS.moe, clamp=5.0)),
+            "moe.clamp is 5.0 here and 7.0 in transformers' gpt_oss",
+        ),
+        (replace(GPT_OSS, moe=None), "a model of gpt_oss has experts"),
     ],
 )
 def test_what_they_cannot_express_is_refused(config: GPTConfig, message: str) -> None:

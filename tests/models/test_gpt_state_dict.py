@@ -149,8 +149,14 @@ def test_foreign_things_are_refused():
     with pytest.raises(CheckpointError, match=r"model\.vision\.weight has no counterpart"):
         from_transformers({"model.vision.weight": torch.zeros(1)}, config)
     half = {"layers.0.attention.q.bias": torch.zeros(768), "layers.0.attention.v.bias": torch.zeros(768)}
-    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.c_attn\.bias is made of parts, and its rows 768 to 1536"):
+    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.c_attn\.bias is made of parts, and .*\.k\.bias is missing"):
         to_transformers(half, config)
+    two = {"layers.0.attention.q.bias": torch.zeros(768), "layers.0.attention.k.bias": torch.zeros(768)}
+    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.c_attn\.bias is made of parts, and .*\.v\.bias is missing"):
+        to_transformers(two, config)
+    wide = {f"layers.0.attention.{name}.bias": torch.zeros(770) for name in "qkv"}
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attention\.q\.bias has 770 rows; its place in .* has 768"):
+        to_transformers(wide, config)
     with pytest.raises(ConfigurationError, match="model_type is 'bert'"):
         config_from_transformers({"model_type": "bert"})
     rotary = {"rope_type": "longrope", "factor": 4.0}

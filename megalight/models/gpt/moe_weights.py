@@ -8,6 +8,8 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.gpt_oss_weights import gpt_oss_places
+from megalight.models.weights import Theirs
 from megalight.nn.moe import MoEConfig, RouterConfig
 
 MIXTRAL = {
@@ -25,12 +27,15 @@ QWEN = {
 """Names in files. In memory, ``transformers`` stacks the experts of a layer, and its own reader and writer convert."""
 
 
-def expert_places(config: GPTConfig) -> dict[str, str]:
-    """Return the modules of the experts of a model, our name -> theirs."""
+def expert_places(config: GPTConfig) -> dict[str, Theirs]:
+    """Return the places of the experts of a model, and of sinks, which one kind alone has."""
     if config.moe is None:
         return {}
-    # of the three kinds, Mixtral alone has no norm of queries and keys
-    return QWEN if config.attention.qk_norm else MIXTRAL
+    if config.attention.softmax == "learnable":
+        return gpt_oss_places(config.moe.num_experts, config.expert_ffn_hidden_size)
+    # of the other three kinds, Mixtral alone has no norm of queries and keys
+    table = QWEN if config.attention.qk_norm else MIXTRAL
+    return {ours: Theirs(theirs) for ours, theirs in table.items()}
 
 
 def with_experts(dense: GPTConfig, values: Mapping[str, Any]) -> GPTConfig:

@@ -1,4 +1,4 @@
-"""Conversion of weights and configurations from ``transformers`` (Llama, Mistral, Qwen, OLMoE, GPT-2) to ours and back.
+"""Conversion of weights and configurations from ``transformers`` (Llama, Qwen, GPT-2 and others) to ours and back.
 
 Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 """
@@ -14,6 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.config import compare
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.deepseek_weights import after_layers, deepseek_from, deepseek_to, latent_places
+from megalight.models.gpt.gpt_oss_weights import as_gpt_oss, gpt_oss_to, with_defaults
 from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
 from megalight.models.gpt.rotary_values import rotary_from, rotary_to
 from megalight.models.weights import Theirs, WeightMap
@@ -65,17 +66,17 @@ def weight_map(config: GPTConfig) -> WeightMap:
         )
     if config.position.kind != "learned":
         return WeightMap(
-            {ours: Theirs(theirs) for ours, theirs in (LLAMA | expert_places(config)).items()},
+            {ours: Theirs(theirs) for ours, theirs in LLAMA.items()} | expert_places(config),
             root="model.",
             copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
             left_out=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         )
-    size = config.num_heads * config.head_dim
-    fused = "transformer.h.N.attn.c_attn"
+    fused, size = "transformer.h.N.attn.c_attn", config.num_heads * config.head_dim
+    rows = {name: range(i * size, (i + 1) * size) for i, name in enumerate("qkv")}
     return WeightMap(
         {ours: Theirs(theirs) for ours, theirs in GPT2.items()}
         | {ours: Theirs(theirs, transposed=True) for ours, theirs in GPT2_TRANSPOSED.items()}
-        | {f"layers.N.attention.{x}": Theirs(fused, (i * size, (i + 1) * size), True) for i, x in enumerate("qkv")},
+        | {f"layers.N.attention.{name}": Theirs(fused, part, True) for name, part in rows.items()},
         root="transformer.",
         copies={"lm_head.weight": "transformer.wte.weight"} if tied else {},
         left_out=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
@@ -132,9 +133,11 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
         ConfigurationError: no kind can express the configuration. The message names what the nearest one cannot.
     """
     failed: list[tuple[str, list[str]]] = []
-    latent = config.latent is not None
+    # latent attention and sinks are each of one kind, and that kind has no other attention
+    only = "deepseek_v3" if config.latent is not None else None
+    only = "gpt_oss" if config.attention.softmax == "learnable" else only
     for kind in sorted(WRITERS, key=lambda kind: kind != model_type):
-        if (kind == "deepseek_v3") != latent:  # no other kind has latent attention, and this one has no other
+        if kind != only and (only is not None or kind in ("deepseek_v3", "gpt_oss")):
             continue
         try:
             values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
@@ -199,6 +202,11 @@ def _moe(values: Mapping[str, Any]) -> GPTConfig:
     return with_experts(_llama(values), values)
 
 
+def _gpt_oss(values: Mapping[str, Any]) -> GPTConfig:
+    full = with_defaults(values)
+    return as_gpt_oss(_llama(full), full)
+
+
 def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
     for option in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if values.get(option):
@@ -237,6 +245,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "olmoe": _moe,
     "deepseek_v3": deepseek_from,
     "kimi_k2": deepseek_from,
+    "gpt_oss": _gpt_oss,
     "gpt2": _gpt2,
 }
 
@@ -309,6 +318,10 @@ def _to_olmoe(config: GPTConfig) -> dict[str, Any]:
     return {**_to_llama(config), "attention_bias": config.attention.proj_bias, **experts_to("olmoe", config)}
 
 
+def _to_gpt_oss(config: GPTConfig) -> dict[str, Any]:
+    return {**_to_llama(config), **gpt_oss_to(config)}
+
+
 def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
     return {
         "n_layer": config.num_layers,
@@ -338,6 +351,7 @@ WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
     "qwen3_moe": _to_qwen3_moe,
     "olmoe": _to_olmoe,
     "deepseek_v3": deepseek_to,
+    "gpt_oss": _to_gpt_oss,
     "gpt2": _to_gpt2,
 }
 
@@ -352,6 +366,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 

@@ -1,0 +1,96 @@
+"""GPT-OSS in ``transformers``: names of tensors and configurations. Published weights are in MXFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.weights import Theirs
+from megalight.nn.moe import MoEConfig, RouterConfig
+
+LIMIT = 7.0
+"""They limit activations at this value, whatever the configuration says."""
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+DEFAULTS = {
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "head_dim": 64,
+    "sliding_window": 128,
+    "rope_theta": 150000.0,
+    "rope_scaling": YARN,
+}
+"""What a ``config.json`` need not say. ``hidden_act`` names only the kind: experts compute ``x sigmoid(1.702 x)``."""
+
+
+def gpt_oss_places(num_experts: int, width: int) -> dict[str, Theirs]:
+    """Return where sinks and experts are, for ``num_experts`` of inner width ``width``.
+
+    The weights of a layer's experts are stacked as ``[E, in, out]``, and their biases as ``[E, out]``. Output features
+    of gate and up take turns.
+    """
+    both = 2 * width
+    places = {
+        "layers.N.attention.sink.offset": Theirs("model.layers.N.self_attn.sinks"),
+        "layers.N.mlp.router": Theirs("model.layers.N.mlp.router"),
+    }
+    for name, theirs, rows in (
+        ("gate", "gate_up_proj", range(0, both, 2)),
+        ("up", "gate_up_proj", range(1, both, 2)),
+        ("down", "down_proj", None),
+    ):
+        for leaf, end in (("weight", ""), ("bias", "_bias")):
+            full = f"model.layers.N.mlp.experts.{theirs}{end}"
+            places[f"layers.N.mlp.experts.N.{name}.{leaf}"] = Theirs(full, rows, transposed=True, stack=num_experts)
+    return places
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with what it need not say."""
+    turns = [_kind(layer % 2 == 0) for layer in range(values["num_hidden_layers"])]
+    return {**DEFAULTS, **values, "layer_types": values.get("layer_types") or turns}
+
+
+def as_gpt_oss(dense: GPTConfig, values: Mapping[str, Any]) -> GPTConfig:
+    """Add sinks and experts to the configuration of the rest of the model.
+
+    Raises:
+        ConfigurationError: an option has no counterpart here.
+    """
+    for option, good in (("hidden_act", "silu"), ("swiglu_limit", LIMIT)):
+        if values.get(option, good) != good:
+            raise ConfigurationError(f"{option} is {values[option]!r}; only {good!r} has a counterpart here.")
+    moe = MoEConfig(
+        num_experts=values["num_local_experts"],
+        router=RouterConfig(top_k=values["num_experts_per_tok"], bias=True),
+        bias=True,
+        glu_offset=1.0,
+        clamp=LIMIT,
+    )
+    attention = replace(dense.attention, softmax="learnable")
+    return replace(dense, activation="quick_geglu", attention=attention, moe=moe)
+
+
+def gpt_oss_to(config: GPTConfig) -> dict[str, Any]:
+    """Return what a ``config.json`` says beside what all models have in common.
+
+    Raises:
+        ConfigurationError: the model has no experts.
+    """
+    if config.moe is None:
+        raise ConfigurationError("a model of gpt_oss has experts; this one has not")
+    return {
+        "hidden_act": "silu",
+        "swiglu_limit": LIMIT,
+        "num_local_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.router.top_k,
+        "attention_bias": config.attention.proj_bias,
+        "layer_types": [_kind(config.attention.window_of(layer) is not None) for layer in range(config.num_layers)],
+    }
+
+
+def _kind(windowed: bool) -> str:
+    return "sliding_attention" if windowed else "full_attention"
