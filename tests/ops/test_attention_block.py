@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from torch import Tensor
 
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import reference as whole
-from megalight.ops.attention_block import ATTENTION_BLOCK, EXAMPLE, block_attention, block_attention_backward
+from megalight.ops.attention_block import (
+    ATTENTION_BLOCK,
+    EXAMPLE,
+    REGISTRIES,
+    block_attention,
+    block_attention_backward,
+    reference,
+    varlen,
+)
 from megalight.ops.attention_merge import merge
 from megalight.types import PackedSequences
 from tests.ops.checks import error
@@ -95,6 +104,58 @@ def test_refusals() -> None:
         block_attention(q[:, :, :3], k, v, causal=False)
     with pytest.raises(BackendError, match="varlen: serves bfloat16 and float16"):
         block_attention(q, k, v, causal=False, backend="varlen")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "serves"), [(192, 128, True), (128, 192, False), (576, 512, False)])
+def test_varlen_pads_narrow_values(head_dim: int, value_dim: int, serves: bool) -> None:
+    for registry in REGISTRIES:
+        table = registry.table(EXAMPLE._replace(device="cuda", head_dim=head_dim, value_dim=value_dim))
+        why = next(why or "" for backend, why in table if backend.name == "varlen")
+        assert ("multiple of 8 up to 256" in why) == (not serves)
+
+
+class EqualHeads:
+    """The kernel's operators in plain torch. Like the kernel, they want heads of one size."""
+
+    @staticmethod
+    def _described(cu: Tensor | None, cu_keys: Tensor | None) -> PackedSequences | None:
+        if cu is None or cu_keys is None:
+            return None
+        queries, keys = (PackedSequences.of_lengths(x.diff().tolist()) for x in (cu, cu_keys))
+        return replace(queries, keys=keys)
+
+    def _flash_attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cu: Any, cu_keys: Any, *rest: Any, scale: float | None
+    ) -> tuple[Tensor, ...]:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        described, packed = self._described(cu, cu_keys), cu is not None
+        given = (t[None] if packed else t for t in (q, k, v))
+        found = reference.forward(*given, described, rest[3], scale)
+        return tuple(t[0] for t in found) if packed else found
+
+    def _flash_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float | None
+    ) -> tuple[Tensor, ...]:
+        assert q.shape[-1] == v.shape[-1] == out.shape[-1] == grad.shape[-1]
+        described, packed = self._described(*rest[:2]), rest[0] is not None
+        given = (t[None] if packed else t for t in (grad, q, k, v, out, lse))
+        found = reference.backward(*given, described, rest[5], scale)
+        return tuple(t[0] for t in found) if packed else found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_varlen_cuts_what_it_padded(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "aten", EqualHeads())
+    sequences = PackedSequences.of_lengths([4, 1, 2]) if packed else None
+    q, k, v = (t.detach() for t in leaves(1 if packed else 2, 7, 7))
+    v = v[..., :4]
+    found, expected = (kind.forward(q, k, v, sequences, True, None) for kind in (varlen, reference))
+    grad = torch.randn_like(expected[0])
+    found += varlen.backward(grad, q, k, v, *found, sequences, True, None)
+    expected += reference.backward(grad, q, k, v, *expected, sequences, True, None)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert error(one, other) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,14 @@ def check_block(
     scale: float | None = None,
 ) -> None:
     """Output, log-sum-exp and gradients of one block."""
-    q, dtype = tensors[0], tensors[0].dtype
+    dtype = tensors[0].dtype
     exact = [t.double() for t in tensors]
     wanted, wanted_lse = reference.forward(*exact, sequences, causal, scale)
     out, lse = block_attention(*tensors, sequences, causal=causal, scale=scale, backend=backend)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, wanted.shape, wanted_lse.shape)
     assert error(out, wanted) <= TOLERANCE[dtype]
     assert error(lse, wanted_lse) <= 1e-4
-    grad = torch.randn_like(q)
+    grad = torch.randn_like(out)
     expected = reference.backward(grad.double(), *exact, wanted, wanted_lse, sequences, causal, scale)
     grads = block_attention_backward(grad, *tensors, out, lse, sequences, causal=causal, scale=scale, backend=backend)
     for name, found, exactly in zip("qkv", grads, expected, strict=True):
@@ -77,6 +77,15 @@ def test_packed(heads: tuple[int, int, int]) -> None:
         check_block("varlen", inputs(1, 694, sum(lengths), heads, torch.bfloat16), sequences, False)
     single = replace(PackedSequences.of_uniform(4, 1, "cuda"), keys=PackedSequences.of_lengths([3, 70, 200, 9], "cuda"))
     check_block("auto", inputs(1, 4, 282, heads, torch.bfloat16), single, False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_values_narrower_than_keys(causal: bool) -> None:
+    """The heads of DeepSeek-V3: 192 features of queries and keys, 128 of values."""
+    q, k, v = inputs(2, 250, 250, (4, 4, 192), torch.bfloat16)
+    check_block("varlen", [q, k, v[..., :128]], None, causal, 0.135)
+    packed = [t.reshape(1, 500, 4, -1) for t in (q, k, v[..., :128])]
+    check_block("varlen", packed, PackedSequences.of_lengths([63, 1, 307, 129], "cuda"), causal, 0.135)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "varlen"])

@@ -70,6 +70,8 @@ def _cudnn_why_not(spec: Spec) -> str | None:
 
 
 def _varlen_why_not(spec: Spec) -> str | None:
+    if spec.value_dim < spec.head_dim:
+        spec = spec._replace(value_dim=spec.head_dim)  # values are padded
     return _kernel_why_not(spec, 256)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.types import PackedSequences
@@ -28,6 +29,12 @@ def _options(causal: bool, scale: float | None, window: int | None) -> dict[str,
     return {"scale": scale, "window_size_left": window, "window_size_right": 0 if causal else -1}
 
 
+def _padded(x: Tensor, head_dim: int) -> Tensor:
+    """Widen heads to ``head_dim`` by features of 0: the kernel has one size of heads."""
+    missing = head_dim - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -39,12 +46,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all sequences in one kernel."""
     packing, plain, options = _packing(q, k, sequences), causal and window is None, _options(causal, scale, window)
+    value_dim, v = v.shape[-1], _padded(v, q.shape[-1])
     if sequences is None:
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *packing, 0.0, plain, False, **options)
-        return out, lse
+        return out[..., :value_dim], lse
     # Packed tensors are `[T, H, D]` for the kernel; the batch dim of 1 is ours.
     out, lse, *_ = aten._flash_attention_forward(q[0], k[0], v[0], *packing, 0.0, plain, False, **options)
-    return out[None], lse[None]
+    return out[None, ..., :value_dim], lse[None]
 
 
 def backward(
@@ -62,11 +70,13 @@ def backward(
     """Gradients of a block."""
     packing, lse, no_dropout = _packing(q, k, sequences), lse.contiguous(), lse.new_empty(0)
     plain, options = causal and window is None, _options(causal, scale, window)
+    value_dim = v.shape[-1]
+    grad_out, v, out = (_padded(x, q.shape[-1]) for x in (grad_out, v, out))
     # As in the other backends, `out` and `lse` are merged over all blocks.
     tensors = (grad_out, q, k, v, out, lse)
     if sequences is None:
         grads = aten._flash_attention_backward(*tensors, *packing, 0.0, plain, no_dropout, no_dropout, **options)
-        return grads[0], grads[1], grads[2]
+        return grads[0], grads[1], grads[2][..., :value_dim]
     rows = (t[0] for t in tensors)
     grads = aten._flash_attention_backward(*rows, *packing, 0.0, plain, no_dropout, no_dropout, **options)
-    return grads[0][None], grads[1][None], grads[2][None]
+    return grads[0][None], grads[1][None], grads[2][None, ..., :value_dim]
