@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -72,12 +73,21 @@ def test_limits(backend: str) -> None:
         torch.testing.assert_close(found, plain if size < 0 else torch.zeros_like(plain), rtol=1e-12, atol=1e-12)
 
 
-def test_continued_sequences_have_sinks() -> None:
+@pytest.mark.parametrize("backend", ["reference", "block"])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(("lengths", "new"), [([5, 1, 7], [2, 1, 4]), ([6, 6], [3, 3]), ([7, 6], [1, 1])])
+def test_continued_sequences_have_sinks(lengths: list[int], new: list[int], window: int | None, backend: str) -> None:
     """The last queries of a sequence see the same as in a pass over all of them."""
-    q, k, v, sink = inputs(7)
-    whole = attention(q, k, v, PackedSequences.of_lengths([7]), sink=sink)
-    sequences = replace(PackedSequences.of_lengths([2]), keys=PackedSequences.of_lengths([7]))
-    torch.testing.assert_close(attention(q[5:], k, v, sequences, sink=sink), whole[5:], rtol=1e-12, atol=1e-12)
+    q, k, v, sink = inputs(sum(lengths))
+    whole = by_loop(q, k, v, sink, lengths, window)
+    last = torch.cat([torch.arange(e - n, e) for e, n in zip(accumulate(lengths), new, strict=True)])
+    sequences = replace(PackedSequences.of_lengths(new), keys=PackedSequences.of_lengths(lengths))
+    found = attention(q[last], k, v, sequences, window=window, sink=sink, backend=backend)
+    torch.testing.assert_close(found, whole[last], rtol=1e-12, atol=1e-12)
+    factor = torch.randn_like(found)
+    gradients = [torch.autograd.grad((y * factor).sum(), (q, k, v, sink)) for y in (found, whole[last])]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 def test_backends_without_sinks_are_refused_by_name() -> None:

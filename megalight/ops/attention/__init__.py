@@ -85,8 +85,6 @@ def _varlen_why_not(spec: Spec) -> str | None:
 def _block_why_not(spec: Spec) -> str | None:
     if not spec.sink:
         return "serves attention with sinks only: others are faster without"
-    if not spec.square:
-        return "has no bottom-right causal mask"
     if spec.softcap:
         return "has no soft cap on scores"
     return "has no dropout" if spec.dropout else None

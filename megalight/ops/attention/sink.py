@@ -29,7 +29,7 @@ def attention(
     dropout: float,
     sink: Tensor,
 ) -> Tensor:
-    """Attention of queries to keys of the same tokens; the fastest kernel that returns log-sum-exps serves."""
+    """Attention by the fastest kernel that returns log-sum-exps."""
     out: Tensor = apply(_Sunk, q, k, v, sink, sequences, {"causal": causal, "scale": scale, "window": window})
     return out
 
@@ -41,7 +41,9 @@ class _Sunk(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, sequences: PackedSequences, options: dict[str, Any]
     ) -> Tensor:
-        batch, packing = (1, sequences) if sequences.uniform is None else (sequences.uniform[0], None)
+        # dense blocks have no bottom-right mask
+        dense = sequences.uniform if sequences.keys is None else None
+        batch, packing = (1, sequences) if dense is None else (dense[0], None)
         ctx.batch, ctx.packing, ctx.options = batch, packing, options
         query, key, value = (t.view(batch, -1, *t.shape[1:]) for t in (q, k, v))
         out, lse = block_attention(query, key, value, packing, **options)

@@ -94,7 +94,8 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, ca
         raise LayoutError(
             f"there are {heads} query heads and {kv_heads} key heads; the first must be a multiple of the second."
         )
-    if causal and (q.shape[1] != k.shape[1] or (sequences is not None and sequences.keys is not None)):
+    aligned = sequences is not None and sequences.keys is not None
+    if causal and not aligned and q.shape[1] != k.shape[1]:
         raise LayoutError(
             f"a causal block has {q.shape[1]} queries and {k.shape[1]} keys; their numbers must be equal. Remove the "
             "keys that no query sees."
@@ -125,7 +126,8 @@ def block_attention(
         v: ``[B, Sk, Hkv, Dv]``.
         sequences: how packed queries, and with ``sequences.keys`` packed keys, divide into sequences. None: each row of
             the batch is a sequence.
-        causal: whether query ``i`` sees only keys up to ``i``. The numbers of queries and keys must then be equal.
+        causal: whether query ``i`` sees only keys up to ``i``. The numbers of queries and keys must then be equal. If
+            ``sequences.keys`` describes the keys, they need not: queries are the last tokens of their keys' sequence.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
         window: number of earlier keys that a query sees besides its own; for causal blocks. None: all.
         backend: name of a backend.
@@ -134,7 +136,7 @@ def block_attention(
         the output ``[B, S, H, Dv]``, and the log-sum-exp ``[B, H, S]`` in float32 (float64 for float64).
 
     Raises:
-        LayoutError: the numbers of heads do not divide, or a causal block is not square.
+        LayoutError: the numbers of heads do not divide, or a causal block without ``sequences.keys`` is not square.
         BackendError: no backend can serve, or the named one cannot.
     """
     fn = _choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal, window), backend)
