@@ -59,6 +59,7 @@ GPT2 = GPTConfig(
     position=PositionConfig(kind="learned"),
     attention=AttentionConfig(qkv_bias=True, proj_bias=True),
 )
+SINKS = replace(LLAMA, attention=AttentionConfig(softmax="learnable"))
 EXPERTS = replace(
     LLAMA,
     moe=MoEConfig(
@@ -91,6 +92,7 @@ def arguments(config: GPTConfig, **changes: Any) -> argparse.Namespace:
         "position_embedding_type": "learned_absolute" if config.position.kind == "learned" else "rope",
         "rotary_base": config.position.base,
         "qk_layernorm": config.attention.qk_norm,
+        "softmax_type": config.attention.softmax,
         "params_dtype": torch.bfloat16,
     }
     if config.moe is not None:
@@ -155,6 +157,8 @@ def theirs(config: GPTConfig, ours: dict[str, Tensor], experts_apart: bool = Fal
                     parts = [ours[f"{old}{mine}{p}.{leaf}"] for p in ("gate", "up") if f"{old}{mine}{p}.{leaf}" in ours]
                     made[f"{new}{its}linear_fc1.{leaf}"] = torch.cat(parts)
                     made[f"{new}{its}linear_fc2.{leaf}"] = ours[f"{old}{mine}down.{leaf}"]
+        if config.attention.softmax == "learnable":
+            made[f"{new}self_attention.core_attention.softmax_offset"] = ours[f"{old}attention.sink.offset"]
         if config.attention.qk_norm:
             for part in "qk":
                 made[f"{new}self_attention.{part}_layernorm.weight"] = ours[f"{old}attention.{part}_norm.weight"]
@@ -217,6 +221,8 @@ CASES: dict[str, tuple[GPTConfig, Callable[[GPTConfig, dict[str, Tensor]], dict[
     "llama": (LLAMA, theirs),
     "llama, layers stacked": (LLAMA, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
     "gpt2, wrapped": (GPT2, lambda config, ours: {f"module.{k}": t for k, t in theirs(config, ours).items()}),
+    "sinks": (SINKS, theirs),
+    "sinks, layers stacked": (SINKS, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
     "experts": (EXPERTS, theirs),
     "experts, layers stacked": (EXPERTS, lambda config, ours: stacked(theirs(config, ours), config.num_layers)),
     "experts apart": (EXPERTS, lambda config, ours: theirs(config, ours, experts_apart=True)),
@@ -299,6 +305,7 @@ def test_arguments_become_options() -> None:
     assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"
     exact = config_of(vars(arguments(GPT2, bias_gelu_fusion=False)))
     assert exact.activation == "gelu"
+    assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"
     mixed = config_of(vars(arguments(EXPERTS, moe_layer_freq=2)))
     assert [mixed.has_experts(layer) for layer in range(3)] == [True, False, True]
     with pytest.raises(CheckpointError, match="lack 'num_layers'"):

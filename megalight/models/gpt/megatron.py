@@ -54,6 +54,7 @@ LAYER = {
     "attention.v": ("self_attention.linear_qkv",),
     "attention.q_norm": ("self_attention.q_layernorm",),
     "attention.k_norm": ("self_attention.k_layernorm",),
+    "attention.sink.offset": ("self_attention.core_attention.softmax_offset",),
     "attention.proj": ("self_attention.linear_proj",),
     "mlp_norm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     "mlp_norm.bias": ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
