@@ -14,6 +14,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.rotary import RotaryTable
 from megalight.nn.state import KeysAndValues, Slots
 from megalight.ops.attention import attention
+from megalight.ops.common import wide
 from megalight.types import PackedSequences
 
 
@@ -128,7 +129,9 @@ class Temperature(nn.Module):
         """``q [T, H, D], positions [T] -> [T, H, D]``."""
         # in float64: a position next to a multiple of the length must fall on the right side
         steps = ((positions.double() + 1) / self.length).floor()
-        return q * (1 + self.scale * steps.log1p()).to(q.dtype)[:, None, None]
+        factor = (1 + self.scale * steps.log1p()).to(wide(q.dtype))[:, None, None]
+        # a factor rounded to half precision would move all scores of a query in the same direction
+        return (q * factor).to(q.dtype)
 
 
 class Attention(nn.Module):

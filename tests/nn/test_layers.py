@@ -1,5 +1,7 @@
 """Single layers: what the parity tests of whole models do not see."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from megalight.nn import (
     LMHead,
     RMSNorm,
     Rotary,
+    Temperature,
     TokenEmbedding,
     TransformerLayer,
 )
@@ -41,6 +44,19 @@ def test_every_activation_exists():
         assert Activation(name)(torch.randn(3, 8)).shape == (3, 4 if gated else 8)
     with pytest.raises(ConfigurationError, match="Did you mean 'geglu'"):
         MLP(4, 8, "gegelu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_temperatures_are_rounded_once(dtype):
+    """The factor itself is exact in half precision too."""
+    torch.manual_seed(0)
+    q, positions = torch.randn(40, 2, 8).to(dtype), torch.arange(40)
+    factor = torch.tensor([1 + 0.1 * math.log(1 + (t + 1) // 8) for t in range(40)], dtype=torch.float64)
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    expected = (q.to(wide) * factor.to(wide)[:, None, None]).to(dtype)
+    found = Temperature(8, 0.1)(q, positions)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(wide).eps, atol=0)
 
 
 def test_split_layers_work_unchanged():
