@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from megalight.cli.files import is_text_of_a_mapping
 from megalight.cli.verbs import TRAINER_VERBS as VERBS
 from megalight.errors import nearest
 
@@ -27,6 +28,8 @@ _MISSING = re.compile(
 )
 _SUBTYPE = re.compile(r"<class '([\w.]+)'>")
 _LITERAL = re.compile(r"Expected an? typing\.Literal\[(?P<choices>.*)\]$")
+_NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
+_INIT_ARGS = re.compile(r"\.init_args(?=\.|$)")
 _NOISE = (
     "Expected a <class 'NoneType'>",
     "Expected a path but",
@@ -76,7 +79,11 @@ class Given:
 def parts(words: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield what each option of a command gives, in order: the values of a file, or one value."""
     for key, value in _options(words):
-        yield _flatten(_read_yaml(value)) if key in ("config", "c") else {_short(key): value}
+        if key in ("config", "c"):
+            yield _flatten(_read_config(value))
+        else:
+            inner = _inner(key, value)
+            yield {_short(key): value} if inner is None else _flatten(inner, _short(key))
 
 
 def explain(message: str, given: Given, options: Iterable[str]) -> str:
@@ -249,18 +256,39 @@ def _missing_key(key: str, given: Given) -> str:
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for index, word in enumerate(words):
-        if not word.startswith("-"):
+        if not _is_option(word):
             continue
         key, equals, value = word.lstrip("-").partition("=")
         following = words[index + 1] if index + 1 < len(words) else ""
-        yield key.rstrip("+"), value if equals or following.startswith("--") else following
+        if key.startswith("c") and not word.startswith("--") and key != "c":
+            yield "c", word[2:]  # -cFILE
+        else:
+            yield key.rstrip("+"), value if equals or _is_option(following) else following
 
 
-def _read_yaml(path: str) -> Any:
+def _is_option(word: str) -> bool:
+    """Whether argparse takes a word as an option: negative numbers, and words with spaces, are values."""
+    return word.startswith("-") and word != "-" and not _NEGATIVE.match(word) and " " not in word.partition("=")[0]
+
+
+def _read_config(value: str) -> Any:
+    """Read a configuration: a file, or the text itself."""
     try:
-        return yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return yaml.safe_load(value if is_text_of_a_mapping(value) else Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
+
+
+def _inner(key: str, value: str) -> Any:
+    """Return the mapping or list that a value holds, which may be that of a file for a whole section; else None."""
+    is_file = "." not in key and value.endswith((".yaml", ".yml", ".json"))
+    if not is_file and not any(mark in value for mark in ("{", "[", ":")):
+        return None
+    try:
+        found = yaml.safe_load(Path(value).read_text(encoding="utf-8") if is_file else value)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, list | Mapping) else None
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -281,7 +309,7 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _short(key: str) -> str:
-    return key.replace(".init_args", "").removesuffix(".class_path")
+    return _INIT_ARGS.sub("", key).removesuffix(".class_path")
 
 
 def _plain(text: str) -> str:

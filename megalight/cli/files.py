@@ -20,7 +20,7 @@ def check_files(words: Sequence[str]) -> None:
         ConfigurationError: a file is missing, is not text or not YAML, is not a mapping, or has a key twice.
     """
     for value in given(words):
-        if not _is_text_of_a_mapping(value):
+        if not is_text_of_a_mapping(value):
             read(value)
 
 
@@ -86,6 +86,6 @@ def _syntax(path: str, error: yaml.YAMLError) -> str:
     return f"{path}{where} is not valid YAML: {getattr(error, 'problem', None) or error}."
 
 
-def _is_text_of_a_mapping(value: str) -> bool:
+def is_text_of_a_mapping(value: str) -> bool:
     """Whether a value of ``-c`` is the configuration itself, which jsonargparse takes too."""
     return value.lstrip().startswith("{") or "\n" in value
