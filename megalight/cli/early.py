@@ -6,10 +6,10 @@ functions that the classes themselves call. What cannot be known without imports
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megalight.cli import explain, rules, signatures
 from megalight.cli.signatures import Source
@@ -62,16 +62,22 @@ def check(verb: str, words: Sequence[str]) -> None:
     Raises:
         MegalightError: a key does not exist, or a value has another kind or breaks a rule.
     """
+    if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() in ("true", "1"):
+        return  # values and classes may be in environment variables, which only the parser reads
     signatures.find_module.cache_clear()  # files may have changed since an earlier command of this process
     classes: Classes = {key: signatures.find(path) for key, path in START.items()}
     values: dict[str, Any] = {}
     for part in explain.parts(words):
-        classes |= _classes(part, classes)
+        found = _classes(part, classes)
+        # With a class go those of its arguments: the next one may take others by the same names.
+        classes = {key: source for key, source in classes.items() if not any(key.startswith(f"{k}.") for k in found)}
+        classes |= found
         for key, value in part.items():
             _check(key, value, classes, verb)
-        values |= part
+        replaced = {above for key in part for above in _above(key)}  # ``data: a`` by ``data: {a: 1, b: 2}``
+        values = {key: value for key, value in values.items() if key not in replaced} | part
     if not any(key.partition("=")[0] == "print_config" for key in values):
-        rules.check(verb, {key: _read(value) for key, value in values.items()}, classes)
+        rules.check(verb, {key: signatures.read_word(value) for key, value in values.items()}, classes)
 
 
 def _classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Classes:
@@ -89,15 +95,23 @@ def _classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Cl
             or any(k.startswith(f"{key}.") for k in part)
         ):
             found[key] = source
-            _check_module(key, name)
-    return found
+            if not Path(name).is_file():  # a section may be in a file of its own: ``--model=model.yaml``
+                _check_module(key, name)
+    lists = {above for key in part for above in _above(key) if key[len(above) + 1 :].partition(".")[0].isdigit()}
+    return dict.fromkeys(lists & {*before}) | found
+
+
+def _above(key: str) -> list[str]:
+    """Return the keys that hold a key: ``a.b.c`` -> ``a``, ``a.b``."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _check_module(key: str, name: str) -> None:
     """Refuse an import path whose module is there and has no such name."""
     where, _, attribute = name.rpartition(".")
     module = signatures.find_module(where) if where.replace(".", "").isidentifier() else None
-    if module is None or not {attribute, "*", "__getattr__"}.isdisjoint(module.names):
+    if module is None or not {"*", "__getattr__"}.isdisjoint(module.names) or module.mentions(attribute):
         return
     if module.path.name == "__init__.py" and signatures.find_module(name) is not None:
         return
@@ -129,7 +143,8 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
         if index == len(parts) - 1 and not accepted.accepts(value):
             choices = [str(choice) for choice in accepted.choices]
             _refuse(verb, explain.not_valid(prefix, value, accepted.describe(), choices))
-        owner = accepted.source if accepted.source is not None and accepted.source.is_dataclass else None
+        source = accepted.source if accepted.complete else None  # else it may also be a list or a dict of them
+        owner = source if source is not None and source.is_dataclass else None
 
 
 def _called(owner: Source, key: str) -> str:
@@ -139,13 +154,3 @@ def _called(owner: Source, key: str) -> str:
 
 def _refuse(verb: str, message: str) -> None:
     raise ConfigurationError(f"{message}\nSee: megalight {verb} --help")
-
-
-def _read(value: Any) -> Any:
-    """Return the value that a word stands for."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value

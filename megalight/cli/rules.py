@@ -52,13 +52,13 @@ def check_trainer(arguments: Values) -> None:
             f"trainer.gradient_clip_val is {clip}; it must be at least 0. Leave it out to train without clipping."
         )
     window = arguments.get("accumulate_grad_batches")
-    if window is not None and window < 1:
+    if isinstance(window, int) and window < 1:
         raise ConfigurationError(
             f"trainer.accumulate_grad_batches is {window}; it must be at least 1: the number of batches whose "
             "gradients are added up before each optimizer step."
         )
     every = arguments.get("log_every_n_steps")
-    if every is not None and every < 0:
+    if isinstance(every, int) and every < 0:
         raise ConfigurationError(f"trainer.log_every_n_steps is {every}; it must be at least 1, or 0 for no logs.")
 
 
@@ -84,7 +84,7 @@ def _check_checkpoint(verb: str, values: Values) -> None:
     wanted = values.get("ckpt_path")
     if not isinstance(wanted, str) or wanted in newest.LIGHTNINGS or wanted == "auto":
         return
-    if wanted != "last" and "://" not in wanted and not Path(wanted).exists():
+    if wanted != "last" and not wanted.startswith("registry:") and "://" not in wanted and not Path(wanted).exists():
         newest.check_is_one(Path(wanted))
     callbacks = [
         value for key, value in values.items() if key.startswith("trainer.callbacks") and key.endswith("dirpath")

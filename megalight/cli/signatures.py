@@ -8,12 +8,18 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "_defaults_from_env_vars")
+"""Decorators and metaclasses that leave the arguments of a class as they are."""
+
 DEPTH = 12
 """Imports that are followed from one name. Longer chains, and circles, are unknown."""
 
@@ -32,16 +38,25 @@ class Module:
 
     @functools.cached_property
     def names(self) -> dict[str, ast.stmt]:
-        """What the file defines or imports at its top level: name -> statement."""
+        """What the file defines or imports at its top level: name -> statement.
+
+        A name that is defined twice, in different ways, is there with a statement that says nothing. A file that is
+        not Python holds ``*`` alone: it may hold any name, and importing it will tell.
+        """
+        try:
+            body = ast.parse(self.path.read_bytes()).body
+        except (SyntaxError, ValueError, OSError):
+            return {"*": ast.Pass()}
         found: dict[str, ast.stmt] = {}
-        for node in _statements(ast.parse(self.path.read_text(encoding="utf-8")).body):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                found[node.name] = node
-            elif isinstance(node, ast.ImportFrom | ast.Import):
-                found |= {alias.asname or alias.name: node for alias in node.names}
-            elif isinstance(node, ast.Assign):
-                found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+        for node in _statements(body):
+            for name in _bound(node):
+                other = found.get(name, node)
+                found[name] = node if ast.dump(other) == ast.dump(node) else ast.Pass()
         return found
+
+    def mentions(self, name: str) -> bool:
+        """Return whether a word is anywhere in the file: it may be defined in a way that nobody can read."""
+        return re.search(rf"\b{re.escape(name)}\b", self.path.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 @dataclass(frozen=True)
@@ -109,17 +124,18 @@ class Annotation:
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value may be right. Words of the command line are read as YAML does."""
-        if not self.complete or self.source or isinstance(value, dict | list):
+        read = read_word(value)
+        if not self.complete or self.source or isinstance(read, dict | list):
             return True
-        if value in self.choices or str(value) in map(str, self.choices) or str in self.scalars:
+        if read in self.choices or str(value) in map(str, self.choices) or str in self.scalars:
             return True
-        if value is None or str(value).lower() in ("null", "none", "~", ""):
+        if read is None or str(value).lower() in ("null", "none", "~", ""):
             return True  # also where it is not optional: the parser has its own message
-        number = _number(value)
+        number = None if isinstance(value, str) and isinstance(read, bool) else _number(read)
         return (
             (float in self.scalars and number is not None)
             or (int in self.scalars and number is not None and number == number // 1)
-            or (bool in self.scalars and str(value).lower() in ("true", "false", "yes", "no", "on", "off"))
+            or (bool in self.scalars and isinstance(read, bool))
         )
 
     def describe(self) -> str:
@@ -205,17 +221,23 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
     """
     if depth == 0:
         return None
-    init = next(
-        (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
-    )
+    inits = [node for node in _statements(source.node.body) if "__init__" in _bound(node)]
+    init = inits[0] if inits else None
+    if len(inits) > 1 or _is_changed(source.node) or (init is not None and not isinstance(init, ast.FunctionDef)):
+        return None
     found: dict[str, Annotation] = {}
     if init is not None:
+        if _is_changed(init):
+            return None
         arguments = [*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs][1:]
         found = {each.arg: annotation(source.module, each.annotation) for each in arguments}
         if init.args.kwarg is None:
             return found
+        if init.args.kwarg.annotation is not None and "Unpack" in ast.unparse(init.args.kwarg.annotation):
+            return None
         if _go_elsewhere(init, init.args.kwarg.arg):
             return None
+        found = {**dict.fromkeys(_taken(init, init.args.kwarg.arg), UNKNOWN), **found}
     elif source.is_dataclass:
         fields = [node for node in source.node.body if isinstance(node, ast.AnnAssign)]
         found = {
@@ -232,6 +254,22 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
     if init is not None and not inherited:  # nobody above takes any of ``**kwargs``
         return None
     return {**inherited, **found}
+
+
+def _is_changed(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Whether a decorator or a metaclass may change the arguments."""
+    heads = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
+    metas = [each.value for each in node.keywords if each.arg == "metaclass"] if isinstance(node, ast.ClassDef) else []
+    return not {ast.unparse(each).rpartition(".")[2] for each in (*heads, *metas)} <= {*KEEP_ARGUMENTS}
+
+
+def _taken(init: ast.FunctionDef, name: str) -> Iterator[str]:
+    """Yield the arguments that a constructor takes out of ``**kwargs``: those in ``kwargs.pop("size", 3)``."""
+    for node in ast.walk(init):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (f"{name}.pop", f"{name}.get") and node.args:
+            key = node.args[0]
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value
 
 
 def _go_elsewhere(init: ast.FunctionDef, name: str) -> bool:
@@ -253,11 +291,11 @@ def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Ann
     if isinstance(node, ast.Constant):
         if node.value is None:
             return Annotation(optional=True)
-        return (
-            annotation(module, ast.parse(node.value, mode="eval").body, depth - 1)
-            if isinstance(node.value, str)
-            else UNKNOWN
-        )
+        try:
+            inner = ast.parse(node.value, mode="eval").body if isinstance(node.value, str) else None
+        except SyntaxError:
+            return UNKNOWN
+        return annotation(module, inner, depth - 1)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return annotation(module, node.left, depth) | annotation(module, node.right, depth)
     if isinstance(node, ast.Subscript):
@@ -288,11 +326,33 @@ def _subscript(module: Module, node: ast.Subscript, depth: int) -> Annotation:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the top-level statements, also those under ``if`` and ``try``."""
+    """Yield the statements of a module or class, also those under ``if``, ``try``, ``with`` and loops."""
     for node in body:
         yield node
-        if isinstance(node, ast.If | ast.Try):
-            yield from _statements([*node.body, *node.orelse])
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, name, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement defines or imports."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.ImportFrom | ast.Import):
+        yield from (alias.asname or alias.name for alias in node.names)
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def read_word(value: Any) -> Any:
+    """Return the value that a word stands for: ``0x10`` is 16, ``no`` is False."""
+    try:
+        return yaml.safe_load(value) if isinstance(value, str) else value
+    except (ValueError, yaml.YAMLError):
+        return value
 
 
 def _number(value: Any) -> float | None:
