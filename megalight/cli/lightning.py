@@ -158,8 +158,10 @@ class MegalightCLI(LightningCLI):
         """Create the trainer, the model and the data module.
 
         Raises:
-            ConfigurationError: a constructor raised ``ValueError`` or ``TypeError``.
+            ConfigurationError: a constructor raised ``ValueError`` or ``TypeError``, or a part of an argument was given
+                whose type is unknown.
         """
+        _check_typed("", self.config if self.subcommand is None else self.config[self.subcommand])
         try:
             super().instantiate_classes()
         except MegalightError:
@@ -182,6 +184,22 @@ class MegalightCLI(LightningCLI):
                 added.append(ours())
         callbacks[:0] = added  # in front: ModelCheckpoint must stay last
         return trainer
+
+
+def _check_typed(key: str, value: Any) -> None:
+    """Refuse ``--model.config.size=2`` where ``config`` has no annotation: jsonargparse would pass its own object."""
+    if isinstance(value, Namespace):
+        for name, inner in vars(value).items():
+            _check_typed(key if name == "init_args" else f"{key}.{name}".strip("."), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_typed(key, inner)
+    elif type(value).__name__ == "NestedArg":
+        name = key.rpartition(".")[2]
+        raise ConfigurationError(
+            f"{key}.{value.key} = {value.val!r} cannot be set: the argument {name!r} has no type annotation, so that "
+            f"its parts are unknown. Annotate it in the constructor, for example {name}: GPTConfig."
+        )
 
 
 def _reason(error: BaseException) -> str:

@@ -48,6 +48,11 @@ class SampleModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
 
+class UntypedModule(SampleModule):
+    def __init__(self, config=None) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(SampleConfig())
+
+
 class SampleData(pl.LightningDataModule):
     def __init__(self, samples: int = 8, features: int = 4) -> None:
         super().__init__()

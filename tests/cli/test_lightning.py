@@ -112,6 +112,13 @@ def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
     assert "Traceback" not in errors
 
 
+def test_parts_of_an_argument_without_a_type(capsys):
+    """Warnings are errors here, so that this also finds one of jsonargparse in front of the message."""
+    assert main(["fit", "--model=tests.cli.samples.UntypedModule", MODEL[1], *QUIET, "--model.config.size=2"]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "error: model.config.size = '2' cannot be set: the argument 'config' has no type annotation" in text
+
+
 def test_other_ranks_stay_silent(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["fit", *MODEL, "--trainer.max_stepz=3"]) == 2
