@@ -117,7 +117,7 @@ def find_class(name: str) -> type | None:
         module, _, attribute = name.rpartition(".")
         try:
             found = getattr(importlib.import_module(module), attribute, None)
-        except ImportError:
+        except (ImportError, ValueError):  # ".2" has an empty name of a module
             return None
         return found if isinstance(found, type) else None
     known = (cls for base in _bases() for cls in subclasses(base))

@@ -1,6 +1,6 @@
 import pytest
 
-from megalight.cli.explain import Given, explain, members
+from megalight.cli.explain import Given, explain, find_class, members
 from tests.cli.samples import SampleModule, SampleStrategy
 
 OPTIONS = ("trainer", "trainer.max_steps", "trainer.strategy", "model", "data", "ckpt_path")
@@ -31,6 +31,13 @@ def test_given_reads_words_and_files_alike(tmp_path):
         "flag": "",
         "data.path": "x",
     }
+
+
+def test_a_value_that_begins_with_a_dot_is_no_class():
+    assert "decay = '.2' is not valid" in explain(
+        "Parser key \"model.decay\": Expected a <class 'int'>. Got value: .2", given("--model.decay=.2"), OPTIONS
+    )
+    assert find_class(".2") is None
 
 
 def test_given_leaves_a_broken_file_to_the_parser(tmp_path):
