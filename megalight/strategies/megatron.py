@@ -478,6 +478,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     def on_exception(self, exception: BaseException) -> None:
         """Note the failure: after it, nothing may wait for other ranks, which could hang."""
+        super().on_exception(exception)
         self._ended = False
         if self.world_size > 1:
             FAILED.set()
