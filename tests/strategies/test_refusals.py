@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
@@ -281,6 +282,29 @@ def test_batches_that_cannot_be_cut() -> None:
 
 def _wordy() -> None:
     fit(Wordy(), batches(8, 2), strategy(micro_batch_size=1))
+
+
+class SavesEarly(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.save_checkpoint("early")
+
+
+def test_saving_before_setup() -> None:
+    message = refused(_saves_early)
+    assert "early: the strategy is not set up" in message
+    assert "Save from the hook on_fit_start on" in message
+
+
+def _saves_early() -> None:
+    fit(Plain(), batches(8, 2), strategy(), callbacks=[SavesEarly()])
+
+
+def test_strategies_below_ours_are_told_of_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException] = []
+    monkeypatch.setattr(ParallelStrategy, "on_exception", lambda self, exception: told.append(exception))
+    error = ValueError("of the user")
+    MegatronStrategy().on_exception(error)
+    assert told == [error]
 
 
 def test_the_strategy_of_a_trainer_or_a_refusal():

@@ -67,6 +67,11 @@ class FolderCheckpoints(MeshStrategy):
         """Write a sharded folder from all ranks, which any layout can load."""
         if storage_options is not None:
             raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
+        if self._setup_of is None:
+            raise ConfigurationError(
+                f"cannot save {filepath}: the strategy is not set up, so there is no model to save yet. Save from the "
+                "hook on_fit_start on, or after fit, validate, test or predict."
+            )
         self.sync_parameters()
         path, given, self._given = self.broadcast(str(filepath)), self._given, None
         edits = Edits() if given is None else edits_of(given, checkpoint.get("state_dict", given))
