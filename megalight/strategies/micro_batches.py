@@ -25,7 +25,7 @@ SHARE = 0.9
 """Fraction of the free memory that may be used: the allocator's blocks do not fit together without gaps."""
 
 WARM_UP = 1
-"""Steps at the start that are not measured: the optimizer's state and workspaces of libraries appear in the first."""
+"""Optimizer steps before steps are measured: the optimizer's state and workspaces of libraries appear in the first."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MicroBatchSize:
     def __init__(self, size: int | None, memory: Memory | None = None) -> None:
         self.size = size
         self._memory = memory
-        self._steps = 0
+        self._updates = 0
 
     @property
     def found(self) -> bool:
@@ -110,17 +110,21 @@ class MicroBatchSize:
         return self._memory is None
 
     @contextmanager
-    def step(self, samples: int) -> Iterator[None]:
-        """Run a training step on this rank's ``samples``, and choose the number for the next one."""
+    def step(self, samples: int, updates: bool = True) -> Iterator[None]:
+        """Run a training step on this rank's ``samples``, and choose the number for the next one.
+
+        Args:
+            updates: the optimizer steps after it. False: gradients accumulate.
+        """
         if self._memory is None:
             yield
             return
         end = self._memory.measure(samples)
         yield
         usage = end()  # on every rank, also on one that has no samples
-        self._steps += 1
-        if self._steps > WARM_UP and usage.samples:
+        if self._updates >= WARM_UP and usage.samples:
             self._choose(usage.samples, usage)
+        self._updates += updates
 
     def _choose(self, samples: int, usage: Usage) -> None:
         assert self.size is not None

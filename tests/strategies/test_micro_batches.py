@@ -75,6 +75,15 @@ def test_what_does_not_grow_makes_the_search_careful_and_not_wrong():
     assert balanced(16, found.size) == found.size
 
 
+def test_nothing_is_chosen_before_the_optimizer_has_its_state():
+    memory = FakeMemory(each=100, room=10_000)
+    memory.batch = found = MicroBatchSize(1, memory)
+    for number in range(8):
+        with found.step(16, updates=number % 4 == 3):
+            pass
+    assert memory.sizes == [1, 1, 1, 1, 1, 2, 4, 8]
+
+
 def test_a_given_number_stays():
     for size in (None, 3):
         given = MicroBatchSize(size)
