@@ -265,7 +265,8 @@ def _cell(text: str) -> str:
 def _plain(text: str | None) -> str:
     """Turn the marks of docstrings into those of Markdown."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text or "")
-    return text.replace("``", "`").replace("<", "&lt;")
+    parts = text.replace("``", "`").split("`")
+    return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
 
 
 def _summary(cls: type) -> str:

@@ -76,6 +76,7 @@ def test_public_names_are_on_the_api_page(package: str) -> None:
 
 def test_words() -> None:
     assert reference._type(int | None) == "int or none"
+    assert reference._plain("in ``<root>/logs``, <y>") == "in `<root>/logs`, &lt;y>"  # code is text already
     assert reference._plain("see :class:`~a.b.C` and ``x``, <y>") == "see `C` and `x`, &lt;y>"
     assert reference._first_sentence("One. Two.") == "One."
 
