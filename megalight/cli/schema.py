@@ -101,6 +101,7 @@ class Schema:
             argument: {**self._accepted(annotation), **({"description": said[argument]} if argument in said else {})}
             for argument, annotation in arguments.items()
         }
+        definition["patternProperties"] = {r"\+$": True}  # ``plugins+`` appends to a list
         definition["additionalProperties"] = False
 
     def _accepted(self, annotation: Annotation) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def test_mistakes_are_found_where_they_are(right, wrong, place, validator):
 def test_classes_of_users_take_any_arguments(validator):
     config = {"model": {"class_path": "mine.Model", "init_args": {"anything": 1}}}
     assert errors(validator, config) == []
+    assert errors(validator, {"trainer": {"plugins+": ["mine.Plugin"]}}) == []
     assert errors(validator, {"trainer": {"strategy": {"init_args": {"tensor_parallel": 2}}}}) == []
     assert errors(validator, {"trainer": {"strategy": {"init_args": {"static_graph": True}}}}) != []
 
