@@ -287,7 +287,6 @@ def test_optimizer_state_is_left_out_with_a_word(prefix: str, tmp_path: Path, ca
     [
         ({"multi_latent_attention": True}, "multi_latent_attention is True: multi-latent attention cannot be"),
         ({"mtp_num_layers": 2}, "mtp_num_layers is 2"),
-        ({"softmax_type": "learnable"}, "softmax_type is 'learnable': attention with learned sinks cannot be"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "Sinkhorn's algorithm cannot be imported"),
         ({"position_embedding_type": "mrope"}, "'mrope'; it has no counterpart"),
     ],
@@ -302,7 +301,6 @@ def test_arguments_become_options() -> None:
     assert scaled.position.scaling is not None
     assert (scaled.position.scaling.factor, scaled.position.fraction) == (32.0, 0.5)
     assert scaled.attention.softmax == "vanilla"
-    assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"
     exact = config_of(vars(arguments(GPT2, bias_gelu_fusion=False)))
     assert exact.activation == "gelu"
     assert config_of(vars(arguments(LLAMA, softmax_type="off-by-one"))).attention.softmax == "off-by-one"
