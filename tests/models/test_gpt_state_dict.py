@@ -162,6 +162,9 @@ def test_foreign_things_are_refused():
     rotary = {"rope_type": "longrope", "factor": 4.0}
     with pytest.raises(ConfigurationError, match="rope_type 'longrope'"):
         config_from_transformers({**theirs("llama").config.to_dict(), "rope_parameters": rotary})
+    rotary = {"rope_type": "linear", "rope_theta": 100.0, "factor": 0.5}
+    with pytest.raises(ConfigurationError, match=r"rotary scaling factor is 0.5; it must be at least 1"):
+        config_from_transformers({**theirs("llama").config.to_dict(), "rope_parameters": rotary})
     with pytest.raises(ConfigurationError, match=r"attention_factor is 2.0, and the other values of yarn give 1.138"):
         config_from_transformers(
             {**theirs("llama").config.to_dict(), "rope_parameters": {**YARN, "attention_factor": 2.0}}

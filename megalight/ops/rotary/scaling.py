@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalight.errors import nearest
+from megalight.errors import ConfigurationError, nearest
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class RotaryScaling:
         mscale: of ``yarn``: weight of ``ln(factor)`` in the concentration, with ``mscale_all_dim`` (DeepSeek).
         mscale_all_dim: of ``yarn``: its weight in :attr:`score_factor`; the concentration is divided by the same.
         round_range: of ``yarn``: whether the interpolated pairs begin and end at whole indices.
+
+    Raises:
+        ConfigurationError: a value is out of range.
     """
 
     kind: Literal["linear", "ntk", "llama3", "yarn"] = "llama3"
@@ -57,26 +60,30 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             known = ", ".join(KINDS)
-            raise ValueError(f"rotary scaling kind is {self.kind!r}; choose {known}." + nearest(self.kind, KINDS))
+            raise ConfigurationError(
+                f"rotary scaling kind is {self.kind!r}; choose {known}." + nearest(self.kind, KINDS)
+            )
         if self.factor < 1:
-            raise ValueError(f"rotary scaling factor is {self.factor}; it must be at least 1 (1 changes nothing).")
+            raise ConfigurationError(
+                f"rotary scaling factor is {self.factor}; it must be at least 1 (1 changes nothing)."
+            )
         if self.original_length < 1:
-            raise ValueError(f"original_length is {self.original_length}; it must be at least 1 token.")
+            raise ConfigurationError(f"original_length is {self.original_length}; it must be at least 1 token.")
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError(
+            raise ConfigurationError(
                 f"low_frequency_factor is {self.low_frequency_factor} and high_frequency_factor is "
                 f"{self.high_frequency_factor}; the first must be above 0 and below the second. Llama 3.1 uses 1 and 4."
             )
         # Kimi-K2 has two equal ones: then one pair alone lies between
         if not 0 < self.beta_slow <= self.beta_fast:
-            raise ValueError(
+            raise ConfigurationError(
                 f"beta_slow is {self.beta_slow} and beta_fast is {self.beta_fast}; the first must be above 0 and at "
                 "most the second. The paper uses 1 and 32."
             )
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be above 0, or null.")
+                raise ConfigurationError(f"{name} is {value}; it must be above 0, or null.")
 
     def frequencies(self, dim: int, base: float, device: torch.device | str = "cpu") -> Tensor:
         """Return the scaled frequencies of ``dim / 2`` pairs, in radians per token, float64."""
