@@ -50,7 +50,8 @@ class Worker:
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         # not -m: messages name their classes by module, and that of a script is another one here
         code = "from megalight.checkpoint.worker import main; main()"
-        command = [sys.executable, "-c", code, *map(str, fds), str(os.getpid())]
+        # -P: files in the current folder must not take the place of modules
+        command = [sys.executable, "-P", "-c", code, *map(str, fds), str(os.getpid())]
         # checksums use the core that they run on; threads of libraries would take those of the trainer
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         # a child inherits which signals are blocked, so that none ends it, from its first moment on

@@ -89,6 +89,16 @@ def test_a_job_needs_no_torch(tmp_path: Path, background: Background) -> None:
     background.settle()
 
 
+def test_a_file_in_the_current_folder_is_no_module(
+    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secrets.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    simple.save(tmp_path / "a.ckpt", 1, background)
+    background.settle()
+    assert simple.step_of(tmp_path / "a.ckpt") == 1
+
+
 def test_nothing_to_write_is_a_checkpoint_too(tmp_path: Path) -> None:
     background = Background()
     background.save(tmp_path / "a.ckpt", {}, common={"step": 1})
