@@ -61,7 +61,16 @@ def _answer(rank: int, job: bytes) -> bytes:
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
-    while (job := jobs.get()) is not None:
+    tests = mp.parent_process()  # not the server that forks ranks, which does not end as long as they live
+    while True:
+        try:
+            job = jobs.get(timeout=10)
+        except queue.Empty:
+            if tests is not None and not tests.is_alive():  # they were killed
+                return
+            continue
+        if job is None:
+            return
         failed = False
         try:
             results.put((rank, True, _answer(rank, job)))
