@@ -362,7 +362,8 @@ def _rounds(folder: Path, kind: Kind, seed: int, rounds: int) -> None:
         trainer.join()
         wait_until_gone(trainer.pid)
         assert _step(folder) >= first > before
-        assert simple.step_of(folder / "last.ckpt") >= first - 1
+        if first > before + 1:  # otherwise this trainer may not have come to last.ckpt, nor the one before it
+            assert simple.step_of(folder / "last.ckpt") >= first - 1
         before = _step(folder)
         told.unlink(missing_ok=True)
     simple.save(folder / "end.ckpt", before + 1)
