@@ -7,23 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.presets import preset
 from megalight.models.gpt.state_dict import (
     config_from_transformers,
     config_to_transformers,
-    from_transformers,
     to_transformers,
 )
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import BalanceConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.types import PackedSequences
-from tests.canonical import load_canonical
+from tests.models.beside_transformers import assert_equal, ours_of
 from tests.models.test_gpt_state_dict import SIZES
 from tests.reference_gpt import relative_error
 
@@ -54,44 +50,9 @@ def theirs(name: str, **options: Any) -> Any:
     return model
 
 
-def files_of(model: Any, folder: Path) -> dict[str, Tensor]:
-    """The tensors as files hold them."""
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def ours_of(model: Any, folder: Path) -> tuple[GPT, dict[str, Tensor]]:
-    config = config_from_transformers(model.config.to_dict())
-    ours, files = GPT(config).double(), files_of(model, folder)
-    load_canonical(ours, from_transformers(files, config))
-    return ours, files
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_logits_losses_and_gradients(name: str, tmp_path: Path) -> None:
-    model = theirs(name)
-    ours, _ = ours_of(model, tmp_path)
-    assert ours.config == GPTConfig.from_dict(ours.config.to_dict())
-    tokens = torch.randint(0, 53, (3, 17))
-    answer = model(tokens, labels=tokens)
-    answer.loss.backward()
-    sequences = PackedSequences.of_uniform(3, 17)
-    logits = ours(tokens.flatten(), sequences).logits
-    assert relative_error(logits.view_as(answer.logits), answer.logits) < 2e-6
-    labels = torch.roll(tokens, -1, 1)
-    losses = ours(tokens.flatten(), sequences, labels=labels.flatten()).losses.view(3, 17)[:, :-1]
-    assert relative_error(losses.mean(), answer.loss) < 2e-6
-    losses.mean().backward()
-    # gradients travel as weights do, through their own writer
-    with torch.no_grad():
-        for parameter in [*model.parameters(), *ours.parameters()]:
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
-    expected = from_transformers(files_of(model, tmp_path / "gradients"), ours.config)
-    found = canonical_tensors(ours)
-    assert found.keys() == expected.keys()
-    for key, gradient in found.items():
-        assert relative_error(gradient, expected[key]) < 2e-5, key
+    assert_equal(theirs(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
