@@ -124,6 +124,14 @@ def test_folders_hold_the_expert_bias(tmp_path: Path) -> None:
     assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
 
 
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "first_k_dense_replace"])
+def test_what_a_configuration_lacks_is_named(key: str) -> None:
+    values = theirs("deepseek_v3").config.to_dict()
+    del values[key]
+    with pytest.raises(ConfigurationError, match=f"lacks '{key}'"):
+        config_from_transformers(values)
+
+
 def test_models_that_are_no_deepseek_are_not_written() -> None:
     config = config_from_transformers(theirs("deepseek_v3").config.to_dict())
     with pytest.raises(ConfigurationError, match="Nearest: a model of deepseek_v3 has experts, one of them shared"):

@@ -49,7 +49,9 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
-    top_k, groups, group_top_k = (values.get(key) or 1 for key in ("num_experts_per_tok", "n_group", "topk_group"))
+    # what a file lacks is named by the caller: defaults of theirs are not those of a published model
+    top_k = values["num_experts_per_tok"]
+    groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
     for option, value, good in (
         ("attention_bias", values.get("attention_bias", False), False),
         ("norm_topk_prob", values.get("norm_topk_prob", True), True),
@@ -64,7 +66,7 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
             f"num_experts_per_tok={top_k} with topk_group={group_top_k}: their groups are scored by {GROUP_SUM} "
             f"experts, ours by num_experts_per_tok / topk_group = {top_k // group_top_k}."
         )
-    layers, dense = values["num_hidden_layers"], values.get("first_k_dense_replace") or 0
+    layers, dense = values["num_hidden_layers"], values["first_k_dense_replace"]
     router = RouterConfig(
         top_k=top_k,
         score="sigmoid",
