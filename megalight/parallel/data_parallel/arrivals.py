@@ -57,6 +57,7 @@ class Arrivals:
 
     def begin(self, micro_batches: int, send: bool) -> None:
         """Begin the passes of ``micro_batches`` micro-batches; ``send``: they are the last before the reduction."""
+        # Counted per call: the gradients of one call are compared with its number of micro-batches.
         self._counts = [[0] * len(bucket.infos) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.arrived = 0
@@ -82,6 +83,8 @@ class Arrivals:
 
     def learn(self) -> None:
         """Update the usual numbers of arrivals, after passes that ended without an error."""
+        # Nothing is sent early before something was learned: a bucket that seems
+        # complete might get a second gradient.
         first = not any(map(any, self._usual))
         # Rounded up: arrivals may be spread unevenly over micro-batches.
         self._usual = [
@@ -112,6 +115,7 @@ class Arrivals:
         def arrived() -> None:
             if (alive := here()) is None:
                 return
+            # The pass is being recorded. Its gradients do not exist yet; each replay reports them.
             if alive._noted is not None:
                 alive._noted.append((index, place))
             else:
@@ -123,6 +127,7 @@ class Arrivals:
         here, arrived = weakref.ref(self), self._on_arrival(index, place)
 
         def announced() -> None:
+            # Adding to old values would give a wrong gradient without a sign.
             if (alive := here()) is not None and state_of(alive.buckets[index].infos[place].parameter).untouched:
                 raise MegalightError(
                     f"an op added to main_grad of {alive.buckets[index].infos[place].name} without asking whether its "

@@ -147,6 +147,8 @@ class FlatParameters:
         kind, codes = layout.kind, layout.kind.codes
         self.layout = layout
         self.group = groups.data
+        # Without divided masters every rank steps all of them: gradients are still
+        # summed over `group`, and nothing is gathered.
         self.shard_group = groups.shards if divided else None
         self.replica_group = groups.replicas if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
@@ -171,6 +173,8 @@ class FlatParameters:
         self.show(self.params)
         if self.shards_params:
             self.vacate()
+        # Undivided masters are equal on all data-parallel ranks, so the ranks
+        # share the counting and the writing.
         replicas = kind.replica_ranks if divided else kind.ranks
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
         self.shard = FlatShard(kind.group, *interval, own.detach(), slots, replicas)
@@ -199,6 +203,8 @@ class FlatParameters:
         """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""
         if self.shown is self._nowhere or self.holds_codes:
             return []
+        # By address: `parameter.data = ...` keeps the object and its hooks, so
+        # that nothing else shows the change.
         first, size = self.shown.data_ptr(), self.shown.element_size()
         return [
             (info, self.shown[slot.start : slot.stop].view(info.parameter.shape))
@@ -257,6 +263,8 @@ class Bucket(FlatParameters):
         self.grads = torch.zeros(layout.numel, dtype=dtype, device=self.params.device) if grads is None else grads
         self.own_grads = self.grads[shard.start : shard.stop]
         if self.shards_grads:
+            # The sums of a step outlive the memory that is lent to one
+            # micro-batch. They may be wider than it is.
             self.own_grads = torch.zeros_like(self.own_grads, dtype=sum_dtype)
         self.main_grads = list(self._views(self.grads))
         self.arrived = 0
@@ -265,6 +273,7 @@ class Bucket(FlatParameters):
         self.master_is_own_params = not self.holds_codes and master_dtype == own.dtype
         # With equal dtypes the optimizer steps on the parameters' own memory, so no copy must be kept in step with it.
         master = own if self.master_is_own_params else own.to(master_dtype, copy=True)
+        # Optimizers of torch take leaves only.
         shard.master = master.requires_grad_()
         state_of(shard.master).master_copy = not self.master_is_own_params
 
@@ -279,6 +288,7 @@ class Bucket(FlatParameters):
         self.own_params = self.params[self.shard.start : self.shard.stop]
         self.holds_codes = False
         self.own_params.copy_(self.shard.master)
+        # In place: each rank has just written its own interval of `params`.
         gather(self.params, self.own_params)
         self.show(self.params)
 
@@ -343,6 +353,7 @@ def land_gradients(
 
     def after_accumulation(accumulated: Tensor) -> None:
         gradient = accumulated.grad
+        # Autograd has put the gradient into a tensor of its own, because `.grad` was None or has another dtype.
         if gradient is not None and gradient is not main_grad:
             if torch.is_grad_enabled():  # then autograd has accumulated out of place, into a new tensor
                 raise MegalightError(

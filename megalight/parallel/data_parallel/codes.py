@@ -54,6 +54,8 @@ class Codes:
         agree: dict[int, tuple[Callable[[Tensor], None], list[int]]] = {}
         for number, precision in enumerate(self.weights):
             precision.scale = self.scales[number : number + 1].unsqueeze(1)
+            # The parts of a weight that is split over tensor ranks share one scale. One
+            # reduction serves all weights with the same ranks.
             if (reduce := precision.reduce_weight) is not None:
                 agree.setdefault(id(reduce), (reduce, []))[1].append(number)
         self._agree = [(reduce, torch.tensor(numbers, device=device)) for reduce, numbers in agree.values()]
@@ -77,6 +79,7 @@ class Codes:
         masters = [_rows(bucket.shard.part(*span)) for _, bucket, *span in self.parts]
         if self.parts:
             largest = torch._foreach_norm(masters, float("inf"))
+            # In float32: scales are, and the largest values of half-precision masters are exact there.
             self.amax[self._here] = torch.stack(largest).float()
         for group, weights in self._divided:
             dist.all_reduce(self.amax[weights], dist.ReduceOp.MAX, group=group)
@@ -88,8 +91,11 @@ class Codes:
         scheme, amax = first.recipe.weight, self.amax * 2.0**first.margin
         self.scales.copy_(scales_of(amax, scheme))
         for (number, bucket, low, high), master in zip(self.parts, masters, strict=True):
+            # The scale comes from the amax of the whole weight. The part's own one
+            # would give each rank another scale.
             rows, _ = cast(master, scheme, None, amax=amax[number])
             assert rows is not None
+            # As bytes: in-place copies are not available for all 8-bit dtypes.
             bucket.params[low:high].view(torch.uint8).copy_(rows.data.view(torch.uint8).view(-1))
 
 

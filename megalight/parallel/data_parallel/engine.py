@@ -101,6 +101,8 @@ class DataParallelEngine:
         self.mesh = mesh
         self.level = level_of(level)
         self.replicate = replicate
+        # A tied parameter comes once: a second slot would send its gradient
+        # twice, and count it twice in the norm.
         every = distinct(params)
         self.infos = [info for info in every if info.parameter.requires_grad]
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
@@ -117,10 +119,12 @@ class DataParallelEngine:
         self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather)
         self.units: Units | None = None
         self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
+        # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
         if self.main_gradients.of_units.buckets or self.frozen:
             sharded = [bucket for bucket in self.buckets if bucket.shards_params]
             self.units = Units(units, [*sharded, *self.frozen], self.main_gradients.of_units, self.device)
             self._parameters.residency = self.units.residency
+            # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
 
     def _make_buckets(
@@ -133,6 +137,8 @@ class DataParallelEngine:
     ) -> list[Bucket]:
         kinds = [self._kind(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
+        # One set of groups per mesh and data axes, not per bucket: making a group
+        # is collective, and each costs buffers.
         groups = {key: _groups(kind, max_ctas) for key, kind in {(k.mesh, k.data): k for k in kinds}.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         memory = _TurnBuffers(layouts, self.infos[0].parameter.device) if layouts else None
@@ -142,6 +148,8 @@ class DataParallelEngine:
                 self.infos,
                 groups[layout.kind.mesh, layout.kind.data],
                 self.level.state,
+                # Small updates vanish in half precision: a step is often below half a
+                # unit in the last place of the weight.
                 master_dtype or _wide(layout.kind.param_dtype),
                 memory.take(layout, layout.kind.param_dtype) if memory and self.level.parameters else None,
                 memory.take(layout, layout.kind.grad_dtype, gradients=True) if memory else None,
@@ -154,6 +162,8 @@ class DataParallelEngine:
         """Shard what units hold beside the parameters that are trained. Only ordinary parameters can lie end to end."""
         ordinary = [info for info in infos if self.level.parameters and _is_ordinary(info)]
         chosen = {info: kind for info in ordinary if (kind := self._kind(info, None)).unit is not None}
+        # A kind of their own: they have no place in an optimizer, and must not
+        # lie in a bucket that has gradients.
         infos, kinds = list(chosen), [replace(kind, group=FROZEN) for kind in chosen.values()]
         if not infos:
             return []
@@ -169,6 +179,8 @@ class DataParallelEngine:
     def _kind(self, info: ParamInfo, grad_dtype: torch.dtype | None) -> Kind:
         kind = Kind(
             info.parameter.dtype,
+            # Gradients of half precision are summed over micro-batches in
+            # float32, or small terms would be lost.
             grad_dtype or _wide(info.parameter.dtype),
             info.group,
             _shared(info.spec),
@@ -178,6 +190,7 @@ class DataParallelEngine:
             info.spec.data,
             replicate=self.replicate,
         )
+        # A single rank holds all shards. Gathers would only copy.
         if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
             return kind  # always whole
         if self.level.parameters and kind.codes is not None:
@@ -306,6 +319,8 @@ class DataParallelEngine:
 
         If parameters are codes, weights are loaded into the masters, and the codes are cast from them.
         """
+        # Loading may have put other tensors into `parameter.data`. The masters
+        # must follow these, not the old views.
         if (residency := self._parameters.residency) is not None and residency.whole:
             self.reattach()
         self._parameters.refresh_masters()
@@ -337,6 +352,7 @@ class DataParallelEngine:
         for bucket in self.buckets:
             if bucket.master_is_own_params:
                 continue
+            # Whole, because the other engine may cut the same parameters into other buckets and intervals.
             masters = bucket.gathered(bucket.shard.master.detach())
             for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
                 other.fill_masters(info.name, masters[slot.start : slot.stop])
@@ -387,11 +403,13 @@ class _TurnBuffers:
             return None
         key = self._key(layout)
         if (key, gradients) not in self._flat:
+            # NaN, not zero: what is read before it is gathered or written then shows in the loss at once.
             self._flat[key, gradients] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
         return self._flat[key, gradients][: layout.numel]
 
     @staticmethod
     def _key(layout: BucketLayout) -> tuple[object, ...]:
+        # Neighbours in the forward pass get different turns, so one is gathered while the other one computes.
         unit = layout.kind.unit
         return replace(layout.kind, unit=None), None if unit is None else unit % TURNS
 
@@ -403,6 +421,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 def _shared(spec: ShardSpec) -> str:
     """Return the tensor's name if other pipeline stages hold it as well, else an empty string."""
+    # Such a tensor is a tied weight: the first and the last stage each have one term of its gradient.
     return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
 
 
@@ -411,6 +430,8 @@ def _groups(kind: Kind, max_ctas: int | None) -> Groups:
     made: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def group(*axes: str) -> ProcessGroup | None:
+        # The same ranks under other names of axes share a group: a second one
+        # would cost a communicator of its own.
         ranks = kind.mesh.ranks(*axes)
         if ranks not in made:
             if max_ctas is None or len(ranks) == 1:

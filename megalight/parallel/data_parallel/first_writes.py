@@ -33,6 +33,8 @@ class FirstWrites:
 
     def begin(self) -> None:
         """Begin a step: the buffers hold old values that must not be read."""
+        # Only marked, not zeroed: the first gradient overwrites. This saves
+        # one pass over all gradients per step.
         self.wanted = True
         self._open = set(self._buffers)
         if self._zeroed:
@@ -64,6 +66,7 @@ class FirstWrites:
         """Zero the main gradients of these parameters at the beginning of each later step, so that all passes add."""
         self.end()
         wanted = {id(parameter) for parameter in parameters} - self._added
+        # A parameter that was left out before is in the list already, and must not come twice.
         found = [pair for pairs in self._buffers.values() for pair in pairs if id(pair[0]) in wanted]
         self._added.update(id(parameter) for parameter, _ in found)
         self._zeroed += [buffer for _, buffer in found]
@@ -75,6 +78,7 @@ class FirstWrites:
         for parameter, buffer in self._buffers[bucket]:
             if state_of(parameter).touch():
                 left.append(buffer)
+            # From here on autograd adds in place, into the buffer itself.
             if adds:
                 parameter.grad = buffer
         return left

@@ -40,6 +40,8 @@ class Gatherer:
         """Start gathering every bucket."""
         for index, bucket in enumerate(self.buckets):
             if bucket.shard_group is not None:
+                # In place: `own_params` is this rank's interval of `params`, so the
+                # collective copies nothing on this rank.
                 self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
 
     def widen(self, bucket: Bucket) -> None:
@@ -51,6 +53,7 @@ class Gatherer:
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """Wait for some buckets, or for all. On CUDA the current stream waits, not the host."""
         if self._waits:
+            # All waits are popped: a second call for the same bucket costs nothing.
             for index in list(self._waits) if indices is None else indices:
                 if index in self._waits:
                     self._waits.pop(index)()

@@ -80,6 +80,7 @@ class MainGradients:
             yield
         finally:
             self._arrivals.stop()
+        # Not after an error: the gradients are incomplete then, and `zero` begins anew.
         self.of_units.close()
         self._arrivals.learn()
         self._first.end()
@@ -89,11 +90,15 @@ class MainGradients:
         if self._reduced:
             return
         self._reduced = True
+        # Passes may have been left out altogether, and every bucket is read from here on.
         self._first.end()
         for bucket in self._whole:
+            # Nothing was learned yet, or overlap is off, or a parameter got no
+            # gradient: these buckets are sent now.
             if not bucket.sent:
                 self._send(bucket)
         with torch.no_grad():
+            # Buckets are sent strictly in order, so pending reductions and buckets match one by one.
             reduced = dict(zip(self._whole, self._wait(), strict=True))
             self.of_units.finish()
             gradients = [reduced.get(bucket, bucket.own_grads) for bucket in self.buckets]
@@ -101,6 +106,8 @@ class MainGradients:
             self._partial(gradients)
             for bucket, gradient in zip(self.buckets, gradients, strict=True):
                 master = bucket.shard.master
+                # Optimizers of torch want gradients in the dtype of their parameters.
+                # Fused ones read the wider sums as they are.
                 master.grad = gradient if self._any_dtype else gradient.to(master.dtype)
 
     @property
@@ -146,6 +153,7 @@ class MainGradients:
         """Let an optimizer do :meth:`scale`; it then also gets gradients in the dtype in which they were summed."""
         self._scaler = scaler
         if has_grad_dtype():
+            # Otherwise torch refuses a `.grad` of another dtype than the tensor's.
             self._any_dtype = True
             for bucket in self.buckets:
                 bucket.shard.master.grad_dtype = None
@@ -186,6 +194,7 @@ class MainGradients:
         Args:
             gradients: the reduced gradients of the shards; None: the graph did not reduce them.
         """
+        # The graph has written, added and zeroed by itself, as the passes did when they were recorded.
         self._first.skip()
         if gradients is None:
             return
@@ -200,10 +209,12 @@ class MainGradients:
         Args:
             first: the value of :attr:`first` before these passes.
         """
+        # Gradients that arrive after this belong to no step.
         self._arrivals.stop()
         self._pending = []
         self._reduced = False
         self._unsend()
+        # Nothing was written, so the next gradient must overwrite the old values.
         if first:
             self._first.begin()
 

@@ -201,15 +201,19 @@ def plan_buckets(
 
     def close(kind: Kind) -> None:
         slots = open_slots.pop(kind)
+        # Reduce-scatter and all-gather need equal intervals on all ranks.
         buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, len(kind.shard_ranks) * SHARD_ALIGNMENT)))
 
+    # Elements of each kind that have no place yet. Once they fit into one bucket, the edge has begun.
     left: dict[Kind, int] = {}
     for size, kind in zip(sizes, kinds, strict=True):
         left[kind] = left.get(kind, 0) + size
+    # Backward passes complete gradients in about the reverse order of registration.
     for index in reversed(range(len(sizes))):
         kind = kinds[index]
         limit: float = bucket_size or default_bucket_size(len(kind.shard_ranks))
         if kind.unit is not None:
+            # One bucket per unit and kind: its memory is lent and taken back as a whole.
             limit = math.inf
         elif edge_size is not None and left[kind] <= limit:
             limit = edge_size
@@ -224,4 +228,6 @@ def plan_buckets(
             close(kind)
     for kind in list(open_slots):
         close(kind)
+    # The last slot of a bucket arrives last. All ranks compute this order from the same sizes
+    # and kinds, and start their collectives in it.
     return sorted(buckets, key=lambda bucket: -bucket.slots[-1].index)

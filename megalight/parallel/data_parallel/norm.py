@@ -25,6 +25,7 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
     for spec, offset in shard.slots:
         base, covered = offset - shard.start, 0
         for piece in sorted(spec.pieces, key=lambda piece: piece.start):
+            # Another rank counts the piece. It stays part of the excluded gap.
             if not piece.owner:
                 continue
             excluded.append((base + covered, base + piece.start))  # elements between pieces: padding
@@ -38,6 +39,7 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
         if low < high:
             if position < low:
                 runs.append((position, low))
+            # Excluded intervals may overlap: those inside parameters, and those of other replicas.
             position = max(position, high)
     if position < shard.numel:
         runs.append((position, shard.numel))
@@ -48,8 +50,8 @@ def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
 def global_norm(views: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
     """Return the L2 norm of the ``views`` of all ranks of ``group``: a 0-dim tensor, with no host synchronisation.
 
-    Ranks sum squares in float64: a rank without ``views`` (a pipeline stage with frozen weights only) does not know the
-    dtype of the others.
+    Ranks sum squares in float64, because all must reduce the same dtype, and a rank without ``views`` (a pipeline stage
+    with frozen weights only) does not know that of the others.
     """
     dtype = torch.promote_types(views[0].dtype, torch.float32) if views else torch.float64
     square = torch.zeros((), dtype=torch.float64, device=device)

@@ -34,6 +34,7 @@ class ShardedParameters:
         self.waited_by_modules = False
         self.residency: Residency | None = None
         self._device = device
+        # Buckets come in the order of the backward pass. The forward pass needs the last one first.
         self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params])
         self._codes = Codes(self._with_codes(), device)
         self.recast()
@@ -45,10 +46,13 @@ class ShardedParameters:
         self.sync()
         if not self.written:
             masters_to_parameters(self.buckets)
+        # For one step only: the next values may come from another optimizer, or from a checkpoint.
         self.written = False
+        # Codes need the scale of the whole weight, so ranks agree on scales before any of them sends its codes.
         self._codes.cast()
         self._gatherer.start()
         if self.residency is not None:
+            # The buffers of units still hold the values of the last step.
             self.residency.expire()
             self.residency.fetch_first()
         if not self.overlap:
@@ -57,6 +61,7 @@ class ShardedParameters:
     def sync(self, homes: Sequence[int] | None = None) -> None:
         """Wait until parameters are up to date: all of them, or those of some buckets."""
         self._gatherer.wait(homes)
+        # A wait for some buckets comes from one module's forward. Units wait in hooks of their own.
         if homes is None and self.residency is not None:
             self.residency.settle()
 
@@ -84,9 +89,12 @@ class ShardedParameters:
         """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
         self.sync()
         if self.residency is not None:
+            # Whole parameters lie in memory of their own while they may be written,
+            # and masters are read from the shards.
             self.residency.write_back()
         parameters_to_masters(self.buckets)
         if self.residency is not None:
+            # Other ranks have written their parts of the shards, too.
             self.residency.expire()
         self.recast()
 

@@ -85,6 +85,8 @@ class Reducer:
             return lambda: out
         # Without another dtype, the buffer itself is sent and summed in place.
         sent = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
+        # A single holder of all shards, as in pure replication: the
+        # collective itself must sum in the wide dtype.
         if self.exchange and bucket.shard_group is None:  # nothing to exchange: the sum itself is in float32
             sent = sent.to(self.sum_dtype(sent.dtype))
         if self.exchange and bucket.shard_group is not None:
@@ -93,6 +95,7 @@ class Reducer:
             own = sent
             work = dist.all_reduce(sent, group=bucket.group, async_op=True)
         else:
+            # In place where the dtypes agree: the result is this rank's interval of the buffer.
             own = out if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
             work = reduce_scatter(own, sent, group=bucket.shard_group, async_op=True)
 
@@ -110,6 +113,7 @@ class Reducer:
 
     @staticmethod
     def _exchange(sent: Tensor, group: ProcessGroup, replicas: ProcessGroup | None) -> Callable[[], Tensor]:
+        # Out of place: all terms of an interval must be there before any of them is added.
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         assert work is not None
@@ -160,6 +164,7 @@ class PartialReducer:
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self.runs: list[tuple[ProcessGroup, list[tuple[int, int, int]]]] = []
         for mesh in dict.fromkeys(bucket.layout.kind.mesh for bucket in buckets):
+            # Numbers of shards are those of all buckets, because gradients are looked up by them.
             shards = {i: bucket.shard for i, bucket in enumerate(buckets) if bucket.layout.kind.mesh == mesh}
             runs = partial_runs(shards)
             pieces = (piece for shard in shards.values() for spec, _ in shard.slots for piece in spec.pieces)
@@ -167,6 +172,8 @@ class PartialReducer:
             for axes in sorted({piece.partial for piece in pieces if piece.partial}):
                 group = mesh.group(*axes)
                 if group is not None:
+                    # Once, before training: intervals that do not match would add
+                    # gradients of different elements.
                     _check_agreement(axes, shards.values(), group, device)
                     self.runs.append((group, runs.get(axes, [])))
 

@@ -50,6 +50,7 @@ class Residency:
             return
         if before is not None:
             self._wait(before)  # a gather that nobody has waited for may still write there
+            # Before the gather starts: otherwise parameters of the old unit would read values of the new one.
             self._hide(before)
         self._present[turn] = unit
         if self._stream is None:
@@ -95,6 +96,7 @@ class Residency:
 
     def gather_all(self) -> None:
         """Give all parameters memory of their own, with their values, until :meth:`release`."""
+        # Gathers in flight write to the buffers of turns, which are no longer shown.
         self._forget()
         for bucket in self._buckets:
             bucket.show(bucket.own_params.new_empty(bucket.layout.numel))
@@ -103,6 +105,7 @@ class Residency:
 
     @torch.no_grad()
     def write_back(self) -> None:
+        # All ranks wrote the same values, so each keeps its own interval and nothing is sent.
         """Copy this rank's part of whole parameters, which somebody may have written to, into the shards."""
         for bucket in self._buckets if self.whole else ():
             bucket.own_params.copy_(bucket.shown[bucket.shard.start : bucket.shard.stop])

@@ -44,6 +44,7 @@ class UnitGradients:
 
     def begin(self) -> None:
         """Begin a step: the shards hold old sums, and no unit is open."""
+        # Reductions are in flight only if the last step was abandoned. They write to the shards that come next.
         self._wait()
         self._open = None
         self._summed.clear()
@@ -59,6 +60,7 @@ class UnitGradients:
         self._open = unit
         if self._stream is not None:
             self._main_stream = torch.cuda.current_stream(self._stream.device)
+        # The unit that had these buffers before may still be being reduced from them.
         self._wait(unit % TURNS)
         self._first[unit].begin()
 
@@ -83,6 +85,7 @@ class UnitGradients:
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket, busy: list[Callable[[], object]]) -> None:
+        # The first sum of a step overwrites that of the last step, which saves zeroing all shards.
         first = bucket not in self._summed
         self._summed.add(bucket)
         if self._stream is None:
@@ -92,6 +95,8 @@ class UnitGradients:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), span("reduce_gradients", elements=bucket.layout.numel):
+            # The sum is added on the reduction's stream too, so the main stream
+            # waits only when it needs the buffer again.
             self._reducer.start_adding(bucket, first)()
             done = self._stream.record_event()
         device = self._stream.device

@@ -57,6 +57,7 @@ class Units:
         gradients: UnitGradients,
         device: torch.device,
     ) -> None:
+        # Further modules of a unit (a tied head) run after all first ones.
         later = [(module, unit) for unit, parts in enumerate(modules) for module in parts[1:]]
         self._order = [(parts[0], unit) for unit, parts in enumerate(modules)] + later
         self.buckets = list(buckets)
@@ -68,6 +69,8 @@ class Units:
             self.residency = Residency(own, device)
         for place, (module, _) in enumerate(self._order):
             remove_hooks(module)
+            # Hooks know the place in the forward pass, not the unit: a unit
+            # with two modules has two neighbours.
             module.__dict__[HOOKS] = [
                 module.register_forward_pre_hook(self._before_forward(place)),
                 module.register_forward_hook(self._after_forward(place)),
@@ -98,6 +101,7 @@ class Units:
         if self.gradients is not None:
             self.gradients.open(unit)
         if self.residency is not None:
+            # The parameters are needed again, and another unit has used their buffers since the forward pass.
             self.residency.hold(unit)
             if place:
                 self._prefetch(self._order[place - 1][1], unit)
@@ -140,6 +144,7 @@ class Units:
     def _prefetch(self, unit: int, beside: int) -> None:
         """Start to gather a unit, if that leaves alone the one that computes now."""
         assert self.residency is not None
+        # A unit of the same turn would overwrite the parameters that are in use.
         if (unit - beside) % TURNS:
             self.residency.fetch(unit)
 
@@ -155,6 +160,8 @@ class Units:
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+                # A tensor that is passed through is also the output of the unit
+                # before. Its gradient begins that one.
                 if isinstance(tensor, Tensor) and tensor.requires_grad and not any(tensor is x for x in inputs):
                     tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
 
