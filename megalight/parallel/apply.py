@@ -60,6 +60,7 @@ def parallelize(
             the plan names no attention, or a kind cannot serve a layer; with ``ep`` or ``etp``, it names no experts;
             options of ``tensor`` or ``expert`` have no effect.
     """
+    # A list of the model before the split: modules are replaced while it is walked through.
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if isinstance(module, ContextAttention) or isinstance(getattr(module, "shared", None), Shared):
@@ -97,6 +98,7 @@ def parallelize(
             f"{', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}. Add SequenceRegion() for those that see a share "
             "of the tokens, Replicated() for those that see all, or turn sequence parallelism off."
         )
+    # Only now, because styles have put the dispatchers in place.
     _check_padding(model, shared)
     if shared.expert.shared_expert_overlap:
         _set_overlap(model, mesh)
@@ -172,6 +174,7 @@ def check_overlap(model: nn.Module, device: torch.device) -> None:
 @contextmanager
 def whole_tokens(model: nn.Module) -> Iterator[None]:
     """Switch sequence parallelism off inside the context: for decoding, where there are few tokens of any number."""
+    # All split layers of a model share one object.
     candidates = {id(shared): shared for module in model.modules() if (shared := getattr(module, "shared", None))}
     active = [x for x in candidates.values() if isinstance(x, Shared) and x.sequence_parallel]
     try:

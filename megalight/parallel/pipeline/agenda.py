@@ -63,6 +63,7 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
     """
     pp = len(schedules)
     vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
+    # Default costs: only the order counts. It is without deadlock for the device, whatever the true times are.
     lines = simulate(schedules).ranks
     sent: dict[Place, Number] = {}
     for sender, spans in enumerate(lines):

@@ -79,7 +79,9 @@ class Executor:
         self.stages = layout.of_rank(mesh.rank("pp"))
         self.device = device
         self.varying = varying
+        # With several chunks per rank, the last rank's output is the input of the first rank's next chunk.
         self.edges = Edges.between(mesh, around=layout.vpp > 1)
+        # They outlive a step, and both ends of a channel must keep the same forms.
         self.coming, self.going = Forms(), Forms()
         self.turns = Turns(device)
         self.peak = 0
@@ -149,6 +151,7 @@ class _Run:
                 # Receives are posted early, so that messages travel during computation.
                 self.gradients.post(number)
                 self.activations.post(number)
+                # Messages that have arrived give their memory back now, and not at the end of the step.
                 self.sent = {place: message for place, message in self.sent.items() if not message.done()}
             if action.beside is None:
                 self._do(action)
@@ -199,9 +202,12 @@ class _Run:
                 self.carries[index] = outputs
             else:
                 flight.loss = self.loss_step(outputs, batch)
+                # Detached: the caller keeps the losses of all micro-batches, and their graphs
+                # must be freed one by one.
                 self.losses[index] = flight.loss.detach()
         else:
             form = form_of(outputs)
+            # The form goes first: the receiver makes its buffers from it.
             self._announce(stage, index, form)
             self._send((Kind.FORWARD, chunk, index), self.executor.edges.activations_out, list(outputs.values()))
             flight.form = tuple(entry for entry in form if entry.requires_grad)
@@ -225,9 +231,11 @@ class _Run:
 
     def _received(self, chunk: int, index: int) -> Carry:
         form, tensors = self.activations.take()
+        # These tensors are leaves, so that `.grad` is what goes back to the previous stage.
         return {e.name: tensor.requires_grad_(e.requires_grad) for e, tensor in zip(form, tensors, strict=True)}
 
     def _backward(self, chunk: int, index: int) -> None:
+        # Out of the dict first: the activations are freed even if the backward fails.
         self._differentiate(chunk, index, self.flights.pop((chunk, index)))
 
     def _input_gradient(self, chunk: int, index: int) -> None:
@@ -250,7 +258,8 @@ class _Run:
         else:
             _, gradients = self.gradients.take()
             if gradients and (sent := self.sent.pop((Kind.FORWARD, chunk, index), None)):
-                sent.wait()  # it has arrived, since its gradient is here; gloo reports this only in a wait
+                # It has arrived, since its gradient is here; gloo reports this only in a wait.
+                sent.wait()
             # There are none if no output needs one. The previous stage then gets zeros.
             if gradients:
                 torch.autograd.backward(flight.outputs, gradients)
@@ -267,6 +276,7 @@ class _Run:
     def _key(self, stage_index: int, micro_batch: int) -> Hashable | None:
         """Return the key under which the form of the carry into a stage is cached; None: it is not cached."""
         seen = self.signatures[micro_batch]
+        # Whether gradients are on belongs to the key, because a form says which tensors need them.
         return None if seen is None else (stage_index, seen, torch.is_grad_enabled())
 
     def _incoming(self, chunk: int, index: int) -> Form:
@@ -285,6 +295,7 @@ class _Run:
 
     def _announce(self, stage: Stage, index: int, form: Form) -> None:
         """Send the next stage the form of the coming message, unless it knows it."""
+        # The key names the receiving stage, as it does on the other end.
         key = self._key(stage.index + 1, index)
         known = self.executor.going.get(key)
         if known is None:

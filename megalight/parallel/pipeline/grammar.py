@@ -30,6 +30,7 @@ def parse(text: str) -> tuple[str, ...]:
 def compose(stages: Sequence[str]) -> str:
     """Write ``stages`` as a short layout string, which :func:`parse` reads."""
     runs = [(stage, len(list(run))) for stage, run in groupby(stages)]
+    # No `|` follows the last stage, so it cannot be part of a repeat.
     last, count = runs.pop()
     runs += [(last, count - 1)] if count > 1 else []
     return "".join([*(_repeat(_short(stage) + "|", times) for stage, times in runs), _short(last)])
@@ -92,8 +93,11 @@ class _Reader:
         if self._peek() != "*":
             return 1
         self.next += 1
+        # Nine digits are more than the limit allows. Longer numbers are cut, because `int` is
+        # slow for very long ones.
         if not self._peek().isdecimal() or not (times := int(self._peek()[:9])):
             raise self._error("'*' needs a number of at least 1 after it, as in 't*3' or '(tt|)*3'.")
+        # Before the text is built: it would take the memory that the limit is there to save.
         if times * len(unit) > MAX_LENGTH:
             raise self._error(f"this repeat expands to more than {MAX_LENGTH} symbols; lower it.")
         self.next += 1

@@ -39,9 +39,11 @@ class Inbox:
 
     def post(self, number: int) -> None:
         """Post the receives that may be posted before action ``number`` (see :mod:`.agenda`)."""
+        # Strictly in order: a channel matches receives and sends by their order alone.
         while self.expected and number >= self.expected[0].before:
             assert self.channel is not None
             chunk, index, _ = self.expected.popleft()
+            # This may wait for the sender's host, but not for long: `before` says that the form is on its way.
             form = self.form(chunk, index)
             self._coming.append((form, self.channel.receive([entry.buffer(self.device) for entry in form])))
 

@@ -123,6 +123,7 @@ class PipelineLayout:
                 f"with {vpp} chunk{'s' * (vpp > 1)} each; this number must be {rule}. "
                 + advice.instead_of_uneven(num_layers, pp, vpp, first, last)
             )
+        # In model order: chunk 0 of every rank, then chunk 1 of every rank.
         counts = [given.get(rank, share * vpp) // vpp for _ in range(vpp) for rank in range(pp)]
         return cls._of_symbols(_symbols(counts), pp)
 
@@ -175,6 +176,7 @@ class PipelineLayout:
 
     def of_rank(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the chunks of one pipeline rank, in model order."""
+        # Stage `i` is on rank `i % pp`.
         return self.stages[pp_rank :: self.pp]
 
     def weights(self, head: float) -> tuple[float, ...]:

@@ -62,6 +62,7 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor]) -> Message:
         """Start to send tensors."""
+        # The message has no part in autograd: the other end makes leaves of what it receives.
         return self._start(dist.isend, [tensor.detach().contiguous() for tensor in tensors])
 
     def receive(self, buffers: Sequence[Tensor]) -> Message:
@@ -84,6 +85,7 @@ class Channel:
 
     def _start(self, kind: Callable[..., dist.Work | None], tensors: list[Tensor]) -> Message:
         full = [tensor for tensor in tensors if tensor.numel()]  # backends do not send empty tensors
+        # Batched: NCCL sends the tensors of one message in one kernel.
         operations = [dist.P2POp(kind, tensor, self.peer, self.group) for tensor in full]
         return Message(tensors, dist.batch_isend_irecv(operations) if operations else [])
 
@@ -128,8 +130,10 @@ class Edges:
 def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
     """Create one channel and send a first message, so that communicators are not created during a schedule."""
     purpose = f"{what} from {ends[0]} to {ends[1]}"
+    # Sorted, so that both ends name the group in the same way.
     group = new_group(sorted(ends), purpose, max_ctas=MAX_CTAS)
     on_gpu = dist.get_backend(group) == "nccl"
+    # The host reads these bytes. Over NCCL it would have to wait for the device.
     channel = Channel(peer, group, new_group(sorted(ends), purpose, backend="gloo") if on_gpu else group)
     token = torch.zeros(1, device="cuda" if on_gpu else "cpu")
     sends = (dist.get_rank() == ends[0]) == (what == "activations")

@@ -99,6 +99,7 @@ def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
     part._modules["layers"] = nn.ModuleDict({str(i): layers[i] for stage in stages for i in stage.layers})
     for name in ENDS:
         if not any(getattr(stage, name) for stage in stages) and name in part._modules:
+            # None instead of nothing: the model's forward asks whether it has this end.
             part._modules[name] = None
     return part
 
@@ -115,6 +116,7 @@ def _shared(spec: ShardSpec, ranks: Sequence[int], mesh: ParallelMesh) -> ShardS
     """Return the spec of a tensor that several pipeline ranks hold."""
     if len(ranks) < 2:
         return spec
+    # One rank counts the tensor in norms and writes it to checkpoints. All of them sum their gradients of it.
     first = mesh.rank("pp") == ranks[0]
     axis = _axis(ranks, mesh)
     pieces = (replace(p, partial=(axis, *p.partial), owner=p.owner and first) for p in spec.pieces)

@@ -43,6 +43,7 @@ class Costs:
 
     def times(self, factor: Number) -> Costs:
         """Return the costs of a chunk with ``factor`` times the work. The transfer time stays the same."""
+        # Fractions keep the times exact, so that two events at the same time stay equal.
         forward, backward, inputs, weights = (Fraction(self.of(kind)) * Fraction(factor) for kind in Kind)
         return Costs(forward, backward, inputs, weights, self.transfer)
 
@@ -145,6 +146,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
                 waiting[missing[0]].append(rank)
                 break
             start = spans[rank][-1].end if spans[rank] else 0
+            # A result of the same rank needs no transfer.
             for place in needs:
                 end, other = done[place]
                 start = max(start, end + (each[action.chunk * pp + rank].transfer if other != rank else 0))
@@ -179,6 +181,7 @@ def check_transfers(schedules: Sequence[Actions]) -> None:
                 if 0 <= to < pp * vpp and to % pp != rank:
                     sent[rank, to % pp, given[0]].append(given)
     for source, target, what in taken:
+        # Of unequal length if work is missing, which `_check_complete` and the simulation report better.
         pairs = zip(sent[source, target, what], taken[source, target, what], strict=False)
         if wrong := next(((a, b) for a, b in pairs if a != b), None):
             raise LayoutError(

@@ -36,6 +36,7 @@ class Timetable:
         if (name, micro_batches) not in self._known:
             pp, vpp, group_size = self.layout.pp, self.layout.vpp, self.pipeline.group_size
             warning = schedules.waste(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None
+            # All ranks work out the same timetable.
             if warning is not None and self.mesh.global_rank == 0:
                 log.warning(warning)
             wanted = self.pipeline.schedule if name == "train" else name

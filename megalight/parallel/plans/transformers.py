@@ -42,6 +42,7 @@ def llama(config: Any) -> Plan:
         first: Boundary(enter="split"),
         last: Boundary(leave="join"),
     }
+    # With a single layer both rules are for the same module, and a dict has room for one.
     if first == last:
         ends = {first: Boundary(enter="split", leave="join")}
     return Plan(
@@ -49,6 +50,7 @@ def llama(config: Any) -> Plan:
             **ends,
             "model.embed_tokens": Vocab(scatter_output=False),
             "model.layers.*.self_attn": (
+                # Tokens are gathered here once for all three projections, which then do not gather again.
                 Boundary(enter="gather"),
                 Attributes(per_unit={"num_key_value_groups": kv_heads}),
             ),

@@ -33,6 +33,8 @@ def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     """Return the actions of one rank."""
     order = rounds(pp, vpp, micro_batches, group_size or pp)
     forwards = [Action(Kind.FORWARD, chunk, i) for chunk, i in order]
+    # A micro-batch comes back through the chunks in the opposite order.
     backwards = [Action(Kind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
     actions = alternate(forwards, backwards, warm_up(pp_rank, pp, vpp, group_size))
+    # The numbers that only filled up the last group go out here, after they have kept the order.
     return [action for action in actions if action.micro_batch < micro_batches]

@@ -40,6 +40,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
     """Return ``warm_up`` forwards, then a forward and a backward in turn, then the remaining backwards."""
     actions = list(forwards[:warm_up])
     for place, backward in enumerate(backwards):
+        # An empty slice once the forwards are used up.
         actions += [*forwards[warm_up + place : warm_up + place + 1], backward]
     return actions
 
