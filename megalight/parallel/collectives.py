@@ -53,6 +53,7 @@ def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Pending:
     """Start to sum ``x`` over the group, in place."""
     if group is None:
         return Pending(None, lambda: x)
+    # Collectives read memory in order. A tensor with other strides is copied, and the copy is the result.
     x = x.contiguous()
     return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
@@ -66,6 +67,7 @@ def start_all_gather(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pen
     # Shares of all ranks follow each other in `out`, which is a concatenation along dim 0. Other dims need a copy
     # afterwards.
     work = _gather_into(out, x.contiguous(), group=group, async_op=True)
+    # Only after the wait: the copy must not read what has not arrived.
     return Pending(work, lambda: out if dim == 0 else torch.cat(out.chunk(size), dim))
 
 
@@ -94,6 +96,7 @@ def start_all_to_all(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Pen
     if group is None:
         return Pending(None, lambda: x)
     slices = _slices(x, group, dim)
+    # Slice `i` of a contiguous tensor goes to rank `i`.
     x = x.contiguous() if dim == 0 else torch.cat(slices)
     out = torch.empty_like(x)
     work = dist.all_to_all_single(out, x, group=group, async_op=True)
@@ -136,6 +139,7 @@ def _region(
     class Region(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+            # Nothing is saved but the group: the backward of each region needs its gradient alone.
             ctx.group, ctx.dim = group, dim
             return forward(x, group, dim)
 

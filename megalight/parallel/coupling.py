@@ -51,6 +51,7 @@ def nothing(loss: Loss) -> Loss:
     """
     auxiliary = {name: value * 0 for name, value in loss.auxiliary.items()}
     metrics = {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in loss.metrics.items()}
+    # Times zero, and not a new zero: the graph stays, so the backward takes part in its collectives.
     return Loss(loss.sum * 0, auxiliary, metrics)
 
 
@@ -59,6 +60,7 @@ def couples(specs: Iterable[ShardSpec], mesh: ParallelMesh, modules: Iterable[nn
 
     They do if some hold different parameters, or if a module ``reads_replicas`` (a router with a loss over all).
     """
+    # Any module decides for the whole model, before it is cut into stages.
     replicas = set(mesh.ranks("dp"))
     if len(replicas) > 1 and any(getattr(module, "reads_replicas", False) for module in modules):
         return True
@@ -84,4 +86,5 @@ class Coupling:
     def fill_up(self, micro_batches: Sequence[Any]) -> list[Any]:
         """Return the micro-batches with empty ones added, so that all ranks have the same number."""
         missing = self.most(len(micro_batches)) - len(micro_batches)
+        # A real batch, because its shapes are known to run.
         return [*micro_batches, *[emptied(micro_batches[-1])] * missing]

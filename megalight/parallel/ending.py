@@ -43,6 +43,7 @@ def _end() -> None:
 
 def _give_up() -> None:
     time.sleep(GRACE_SECONDS)
+    # `os._exit` flushes nothing, and the error is in these buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

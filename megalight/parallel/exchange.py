@@ -53,6 +53,7 @@ def exchange(
     """
     operations: list[P2POp] = []
     found: list[list[Tensor] | None] = []
+    # All ranks walk through the routes in the same order, so the n-th send to a rank meets its n-th receive.
     for route, mine in zip(routes, held, strict=True):
         for needer in route.needers:
             if needer != rank and route.source(needer) == rank:

@@ -76,6 +76,7 @@ class FrozenModel:
         Raises:
             LayoutError: a size of the model is not divisible; or there is context parallelism.
         """
+        # On meta: a check must not take memory for a second model.
         with torch.device("meta"):
             root = self.task.build_model()
         check_split(root, self.mesh(mesh), self._options(root), self.dtype or dtype, device)
@@ -115,6 +116,7 @@ class FrozenModel:
             seed=self.seed,
             source=source,
         ).eval()
+        # No gradients: engines and autograd leave these parameters alone.
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.task.token_multiple = model.token_multiple
@@ -147,6 +149,7 @@ class FrozenRun:
         self._ours = _replicas(mesh)
         self._theirs = _replicas(model.mesh)
         last = model.mesh.pp - 1
+        # Only the last stage has results. Its `tp` ranks all have the same ones, and share the sending.
         self._answering = [tuple(r for r in ranks if model.mesh.rank("pp", of=r) == last) for ranks in self._theirs]
         self._replica, self._own = mesh.rank("dp"), model.mesh.rank("dp")
         self._rank = mesh.global_rank
@@ -172,6 +175,7 @@ class FrozenRun:
             for home, replica, skeleton in zip(homes, share, skeletons, strict=True)
         ]
         given = iter(micro_batches)
+        # Every rank of a replica holds the same micro-batches, so each can serve as a source.
         held = [tensors_of(next(given)) if home == self._replica else None for home in homes]
         arrived = exchange(inputs, held, self._rank, self.model.device)
         mine = [index for index, replica in enumerate(share) if replica == self._own]
@@ -184,6 +188,7 @@ class FrozenRun:
             for home, replica, form in zip(homes, share, forms, strict=True)
         ]
         results = exchange(
+            # Ranks on other stages have no answers, and only take part in the exchange.
             outputs,
             [list(answers[index].values()) if index in answers else None for index in range(len(outputs))],
             self._rank,
@@ -200,14 +205,18 @@ class FrozenRun:
         if not batches:
             return []
         agenda = self._timetable("forward_only", len(batches))
+        # In evaluation mode the model may still draw. Its draws must not move those of the trained model.
         with self.streams.apart():
             return self._executor.forward(agenda, batches, self.task.forward_step)
 
     def _all(self, micro_batches: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Return replica and skeleton (tensors on meta) of the micro-batches of all replicas, replica by replica."""
+        # Shapes and numbers travel by the host. The tensors follow between devices, directly to
+        # where they are needed.
         skeletons = [with_tensors(b, (t.to("meta") for t in tensors_of(b))) for b in micro_batches]
         if len(self._ours) == 1:
             return [0] * len(skeletons), skeletons
+        # One rank speaks for its replica.
         speaks = self._rank == self._ours[self._replica][0]
         told = self._tell(skeletons if speaks else [])
         rows = [(home, skeleton) for home, ranks in enumerate(self._ours) for skeleton in told[ranks[0]]]
@@ -216,6 +225,7 @@ class FrozenRun:
     def _forms_of(self, skeletons: Sequence[Any], share: Sequence[int], answers: Mapping[int, Carry]) -> list[Form]:
         """Return the forms of all results; forms for micro-batches like earlier ones are cached."""
         keys = [signature(skeleton) for skeleton in skeletons]
+        # All ranks keep the same cache, so they agree on what is unknown without a message.
         unknown = [index for index, key in enumerate(keys) if key is None or key not in self._forms]
         here = {index: _form_of(answers[index]) for index in unknown if index in answers}
         told = self._tell(here) if unknown else {}

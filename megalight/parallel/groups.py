@@ -60,6 +60,7 @@ def shared_group(ranks: Sequence[int], purpose: str = "the mesh", max_ctas: int 
 
     All members must ask for groups in the same order. Arguments and errors are those of :func:`new_group`.
     """
+    # Kept by the default group: when that one is destroyed and made anew, its groups are gone with it.
     known = _SHARED.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
     if (purpose, *ranks) not in known:
         known[purpose, *ranks] = new_group(ranks, purpose, max_ctas=max_ctas)
@@ -89,6 +90,7 @@ def check_max_ctas(name: str, value: int | None, backend: str) -> None:
 
 
 @contextmanager
+# torch derives the name from a count of groups in this process. Only these private names let it be set.
 def _named(wanted: str) -> Iterator[None]:
     """Name the next group by ``wanted`` and the number of groups that already have it."""
     taken = set(c10d._world.pg_names.values())

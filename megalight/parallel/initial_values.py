@@ -57,6 +57,7 @@ def broadcast_values(model: nn.Module, device: torch.device) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
+            # A copy: `broadcast` overwrites it on other ranks, and needs contiguous memory.
             travelling = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
             dist.broadcast(travelling, 0)
             tensor.copy_(travelling)
@@ -92,6 +93,7 @@ def initialise(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     give = on_values or (lambda name, values: None)
     for name, parameter in model.named_parameters():
+        # A parameter with pieces of several tensors (q, k, v) is drawn if any of them is wanted.
         if name in stated and (only is None or any(piece.name in only for piece in specs[name].pieces)):
             # Zeros first: padding, which no piece covers, stays zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
@@ -100,6 +102,7 @@ def initialise(
                 box = draw(stated[name], piece.name, piece.shape, piece.offset, piece.size, seed, parameter.device)
                 piece.view(values).copy_(box)
             _set(parameter, values)
+            # Before rounding, so that masters of half-precision parameters begin with all bits of the draw.
             give(name, values)
     if only is not None:
         return
@@ -127,9 +130,11 @@ def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int) -> n
     origin = getattr(module, "origin", None)
     # The one-device module, as its own method draws shapes that only the whole module has.
     shell = on_meta(origin.module if isinstance(origin, Origin) else module)
+    # Drawn where the model lives. Generators of other devices give other bits for the same seed.
     device = next(t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
     for local, parameter in shell._parameters.items():
         if parameter is not None:
+            # In float32 for every dtype: a float32 and a bfloat16 model begin from the same draws.
             shell._parameters[local] = nn.Parameter(_on(device, parameter.detach().float()), requires_grad=False)
     for local, buffer in shell._buffers.items():
         if buffer is not None:
@@ -151,6 +156,7 @@ def _ways(model: nn.Module, path: str, shell: nn.Module) -> list[Callable[[], ob
     steps = path.split(".") if path else []
     for end in range(len(steps), -1, -1):
         around = getattr(model.get_submodule(".".join(steps[:end])), "_init_weights", None)
+        # The nearest parent wins, as its method knows the type of this module best.
         if callable(around):
             ways.append(functools.partial(around, shell))
             break
@@ -177,6 +183,7 @@ def _take_drawn(
         _copy_known(name, parameter, whole)
         give(name, parameter.detach().float())
         return
+    # Every element is overwritten: `take` fills padding with zeros.
     values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     take(whole.detach(), parts, spec, values)
     _set(parameter, values)

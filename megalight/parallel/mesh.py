@@ -111,6 +111,7 @@ class ParallelMesh:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along ``axis``."""
+        # Ranks outside of the mesh may ask for sizes too; they look from its first rank.
         known = self.global_rank if self.contains(self.global_rank) else self.members.start
         return len(self._members(axis, self._coordinate(axis, known)))
 
@@ -136,6 +137,7 @@ class ParallelMesh:
     def _along(self, axes: Sequence[str]) -> tuple[int, ...]:
         # `pp` alone belongs to both views, and gives the same ranks in both.
         order = EXPERT_AXES if any(_view(_whole(axis)) is EXPERT_AXES for axis in axes) else DENSE_AXES
+        # Begin with this rank alone, and widen it along each axis.
         coordinates = {axis: {self.rank(axis)} for axis in order}
         for axis in axes:
             whole = _whole(axis)
@@ -159,6 +161,7 @@ class ParallelMesh:
             return None
         # Groups are found by their ranks: axes that cover the same ranks (`dp` and `edp` without experts) share one.
         if ranks not in self._groups:
+            # The default group already joins all ranks: no second communicator.
             whole = self.offset is None and len(ranks) == self.world_size and dist.is_initialized()
             self._groups[ranks] = dist.group.WORLD if whole else shared_group(ranks)  # type: ignore[assignment]
         return self._groups[ranks]
@@ -222,6 +225,7 @@ class ParallelMesh:
             return some if place in some else (place,)
         if not sign:
             return range(size)
+        # `a%n` groups neighbours: the run in which the place lies. `a/n` groups equal places of all runs.
         run = int(numbers)
         if run < 1 or size % run:
             raise LayoutError(f"axis {whole} of size {size} cannot be read in runs of {run} ({axis!r}).")

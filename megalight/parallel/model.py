@@ -116,10 +116,12 @@ class ParallelModel:
         self.chunks = [root]
         if self.options.pipeline.schedule in ("zero_bubble", "combined") and mesh.global_rank == 0:
             _warn_of_undeferred(root, self.options.pipeline.schedule)
+        # Cut after the split: plans name modules of the whole model, and tied weights are visible only there.
         if mesh.pp > 1:
             log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())
             self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
         self.made_after_split: set[str] = set()
+        # Transforms of the split come last, because each rank makes tensors for its own layers only.
         for transform in self.options.transforms:
             made = transform.change_split(self)
             self.specs |= made
@@ -209,6 +211,7 @@ class ParallelModel:
             source: read after that.
         """
         origin = Origin(None, source)
+        # A model that was filled once keeps its values in a second run.
         if not self.filled and (self.empty or self.added):
             origin = Origin(seed, source, None if self.empty else self.added)
         self.origin = None if origin == Origin() else origin
@@ -247,6 +250,8 @@ class ParallelModel:
             )
 
         if self.pending:
+            # Before the forward of each chunk, as there is no other moment at which all
+            # users of the model pass.
             self._refusals += [chunk.register_forward_pre_hook(refuse) for chunk in self.chunks]
 
     def draw(self, seed: int) -> None:
@@ -283,15 +288,19 @@ class ParallelModel:
         # A source fills pieces only. Padding of a vocabulary would otherwise keep the NaN of fresh memory.
         self.clear_padding()
         self.origin = Origin(None, source)
+        # Whole tensors are read in place. Of sharded ones, each rank reads its shard into flat memory.
         whole = ((name, tensor) for name, tensor in self.tensors().items() if id(tensor) not in self._sharded)
         flat = [] if self.shards is None else self.shards.buckets
         shards = shard_targets([bucket.weights for bucket in flat], [bucket.shard for bucket in flat])
         targets: Iterator[Target] = chain(parameter_targets(whole, self.specs), shards)
         if only_added:
             targets = (target for target in targets if target.name in self.added)
+        # A checkpoint from before the transforms knows nothing of their tensors. If it has some of
+        # them, it must have all.
         elif self.added.isdisjoint(source.tensors):
             targets = (target for target in targets if target.name not in self.added)
         filled = source.fill(targets, strict=strict, prefix=self.prefix, process_group=process_group)
+        # Whole copies that were gathered before hold old values.
         if self.shards is not None:
             self.shards.expire()
         return filled
@@ -342,6 +351,7 @@ class ParallelModel:
         for transform in acting:
             transform.with_values(self)
         if acting:
+            # Reading the origin again, for wider masters, would undo what transforms have done.
             self.origin = None
         return bool(acting)
 
@@ -382,6 +392,7 @@ class ParallelModel:
                 f"{type(self.root).__name__} holds only this rank's part ({self.mesh.describe()}), which cannot be "
                 "pickled. Save a checkpoint with trainer.save_checkpoint, and load it into a new module."
             )
+        # The object is pickled as None.
         return type(None), ()
 
     @property
@@ -453,6 +464,7 @@ def check_split(
         LayoutError: its sizes are not divisible, or it cannot run on ``device``.
         ConfigurationError: no plan says what to split; or recompute of a layer or module that does not exist.
     """
+    # No mesh is asked for a group here, so this runs before there are processes.
     apply_transforms(root, options.transforms)
     _split(root, mesh, options, "")
     check_overlap(root.to(dtype=dtype), device)
@@ -477,6 +489,7 @@ def _split(
             "pipeline.schedule='combined' hides the messages of experts, and with ep=1 and etp=1 there are none. Raise "
             "expert_parallel, or choose another schedule."
         )
+    # Checked before anything is split, so that an error leaves the model as it was.
     check_recompute(root, options.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
     specs = parallelize(
         root,

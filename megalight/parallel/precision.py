@@ -143,6 +143,7 @@ def apply_low_precision(
         ConfigurationError: no layer is left, a pattern matches nothing, or sizes are not divisible.
         BackendError: the device has no such products.
     """
+    # An earlier run may have chosen other layers.
     remove_low_precision(model)
     layers = layers_of(model, "low precision")
     total = len(layers) if num_layers is None else num_layers
@@ -160,10 +161,13 @@ def apply_low_precision(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     histories: dict[tuple[str, ...], Reduce | None] = {}
     checked: set[tuple[torch.device, torch.dtype]] = set()
+    # Their backward writes the gradients of queries and keys, which are cast for the products that made these.
     rotations = [module for module in model.modules() if isinstance(module, Rotary)]
     for index, layer in layers.items():
         if not options.first_layers <= index < total - options.last_layers:
             continue
+        # What makes an input also measures its largest magnitude. The cast then reads the input
+        # once instead of twice.
         if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:
             for maker in [*_makers(layer), *rotations]:
                 maker.backend = measuring(maker.backend)
@@ -172,6 +176,7 @@ def apply_low_precision(
                 continue
             weight = module.weight
             _check_sizes(f"layers.{index}.{name}", weight, schemes)
+            # Once per device and dtype: the answer depends on nothing else.
             if not options.emulate and (weight.device, weight.dtype) not in checked:
                 kind.check_products(weight, schemes)
                 checked.add((weight.device, weight.dtype))
@@ -205,6 +210,7 @@ def remove_low_precision(model: nn.Module) -> None:
     for parameter in model.parameters():
         if (state := known_state(parameter)) is not None:
             state.precision = None
+    # Modules that measured would go on for nobody.
     for module in model.modules():
         if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
             module.backend = measuring(module.backend, wanted=False)

@@ -43,11 +43,13 @@ class RandomStreams:
 
     def seed(self, seed: int) -> None:
         """Seed the default stream: equal along ``tp``, different along ``dp``, ``cp`` and ``pp``."""
+        # Not by `tp`, `cp` and `pp`: these ranks read the same batch.
         self.data_seed = key(seed, "data", self.mesh.rank("dp"))
         torch.manual_seed(self._seed_here(seed))
 
     def seed_apart(self, seed: int, device: torch.device) -> None:
         """Seed this model's own generators, by its own mesh, for :meth:`apart`."""
+        # Two generators on a GPU: host code draws too.
         kinds = {torch.device("cpu"), device}
         self._apart = [torch.Generator(kind).manual_seed(self._seed_here(seed)) for kind in kinds]
 
@@ -74,6 +76,7 @@ class RandomStreams:
         if name not in STREAMS:
             raise LayoutError(f"unknown random stream {name!r}; known: {', '.join(STREAMS)}." + nearest(name, STREAMS))
         default = _default_generator(torch.device(device))
+        # A persistent stream goes on where its last fork ended. A graph that is replayed continues it as well.
         if name in self.persistent and self.persistent[name].device.type == default.device.type:
             back = lend(default, self.persistent[name])
             try:
@@ -84,6 +87,7 @@ class RandomStreams:
         # Drawn from the host's generator on all ranks, also on those that differ in the stream: so the default streams
         # stay equal.
         seed = self._draw_seed(name)
+        # The default generator is borrowed: functions such as `dropout` draw from no other one.
         state = default.get_state()
         default.manual_seed(seed)
         try:
@@ -126,6 +130,8 @@ class RandomStreams:
 def lend(default: torch.Generator, own: torch.Generator) -> Callable[[], object]:
     """Let ``default`` draw from ``own``; return a function that ends this. On a GPU, a graph may capture both."""
     if default.device.type == "cuda":
+        # The state object itself changes hands, not its bytes: a captured graph advances the object
+        # that it has registered.
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(own)
         return partial(default.graphsafe_set_state, before)

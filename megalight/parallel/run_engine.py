@@ -44,7 +44,8 @@ def engine_over(
     """
     for model in models:
         options.check(model.mesh.pp)
-        model.unshard()  # an earlier run may have sharded them
+        # An earlier run may have sharded them, and new buffers are cut from whole parameters.
+        model.unshard()
     units = _units(models, options)
     if units and any(model.options.pipeline.schedule == "combined" for model in models):
         raise ConfigurationError(
@@ -86,7 +87,9 @@ def engine_over(
             raise ConfigurationError(text)
         log.warning(text)
     for model in models:
+        # A collective over the pipeline, so it comes after all errors that every rank finds alone.
         _check_equal_groups(model.mesh, len(groups))
+    # Frozen weights of units are sharded too, or they would take the memory that sharding saves.
     if options.shards_parameters:
         for model in models:
             for name, parameter in model.root.named_parameters():
@@ -98,8 +101,11 @@ def engine_over(
     engine = options.engine(ordered, models[0].mesh, models[0].device, units)
     for model in models:
         model.shards = engine.units
+        # Units are gathered in forward passes, so all data-parallel ranks must run the same
+        # number of micro-batches.
         if engine.units is not None and model.coupling is None:
             model.coupling = Coupling(model.mesh)
+        # Only now: values are written into the engine's storage.
         _fill(engine, model, whole.format(model.name))
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
@@ -147,6 +153,7 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
     """
     origin, pending = model.origin, model.pending
     model.origin, model.pending, model.filled = None, False, True
+    # Masters in the parameters' own memory get their values with the parameters.
     copies = any(not bucket.master_is_own_params for bucket in engine.buckets)
     model.allocate()  # memory for parameters in no bucket, which are frozen
     if origin is None or not (pending or copies):
@@ -161,6 +168,7 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
         on_values = give if copies or sharded else None
         later = model.made_after_split
         initialise(model.root, model.specs, origin.seed, on_values=on_values, only=origin.only, later=later)
+        # Draws went to the shards alone. Whole parameters come from there.
         if sharded:
             engine.publish()
         else:
@@ -177,6 +185,7 @@ def _read(
     pending: bool,
 ) -> None:
     """Read each rank's shards, and gather parameters from them; ``pending``: also read tensors that are in no shard."""
+    # A source fills pieces only, and padding must be zero in parameters and masters.
     for name, tensor in model.padded().items():
         tensor.zero_()
         give(name, torch.zeros_like(tensor, dtype=torch.float32))
@@ -188,9 +197,11 @@ def _read(
         held = {id(info.parameter) for bucket in (*engine.buckets, *engine.frozen) for info in bucket.infos}
         others = [(name, tensor) for name, tensor in model.tensors().items() if id(tensor) not in held]
         targets += parameter_targets(others, model.specs)
+    # The source may be older than the adapters. They keep their initial values then.
     if model.added.isdisjoint(source.tensors):
         targets = [target for target in targets if target.name not in model.added]
     source.fill(targets, strict=pending, prefix=model.prefix)
+    # Masters were read. Parameters follow from them now, because evaluation may come before the next step.
     engine.publish()
     engine.sync_parameters()
 

@@ -165,6 +165,7 @@ def check_cover(mesh: ParallelMesh, specs: Sequence[Mapping[str, ShardSpec]]) ->
             for piece in spec.pieces:
                 if shapes.setdefault(piece.name, piece.shape) != piece.shape:
                     raise LayoutError(f"{piece.name} has shapes {shapes[piece.name]} and {piece.shape}.")
+                # A rank may hold no element of a tensor (padding alone). Empty boxes overlap nothing.
                 if piece.numel:
                     found = boxes_of.setdefault(piece.name, {}).setdefault((piece.offset, piece.size), {})
                     found[rank] = piece, spec.data
@@ -182,6 +183,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], places: Sequence[_Place]) -
     for one, other in combinations(places, 2):
         if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in zip(*one, *other, strict=True)):
             raise LayoutError(f"boxes {one} and {other} of {name} overlap; ranks hold equal boxes or disjoint ones.")
+    # Boxes are disjoint, so equal counts mean that no element is left out.
     covered = sum(prod(size) for _, size in places)
     if covered != prod(shape):
         raise LayoutError(f"the boxes of {name} hold {covered} of its {prod(shape)} elements.")
@@ -193,11 +195,13 @@ def _check_holders(box: str, mesh: ParallelMesh, holders: Mapping[int, tuple[Pie
         raise LayoutError(f"{box}: no rank owns it.")
     for rank, (piece, data) in holders.items():
         here = replace(mesh, global_rank=rank)
+        # `copies` divide the optimizer state of the box. `summed` are all ranks with a term of its gradient.
         summed, copies = set(here.ranks(*data, *piece.partial)), set(here.ranks(*data))
         if set(data) & set(piece.partial):
             raise LayoutError(f"{box}: an axis is among both its data {data} and its partial axes {piece.partial}.")
         if any(_axes_of(holders.get(other)) != (data, piece.partial) for other in summed):
             raise LayoutError(f"{box}: the gradients of ranks {sorted(summed)} are summed, but not all hold it alike.")
+        # For dense tensors only: experts also see tokens of other ranks.
         if set(data) <= set(DENSE_AXES) and not holders.keys() & set(here.ranks(*TOKEN_AXES)) <= summed:
             raise LayoutError(f"{box}: ranks along {TOKEN_AXES} see different tokens, but its data axes are {data}.")
         # A box may have several owners only if they are data-parallel copies: those divide its writing among

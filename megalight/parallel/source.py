@@ -119,6 +119,7 @@ class Renamed:
         process_group: ProcessGroup | None = None,
     ) -> Filled:
         """See :meth:`Source.fill`; errors use the source's own names."""
+        # A generator: the source decides which boxes it reads together, and no list of all of them is made.
         filled = self.source.fill(
             (replace(target, name=self._to_theirs(target.name)) for target in targets),
             strict=strict,

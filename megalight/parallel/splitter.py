@@ -68,6 +68,7 @@ class Splitter:
         self._local: dict[str, nn.Parameter] = {}
         self._aliases: dict[int, list[str]] = defaultdict(list)
         for name, module in model.named_modules(remove_duplicate=False):
+            # Every name, because a shared module must be replaced at all of its places.
             self._aliases[id(module)].append(name)
 
     def split(self, name: str, module: nn.Module, local: str, rule: Rule) -> nn.Parameter | None:
@@ -91,6 +92,7 @@ class Splitter:
             return self._local[first]
         self.specs[first] = spec
         self._local[first] = whole
+        # A replicated parameter stays the same object.
         if spec.shape != tuple(whole.shape):
             values = torch.empty(spec.shape, dtype=whole.dtype, device=whole.device)
             # Without values (meta) there is nothing to cut: each rank draws or reads just its part later.
@@ -130,6 +132,7 @@ class Splitter:
         if not styles:
             self.keep(name, module)
         current = module
+        # In order, each on the result of the one before: a boundary may wrap a layer that was split.
         for style in styles:
             replacement = style.apply(self, name, current)
             if replacement is None or not style.splits(self.shared.mesh):
@@ -139,6 +142,7 @@ class Splitter:
                 raise LayoutError(
                     f"{name}: the style {type(style).__name__} replaces the module, so it must stand alone."
                 )
+            # An adapter that no style has split would be whole on each rank, beside a layer that is not.
             if _adapters(replacement) < _adapters(current):
                 raise LayoutError(
                     f"{name} has an adapter, which the style {type(style).__name__} does not split; leave it out of "
@@ -155,6 +159,7 @@ class Splitter:
         own = {local: self._first.get(id(p)) for local, p in module._parameters.items() if p is not None}
         if hasattr(module, "initializers"):
             replacement.initializers = module.initializers
+        # Without rules of its own, a module is drawn whole, by its one-device form, and cut.
         elif own:
             parts = {local: self._parts[first] for local, first in own.items() if first is not None}
             replacement.origin = Origin(on_meta(module), parts)  # type: ignore[assignment]

@@ -171,6 +171,7 @@ class Step:
         """
         rows = []
         joined = self.joined(micro_batches)
+        # Carries exist on the last stage only. On other stages the loop is empty, and `totals` adds nothing.
         for micro_batch, carry in zip(joined, self._forward(joined), strict=False):
             loss = self._loss_step(carry, micro_batch)
             rows.append({"loss": (loss.sum, self._tokens([micro_batch])), **loss.metrics})
@@ -178,6 +179,7 @@ class Step:
 
     def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
         """Return the last chunk's output for each micro-batch on the last stage, elsewhere nothing; forward only."""
+        # Empty micro-batches come last, so cutting the list leaves the real ones.
         return self._forward(self.joined(micro_batches))[: len(micro_batches)]
 
     def joined(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
@@ -191,6 +193,7 @@ class Step:
             return joined
         batches = [coupling.contents(micro_batch) for micro_batch in joined]
         with self.context():
+            # In the same order on all ranks: each of these models exchanges tensors over all of them.
             found = {name: model(batches) for name, model in self.frozen.items()}
         rows = [{name: results[place] for name, results in found.items()} for place in range(len(batches))]
         given = [WithResults(batch, results) for batch, results in zip(batches, rows, strict=True)]
@@ -207,6 +210,8 @@ class Step:
             # Before the first forward: each micro-batch is differentiated with its final scale, so no pass over the
             # gradients has to rescale them at the end, and gradients do not depend on how a batch is cut.
             counts = self._count(micro_batches, scale)
+            # A side loss is a mean over this rank's share of the tokens. The mean over all of them is the sum
+            # over `tp`, divided by the number of shares.
             self.side_losses.begin(counts.micro_batch_scale / self.token_shares)
             self.auxiliary.begin(counts.micro_batch_scale)
             for name, factor in counts.auxiliary_scales.items():
@@ -218,6 +223,7 @@ class Step:
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
             self.engine.finish_grad_sync()
+            # Once per optimizer step: routers move their biases by the loads of the whole step.
             end_step(self.model.root, self._total)
         return Outcome(means.pop("loss"), counts.tokens, means)
 
@@ -245,6 +251,8 @@ class Step:
         # is the number of micro-batches.
         numbers = torch.full((1 + len(here),), float(real), dtype=torch.float64, device=device)
         for place, count in enumerate(here.values()):
+            # A count may be on the host. Each is copied to its place, because `stack` would refuse
+            # tensors of two devices.
             numbers[place].copy_(count, non_blocking=True)
         numbers = self.totals.sum(numbers)
         scales = inverse(numbers) * scale
@@ -266,6 +274,7 @@ class Step:
         """Return what counts in the auxiliary losses that are sums, by name."""
         counts = getattr(self.task, "auxiliary_counts", None)
         rows = [] if counts is None else [counts(batch) for batch in _batches(micro_batches)]
+        # Sorted: the reduction adds place by place, so all ranks need the same order of names.
         return {name: _counted([row[name] for row in rows], micro_batches) for name in sorted(rows[0])} if rows else {}
 
     def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
@@ -277,6 +286,7 @@ class Step:
 
         assert self.engine is not None
         agenda = self.timetable("train", len(micro_batches))
+        # The engine counts gradients inside, to send each bucket as soon as it is complete.
         with self.engine.micro_batches(len(micro_batches), sync):
             return self.executor.train(agenda, micro_batches, self._forward_step, self._attached, objective)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 def without_memory(like: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same shape and dtype on ``device`` that uses the memory of one element."""
+    # Strides of 0: one element serves the whole shape. A single element has its memory anyway.
     return unknown(like, device) if like.numel() < 2 else _fill(like, (), device).expand(like.shape)
 
 

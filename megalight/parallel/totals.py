@@ -67,6 +67,7 @@ class GlobalTotals:
         names = self._names_of(stage, Names(list(rows[0]) if rows else [], list(side_losses)))
         # float64: sums over a global batch of millions of tokens, which float32 would round.
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        # The same zero for all missing values: it is only read.
         sums = [zero] * 2 * len(names.rows)
         if rows:
             columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names.rows]
@@ -74,6 +75,7 @@ class GlobalTotals:
         sums += [side_losses.get(name, zero) for name in names.side_losses]
         # One tensor, one all-reduce, for all sums and counts of all stages. Stages without a value give 0.
         local = torch.stack([value.to(zero.device, torch.float64, non_blocking=True) for value in sums])
+        # Over `pp` too, because only the last stage has the rows, and any stage may have side losses.
         reduced = self._sum(local, ("pp", *TOKEN_AXES))
         size = len(names.rows)
         totals = {name: (reduced[i], reduced[size + i]) for i, name in enumerate(names.rows)}
@@ -87,6 +89,7 @@ class GlobalTotals:
         group = self.mesh.group("pp")
         if group is None:
             return values
+        # Object collectives need a list of the same length on all ranks.
         shared = values or [None]
         dist.broadcast_object_list(shared, src=self.mesh.ranks("pp")[-1], group=group, device=self.device)
         return shared

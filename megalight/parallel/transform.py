@@ -79,6 +79,7 @@ def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> 
     """
     done, made = model.__dict__.get(APPLIED, ((), frozenset()))
     before = {part.name for part in parts(model)}
+    # A second fit asks for the same transforms again.
     wanted = [transform for transform in transforms if transform not in done]
     for transform in wanted:
         transform.change(model)

@@ -67,12 +67,15 @@ class Turns:
                 pair.broken = True
                 raise
             finally:
+                # First release the second pass, then join it: it may be waiting for a turn
+                # that would never come.
                 pair.end(FIRST)
                 wait([future])
         except Abandoned:
             pass  # the second pass has failed, with the error that comes now
         finally:
             _pairs.pop()
+        # Raises the error of the second pass, if it had one.
         future.result()
 
 
@@ -109,6 +112,7 @@ class _Pair:
         self.held = 0
         self.broken = False
         self._ended = [False, False]
+        # Two semaphores, not a lock: one pass hands its turn over to the other, in another thread.
         self._batons = [threading.Semaphore(0), threading.Semaphore(0)]
 
     def pause(self) -> None:
@@ -119,6 +123,7 @@ class _Pair:
             self.fill()
         if self.broken:  # the first pass was interrupted while it waited
             raise Abandoned
+        # A pass that has ended never pauses again, and would not give the turn back.
         if not self._ended[other]:
             self._give(other)
             self.wait(me)

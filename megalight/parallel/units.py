@@ -34,7 +34,10 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
         layers: list[Unit] = [(layer,) for layer in layers_of(model).values()]
         if not layers:
             return [(module,) for module in _repeated(model)]
+        # Other modules may read the weight of a bare embedding or head, outside of its
+        # forward. Those stay whole.
         first, last = _edge(model, "embed"), _edge(model, "head")
+        # A shared weight is needed at both ends, so it is gathered with both.
         if first and last and _parameters(*first) & _parameters(*last):
             first, last = first + last, ()
         return [unit for unit in (first, *layers, last) if unit]
@@ -61,6 +64,7 @@ def owned_alone(model: nn.Module, units: Sequence[Unit]) -> dict[int, int]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 holders.setdefault(id(parameter), set()).add(inside.get(id(module)))
+    # A parameter of two units would be gathered and freed by each without regard to the other.
     alone = {key: next(iter(numbers)) for key, numbers in holders.items() if len(numbers) == 1}
     return {key: number for key, number in alone.items() if number is not None}
 
@@ -94,6 +98,7 @@ def _parameters(*modules: nn.Module) -> set[int]:
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, CONTAINERS):
         children = list(module.children())
+        # Several modules of one class, each with parts of its own: this is what a list of layers looks like.
         if len(children) > 1 and len({type(child) for child in children}) == 1 and any(children[0].children()):
             yield from children
             return
@@ -105,6 +110,7 @@ def _of_classes(module: nn.Module, classes: Sequence[str | type]) -> Iterator[nn
     for child in module.children():
         if any(_is_a(child, wanted) for wanted in classes):
             yield child
+        # Outermost matches only: a unit inside a unit would be gathered twice.
         else:
             yield from _of_classes(child, classes)
 
