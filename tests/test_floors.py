@@ -45,7 +45,7 @@ PARALLEL_WORDS = re.compile(
     re.IGNORECASE,
 )
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-PICKLES = "checkpoint/pickles.py"
+PICKLES = "checkpoint/foreign/pickles.py"
 """The one file that may import pickle: what it reads becomes plain records."""
 FORBIDDEN_CALLS = {
     "eval",

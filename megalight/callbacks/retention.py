@@ -11,7 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from megalight import checkpoint
-from megalight.checkpoint.publish import finished
+from megalight.checkpoint.disk.publish import finished
 from megalight.errors import CheckpointError, ConfigurationError
 
 log = logging.getLogger(__name__)

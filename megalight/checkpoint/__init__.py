@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megalight.checkpoint.background import Background
-    from megalight.checkpoint.index import TensorInfo
+    from megalight.checkpoint.background.saves import Background
+    from megalight.checkpoint.disk.index import TensorInfo
+    from megalight.checkpoint.disk.publish import finished, is_complete, latest, remove
     from megalight.checkpoint.loading import Checkpoint, open
-    from megalight.checkpoint.publish import finished, is_complete, latest, remove
     from megalight.checkpoint.saving import save, write
     from megalight.checkpoint.scheme import SCHEMES, Contents, Scheme, State
     from megalight.checkpoint.staging import Staged, stage
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 _MEMBERS = {
     "SCHEMES": "scheme",
-    "Background": "background",
+    "Background": "background.saves",
     "Box": "view",
     "Checkpoint": "loading",
     "Contents": "scheme",
     "Scheme": "scheme",
     "State": "scheme",
     "Staged": "staging",
-    "TensorInfo": "index",
+    "TensorInfo": "disk.index",
     "View": "view",
-    "finished": "publish",
-    "is_complete": "publish",
-    "latest": "publish",
+    "finished": "disk.publish",
+    "is_complete": "disk.publish",
+    "latest": "disk.publish",
     "open": "loading",
-    "remove": "publish",
+    "remove": "disk.publish",
     "save": "saving",
     "stage": "staging",
     "targets_of": "view",

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.checksum import BLOCK
-from megalight.checkpoint.datafile import OpenFile
+from megalight.checkpoint.disk.checksum import BLOCK
+from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.memory import as_bytes
 
 THREADS = 4

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.files import (
+from megalight.checkpoint.disk.files import (
     Entry,
     FileRecord,
     dump_json,

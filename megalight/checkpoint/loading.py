@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
-from megalight.checkpoint import index as indices
-from megalight.checkpoint import json_values, publish
-from megalight.checkpoint import manifest as manifests
+from megalight.checkpoint import json_values
 from megalight.checkpoint.compare import compare
-from megalight.checkpoint.files import parse_json, read_file
-from megalight.checkpoint.index import TensorInfo
+from megalight.checkpoint.disk import index as indices
+from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import parse_json, read_file
+from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES

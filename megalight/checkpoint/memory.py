@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.checksum import BLOCK
-from megalight.checkpoint.files import CODES
+from megalight.checkpoint.disk.checksum import BLOCK
+from megalight.checkpoint.disk.files import CODES
 from megalight.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from megalight.checkpoint import loading, saving
-from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.run import Run
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.parallel.data_parallel import DataParallelEngine

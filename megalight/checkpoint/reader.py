@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megalight.checkpoint.boxes import hull, in_threads, read_box
-from megalight.checkpoint.checksum import blocks
-from megalight.checkpoint.datafile import DataFile
-from megalight.checkpoint.files import CODES, FileRecord
-from megalight.checkpoint.index import TensorInfo
+from megalight.checkpoint.disk.checksum import blocks
+from megalight.checkpoint.disk.datafile import DataFile
+from megalight.checkpoint.disk.files import CODES, FileRecord
+from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.memory import host_buffer
 from megalight.errors import CheckpointError
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.checkpoint.loading import Checkpoint
-from megalight.checkpoint.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megalight.checkpoint.precision import MASTER
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
+from megalight.checkpoint.sources.precision import MASTER
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
 from megalight.ops.parameter import precision_of

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megalight import __version__
-from megalight.checkpoint import manifest as manifests
-from megalight.checkpoint import publish
-from megalight.checkpoint.part import Seal, Written, write_part
+from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.part import Seal, Written, write_part
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.staging import Staged, stage
 from megalight.checkpoint.view import View

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from megalight.checkpoint.manifest import DP_RESHARDABLE, FSDP_DTENSOR, FULLY_RESHARDABLE
+from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FSDP_DTENSOR, FULLY_RESHARDABLE
 from megalight.checkpoint.view import View, views_of_parameters, views_of_pieces, views_of_shards
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -86,6 +86,6 @@ def fsdp_dtensor(contents: Contents) -> dict[str, View]:
     """Canonical tensors as in ``fully_reshardable``, in files that torch's own Distributed Checkpoint reads.
 
     In torch they are entries of a nested ``state_dict`` by parameter name, to be loaded into tensors and DTensors; see
-    :mod:`megalight.checkpoint.torch_files`.
+    :mod:`megalight.checkpoint.foreign.torch_files`.
     """
     return fully_reshardable(contents)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.checkpoint import json_values
-from megalight.checkpoint.files import checked_name
-from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.disk.files import checked_name
+from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.disk.part import Part, Piece
 from megalight.checkpoint.memory import dtype_name, host_memory
-from megalight.checkpoint.part import Part, Piece
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import Box, View
 

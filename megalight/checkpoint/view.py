@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megalight.checkpoint.streaming import Wanted, itself, stream
+from megalight.checkpoint.sources.streaming import Wanted, itself, stream
 from megalight.errors import CheckpointError, nearest
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec, boxes

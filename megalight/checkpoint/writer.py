@@ -7,7 +7,7 @@ from itertools import cycle
 
 from torch import Tensor
 
-from megalight.checkpoint.checksum import blocks
+from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.memory import as_bytes, host_buffer
 
 

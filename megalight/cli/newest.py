@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megalight.checkpoint import manifest as manifests
-from megalight.checkpoint import publish
-from megalight.checkpoint.verify import verify
+from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
 from megalight.errors import CheckpointError
 

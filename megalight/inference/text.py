@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from megalight import checkpoint
-from megalight.checkpoint import publish
+from megalight.checkpoint.disk import publish
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate

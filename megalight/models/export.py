@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.files import Entry, sync_directory, write_file
+from megalight.checkpoint.disk.files import Entry, sync_directory, write_file
+from megalight.checkpoint.disk.part import write_tensors
+from megalight.checkpoint.disk.publish import Partial
 from megalight.checkpoint.memory import dtype_name
-from megalight.checkpoint.part import write_tensors
-from megalight.checkpoint.publish import Partial
 from megalight.checkpoint.ranks import Ranks, alone
-from megalight.checkpoint.streaming import Wanted, stream
+from megalight.checkpoint.sources.streaming import Wanted, stream
 from megalight.checkpoint.writer import host_blocks
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError

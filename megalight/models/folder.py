@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import in_threads
 from megalight.checkpoint.compare import compare
-from megalight.checkpoint.datafile import OpenFile
-from megalight.checkpoint.files import MAX_HEADER, Entry, checked_name, parse_header
+from megalight.checkpoint.disk.datafile import OpenFile
+from megalight.checkpoint.disk.files import MAX_HEADER, Entry, checked_name, parse_header
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megalight.checkpoint.boxes import read_box
-from megalight.checkpoint.datafile import OpenFile
-from megalight.checkpoint.files import Entry
+from megalight.checkpoint.disk.datafile import OpenFile
+from megalight.checkpoint.disk.files import Entry
 from megalight.errors import CheckpointError
 
 FP8 = "_scale_inv"

@@ -11,8 +11,8 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint
-from megalight.checkpoint.precision import FullPrecision
 from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare
 from megalight.models.family import Family, Weights, family, family_of_transformers

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from megalight.checkpoint.single_file import WEIGHTS, read
+from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.errors import CheckpointError
 from megalight.models.family import Family, family
 from megalight.models.saved import PREFIX, described_model

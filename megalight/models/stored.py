@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from megalight import checkpoint
-from megalight.checkpoint.combine import Averaged, Held, Overlaid
-from megalight.checkpoint.flat import canonical
-from megalight.checkpoint.precision import FullPrecision
 from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.sources.combine import Averaged, Held, Overlaid
+from megalight.checkpoint.sources.flat import canonical
+from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare

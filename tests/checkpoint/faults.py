@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalight.checkpoint import publish
+from megalight.checkpoint.disk import publish
 
 CALLS = ("write", "fsync", "rename", "mkdir", "rmdir", "unlink", "open")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalight.checkpoint import boxes
-from megalight.checkpoint.datafile import OpenFile
+from megalight.checkpoint.disk.datafile import OpenFile
 
 SHAPES = [(), (40,), (12, 9), (5, 1, 7), (4, 6, 3, 5)]
 

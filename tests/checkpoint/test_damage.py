@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megalight import checkpoint
-from megalight.checkpoint import files, index, manifest
-from megalight.checkpoint.checksum import checksum
-from megalight.checkpoint.inspect import describe
+from megalight.checkpoint.disk import files, index, manifest
+from megalight.checkpoint.disk.checksum import checksum
+from megalight.checkpoint.inspection.inspect import describe
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalight.checkpoint import json_values
-from megalight.checkpoint.files import CODES
+from megalight.checkpoint.disk.files import CODES
 from megalight.errors import CheckpointError
 
 

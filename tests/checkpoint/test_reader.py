@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint import Box, View, boxes, checksum, datafile, index, memory, part
+from megalight.checkpoint import Box, View, boxes, memory
+from megalight.checkpoint.disk import checksum, datafile, index, part
 from megalight.errors import CheckpointError
 
 SHAPE = (37, 5, 11)

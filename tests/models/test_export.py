@@ -274,7 +274,7 @@ def test_a_source_without_averages_is_refused(folders: Callable[[str], Path], tm
 MEMORY = """
 import re, sys
 from pathlib import Path
-from megalight.checkpoint import streaming
+from megalight.checkpoint.sources import streaming
 from megalight.cli.main import main
 from megalight.models.export import export
 from megalight.models.stored import open_model, save_model

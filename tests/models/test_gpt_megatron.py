@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint import Box, View, pickles
-from megalight.checkpoint.torch_folder import TorchFolder
+from megalight.checkpoint import Box, View
+from megalight.checkpoint.foreign import pickles
+from megalight.checkpoint.foreign.torch_folder import TorchFolder
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from megalight.checkpoint.single_file import describe, read
+from megalight.checkpoint.foreign.single_file import describe, read
 from megalight.errors import CheckpointError
 from megalight.inference.text import TextGenerator, load_model
 from megalight.models.gpt import GPTConfig

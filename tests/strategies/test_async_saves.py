@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention
-from megalight.checkpoint.background import Pending
+from megalight.checkpoint.background.saves import Pending
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.strategies.checkpoints.beside import SavesBeside

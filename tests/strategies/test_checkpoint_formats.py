@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from megalight import checkpoint
 from megalight.callbacks import EMA
-from megalight.checkpoint.flat import canonical
-from megalight.checkpoint.streaming import Wanted, itself, stream
+from megalight.checkpoint.sources.flat import canonical
+from megalight.checkpoint.sources.streaming import Wanted, itself, stream
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model

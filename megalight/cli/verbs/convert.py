@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.dtype or arguments.ema or arguments.average:
             raise ConfigurationError(f"--to {to} keeps all as it is; --dtype, --ema and --average change weights.")
         else:
-            from megalight.checkpoint.rewrite import rewrite
+            from megalight.checkpoint.sources.rewrite import rewrite
 
             rewrite(arguments.source, arguments.output, to, lambda count: bar.advance(task, count))
     print(f"{arguments.output}: a {FORMS[to]}")
@@ -75,7 +75,7 @@ def _convert_model(arguments: argparse.Namespace, to: str, report: Callable[[int
 
     import torch
 
-    from megalight.checkpoint.combine import Watched
+    from megalight.checkpoint.sources.combine import Watched
     from megalight.models.export import export
     from megalight.models.stored import averaged, open_model, save_model
 

@@ -33,14 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from megalight.checkpoint.inspect import describe as read
-    from megalight.checkpoint.inspect import render, to_json
+    from megalight.checkpoint.inspection.inspect import describe as read
+    from megalight.checkpoint.inspection.inspect import render, to_json
     from megalight.cli.newest import newest_in
 
     path = newest_in(arguments.checkpoint)
     if arguments.verify or arguments.diff:
-        from megalight.checkpoint.diff import diff
-        from megalight.checkpoint.verify import verify
+        from megalight.checkpoint.inspection.diff import diff
+        from megalight.checkpoint.inspection.verify import verify
 
         found = verify(path) if arguments.verify else diff(path, newest_in(arguments.diff))
         nothing = "every byte is as it was saved" if arguments.verify else "the tensors are equal"
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(plain) or nothing)
         return int(bool(found))
     if path.is_file():
-        from megalight.checkpoint.single_file import describe as read
+        from megalight.checkpoint.foreign.single_file import describe as read
     report = read(path, norms=arguments.norms)
     print(json.dumps(to_json(report), indent=2) if arguments.json else render(report, arguments.depth))
     return 0

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint import pickles
 from megalight.checkpoint.compare import compare
-from megalight.checkpoint.files import TORCH_METADATA, parse_json
+from megalight.checkpoint.disk.files import TORCH_METADATA, parse_json
+from megalight.checkpoint.foreign import pickles
+from megalight.checkpoint.foreign.torch_folder import TorchFolder, TorchTensor, Wanted
 from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.torch_folder import TorchFolder, TorchTensor, Wanted
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.model import GPT

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
 from megalight.checkpoint import Background
-from megalight.checkpoint.background import Kind, Pending
+from megalight.checkpoint.background.saves import Kind, Pending
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class SavesBeside:
     """The saves of a run whose worker processes write them.
 
     Args:
-        kind: see :data:`megalight.checkpoint.background.Kind`.
+        kind: see :data:`megalight.checkpoint.background.saves.Kind`.
         skip: leave a save out while another is under way. False: wait for the other.
         group: a group of all ranks that works on the host.
         zero: whether this is rank 0, which publishes, links and removes.

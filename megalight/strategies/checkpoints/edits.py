@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megalight.checkpoint import Checkpoint, Contents
-from megalight.checkpoint.precision import FullPrecision
 from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.parallel.model import ParallelModel

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalight.checkpoint import SCHEMES
-from megalight.checkpoint.background import KINDS, Kind
-from megalight.checkpoint.manifest import FULLY_RESHARDABLE
+from megalight.checkpoint.background.saves import KINDS, Kind
+from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.errors import ConfigurationError, nearest
 
 

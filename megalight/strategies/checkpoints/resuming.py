@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from megalight import checkpoint
-from megalight.checkpoint.precision import FullPrecision
+from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base

@@ -1,0 +1,122 @@
+"""How workers tell that their parts are written: one file per rank beside the data, gone before the seal.
+
+The worker locks ``parts/<rank>.json.writing`` as long as it lives. ``parts/<rank>.json`` says what it has written, or
+why it could not. Both begin with a line that names the machine: some file systems have locks that other machines do not
+see, so a lock that is not there tells of a death on the same machine only. No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from pathlib import Path
+
+from megalight.checkpoint.disk import index
+from megalight.checkpoint.disk.files import FileRecord, dump_json, parse_json, write_all
+from megalight.checkpoint.disk.part import Written
+from megalight.checkpoint.disk.publish import locked
+from megalight.errors import CheckpointError
+
+FOLDER = "parts"
+STARTUP_SECONDS = 120.0
+"""A worker that has not shown itself after this time will not come."""
+PERIOD_SECONDS = 0.02
+WATCHED = 16
+"""Ranks that are looked at per period: each look asks the storage three times, which many ranks write to."""
+
+
+class Announcement:
+    """What one worker tells the others about one save. Its death shows by the lock that it leaves."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        (folder / FOLDER).mkdir(exist_ok=True)
+        self._done = folder / FOLDER / f"{rank}.json"
+        self._writing = folder / FOLDER / f"{rank}.json.writing"
+        new = folder / FOLDER / f"{rank}.json.new"
+        self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        lock = locked(new)
+        self._open = [self._descriptor, *([] if lock is None else [lock])]
+        write_all(self._descriptor, f"{_machine()}\n".encode())
+        os.rename(new, self._writing)  # locked before it can be seen: without a lock it tells of a death
+
+    def tell(self, outcome: Written | str) -> None:
+        """Say what was written, or what went wrong."""
+        value = {"error": outcome} if isinstance(outcome, str) else _plain(outcome)
+        try:
+            write_all(self._descriptor, dump_json(value))
+            os.fsync(self._descriptor)  # other hosts see the name only with its content
+            os.rename(self._writing, self._done)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Say nothing more."""
+        while self._open:
+            os.close(self._open.pop())
+
+
+def collect(folder: Path, ranks: int) -> list[Written]:
+    """Wait for the parts of all ranks, and remove what told of them.
+
+    Raises:
+        CheckpointError: a worker failed or died.
+    """
+    begun = time.monotonic()
+    found: dict[int, Written] = {}
+    while len(found) < ranks:
+        for rank in sorted(set(range(ranks)) - found.keys()):
+            written = _look(folder, rank, time.monotonic() - begun)
+            if written is not None:
+                found[rank] = written
+        if len(found) < ranks:
+            time.sleep(PERIOD_SECONDS * (1 + (ranks - len(found)) // WATCHED))
+    shutil.rmtree(folder / FOLDER)
+    return [found[rank] for rank in range(ranks)]
+
+
+def _look(folder: Path, rank: int, seconds: float) -> Written | None:
+    """What a rank has written; None if it is not done."""
+    done = folder / FOLDER / f"{rank}.json"
+    alive = _alive(done.with_suffix(".json.writing"), seconds)  # looked at first: a worker renames its file, then ends
+    if done.exists():
+        return _parse(done, rank)
+    if not alive:
+        raise CheckpointError(f"the worker process of rank {rank} died.")
+    return None
+
+
+def _alive(writing: Path, seconds: float) -> bool:
+    try:
+        lock = locked(writing)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return seconds < STARTUP_SECONDS
+    if lock is None:  # no locks on this file system: its trainer notices its death
+        return True
+    with open(lock, encoding="utf-8") as file:
+        return file.readline().strip() != _machine()
+
+
+def _machine() -> str:
+    """What is the same for all processes that see each other's locks on any file system: a name of this boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node()
+
+
+def _plain(written: Written) -> dict[str, object]:
+    records = {name: [record.size, record.checksum] for name, record in written.records.items()}
+    tensors = [[tensor.name, index.to_json({"": tensor})[""]] for tensor in written.tensors]
+    return {"error": None, "records": records, "tensors": tensors, "archives": written.archives}
+
+
+def _parse(path: Path, rank: int) -> Written:
+    value = parse_json(path.read_bytes().partition(b"\n")[2], str(path))
+    if value["error"] is not None:
+        raise CheckpointError(f"rank {rank}: {value['error']}")
+    records = {name: FileRecord(size, digest) for name, (size, digest) in value["records"].items()}
+    tensors = tuple(index.tensor_from_json(name, item, str(path)) for name, item in value["tensors"])
+    archives = tuple((name, tuple(offset), *place) for name, offset, *place in value["archives"])
+    return Written(records, tensors, archives)

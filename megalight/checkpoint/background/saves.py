@@ -1,0 +1,288 @@
+"""Saves beside training: a step waits for the copy to host memory only, and a worker process per rank writes.
+
+One save is under way at a time, so checkpoints appear in the order of their saves. All collectives are on the host and
+in the thread that trains; the workers of all ranks meet through the checkpoint's own folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.background.shared import SharedMemory
+from megalight.checkpoint.background.worker import Job, Report
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.saving import seal_of
+from megalight.checkpoint.staging import Staged, stage
+from megalight.checkpoint.view import View
+from megalight.errors import CheckpointError
+
+Kind: TypeAlias = Literal["persistent", "per_save"]
+"""How long a worker lives: as long as the run, or for one save."""
+
+KINDS: tuple[Kind, ...] = ("persistent", "per_save")
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A cluster sends these to all processes of a job. The trainer stops by them; its worker then finishes the save."""
+PERIOD_SECONDS = 0.01
+LIMIT_SECONDS = 600.0
+"""How long a save may go on after training has failed."""
+
+
+class Worker:
+    """The process that writes for this rank."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._connection, theirs = Pipe()
+        fds = (theirs.fileno(), memory.descriptor)
+        package = str(Path(__file__).parents[3])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # not -m: messages name their classes by module, and that of a script is another one here
+        code = "from megalight.checkpoint.background.worker import main; main()"
+        # -P: files in the current folder must not take the place of modules
+        command = [sys.executable, "-P", "-c", code, *map(str, fds), str(os.getpid())]
+        # checksums use the core that they run on; threads of libraries would take those of the trainer
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        # a child inherits which signals are blocked, so that none ends it, from its first moment on
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        try:
+            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+    def give(self, job: Job) -> None:
+        """Let it do a job.
+
+        Raises:
+            OSError: it is dead.
+        """
+        self._connection.send(job)
+
+    def report(self) -> Report | None:
+        """What came of the job; None while it is under way. A dead worker has failed."""
+        try:
+            if self._connection.poll():
+                report: Report = self._connection.recv()
+                return report
+        except (EOFError, OSError):
+            return Report(f"the worker process died (exit code {self.process.wait()}).", time.time())
+        return None
+
+    def end(self) -> None:
+        """Kill it, whatever it does, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+        self._connection.close()
+
+
+@dataclass
+class Pending:
+    """A save that is under way.
+
+    Attributes:
+        path: where the checkpoint will be.
+        begun: when it began, in seconds since 1970.
+        waited: seconds that training stood still for it.
+        partial: its folder, on rank 0.
+        report: how this rank's worker ended; None before.
+    """
+
+    path: Path
+    begun: float
+    waited: float
+    partial: publish.Partial | None
+    report: Report | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took until this rank's worker was done: on rank 0, until it was published."""
+        return 0.0 if self.report is None else self.report.at - self.begun
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's worker has failed."""
+        return self.report is not None and self.report.error is not None
+
+
+class Background:
+    """Saves of one rank that go on beside training. All ranks have one, and call its methods in the same order.
+
+    Args:
+        kind: whether one worker serves the whole run, or each save starts its own.
+        process_group: who saves; a group whose collectives work on the host. None: the default group.
+
+    Attributes:
+        pending: the save under way, or None. It is None on all ranks or on none.
+    """
+
+    def __init__(self, kind: Kind = "persistent", process_group: ProcessGroup | None = None) -> None:
+        self.kind = kind
+        self.pending: Pending | None = None
+        self._group = process_group
+        self._memory: SharedMemory | None = None
+        self._worker: Worker | None = None
+
+    def save(self, path: str | os.PathLike[str], views: Mapping[str, View], **values: Any) -> None:
+        """Begin to save ``path``: copy what this rank writes, and return while its worker writes it.
+
+        Args:
+            path: as for :func:`megalight.checkpoint.save`.
+            views: this rank's views.
+            **values: further arguments of :func:`~megalight.checkpoint.stage`.
+
+        Raises:
+            CheckpointError: on every rank, when any rank could not begin.
+        """
+        assert self.pending is None, "finish the save under way first"
+        path, begun, ranks = publish.local(path), time.time(), self._ranks
+        started: list[publish.Partial] = []
+
+        def begin() -> Path:
+            started.append(publish.Partial(path))
+            return started[0].folder
+
+        def give() -> None:
+            # the other workers look for this rank's part: no rank may leave before all have handed over theirs
+            self._give(folder, path, staged)
+
+        try:
+            folder = ranks.first(f"starting to save {path}", begin)
+            staged = stage(views, copy=self._reserve, process_group=self._group, **values)
+            ranks.together(f"starting to save {path}", give)
+        except BaseException as error:
+            self._end_worker()
+            if isinstance(error, CheckpointError):  # on all ranks
+                self._wait_for_ends()
+            for partial in started:
+                partial.discard()
+            raise
+        waited = time.time() - begun
+        self.pending = Pending(path, begun, waited, started[0] if started else None)
+
+    def ready(self) -> bool:
+        """Whether the save under way has come to its end. A collective of all ranks, on the host."""
+        if self.pending is None:
+            return False
+        ended, ranks = self._ended(), self._ranks
+        # parts that are written end nothing: rank 0's worker publishes when it has all of them
+        news = ended and (ranks.rank == 0 or self.pending.failed)
+        return ranks.any(news)
+
+    def settle(self) -> Pending:
+        """Wait until the save under way is published, on all ranks together.
+
+        Raises:
+            CheckpointError: on every rank, when any failed. Nothing is left behind, and what was there before stays.
+        """
+        pending, ranks = self.pending, self._ranks
+        assert pending is not None
+        while not self.ready():
+            if self.pending is None:
+                raise CheckpointError(f"saving {pending.path} was aborted.")
+            time.sleep(PERIOD_SECONDS)
+
+        def outcome() -> None:
+            if pending.report is not None and pending.report.error is not None:
+                raise CheckpointError(pending.report.error)
+
+        try:
+            ranks.together(f"saving {pending.path}", outcome)
+        except CheckpointError:
+            self._end_worker()
+            self._wait_for_ends()
+            self._clear(discard=True)
+            raise
+        while not self._ended():  # its part is written, as rank 0 knows; its own report is on the way
+            time.sleep(PERIOD_SECONDS)
+        self._clear(discard=False)
+        return pending
+
+    def settle_alone(self) -> Pending | None:
+        """Wait for this rank's worker, when other ranks may be gone. On rank 0: until all parts are there or lost.
+
+        Returns:
+            the save, if its checkpoint was published as far as this rank knows. None if there was none.
+        """
+        pending, deadline = self.pending, time.monotonic() + LIMIT_SECONDS
+        if pending is None:
+            return None
+        while not self._ended() and time.monotonic() < deadline:
+            time.sleep(PERIOD_SECONDS)
+        failed = pending.report is None or pending.failed
+        if failed:
+            self._end_worker()
+        self._clear(discard=failed)
+        return None if failed else pending
+
+    def abort(self) -> None:
+        """Kill this rank's worker at once and forget the save under way. No collective: an in-process restarter calls
+        it. What was published stays; what was not leaves a folder that the next save cleans away.
+        """
+        self._end_worker()
+        if self.pending is not None:
+            self._clear(discard=True)
+
+    def close(self) -> None:
+        """End the worker and free the memory."""
+        self.abort()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self._group)
+
+    def _reserve(self, nbytes: int) -> Any:
+        if self._memory is None:
+            self._memory = SharedMemory()
+        return self._memory.reserve(nbytes)
+
+    def _give(self, folder: Path, path: Path, staged: Staged) -> None:
+        assert self._memory is not None
+        ranks = self._ranks
+        starts = tuple(box.data.data_ptr() - self._memory.address for _, box in staged.boxes)
+        seal = seal_of(path, staged) if ranks.rank == 0 else None
+        if self._worker is not None and self._worker.process.poll() is not None:
+            self._end_worker()  # somebody killed it between two saves
+        if self._worker is None:
+            self._worker = Worker(self._memory)
+        self._worker.give(Job(folder, staged.part(ranks.rank), starts, ranks.size, seal))
+
+    def _ended(self) -> bool:
+        """Whether this rank's worker has ended the job."""
+        pending = self.pending
+        assert pending is not None
+        if pending.report is None and self._worker is not None:
+            pending.report = self._worker.report()
+        return pending.report is not None
+
+    def _clear(self, discard: bool) -> None:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        if pending.partial is not None:
+            pending.partial.discard() if discard else pending.partial.release()
+        if self.kind == "per_save":
+            self._end_worker()
+
+    def _wait_for_ends(self) -> None:
+        """Wait until no rank has a worker, which could write into the folder that rank 0 deletes next."""
+        with suppress(CheckpointError):
+            self._ranks.together("ending workers", lambda: None)
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()

@@ -1,0 +1,128 @@
+"""Files of tensors, read in parts, and verified where their checksums are known. No torch in here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.checkpoint.disk.checksum import BLOCK, checksum
+from megalight.checkpoint.disk.files import MAX_HEADER, TORCH_SUFFIX, FileRecord, located
+from megalight.errors import CheckpointError
+
+
+class OpenFile:
+    """An open file. Reads by ``pread``, so that a bad disk is an error and not a signal.
+
+    Attributes:
+        what: the file, for messages.
+        buffer: scratch memory of one block; given, or its own.
+        count: bytes that were read.
+    """
+
+    def __init__(self, path: Path, what: str, buffer: NDArray[np.uint8] | None = None) -> None:
+        self.path = path
+        self.what = what
+        self.buffer = np.empty(BLOCK, np.uint8) if buffer is None else buffer
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``start`` on.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        position = 0
+        while position < len(into):
+            try:
+                count = os.preadv(self.descriptor, [into[position:]], start + position)
+            except OSError as error:
+                raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
+            if not count:
+                raise CheckpointError(f"{self.what} is torn: it ends at byte {start + position}, inside a tensor.")
+            position += count
+        self.count += position
+
+
+class DataFile(OpenFile):
+    """A data file of a checkpoint, which can be verified."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        records: Mapping[str, FileRecord],
+        buffer: NDArray[np.uint8] | None = None,
+    ) -> None:
+        if name not in records:
+            raise CheckpointError(f"checkpoint {directory} is torn: its manifest does not list {name}.")
+        super().__init__(located(directory, name), f"{name} in checkpoint {directory}", buffer)
+        self.record = records[name]
+
+    def verify(self, places: Iterable[tuple[int, int, str]]) -> None:
+        """Check size, header and the given ``(start, stop, checksum)`` blocks.
+
+        Raises:
+            CheckpointError: anything differs, or cannot be read.
+        """
+        size = os.fstat(self.descriptor).st_size
+        if size != self.record.size:
+            raise CheckpointError(f"{self.what} is torn: {size} bytes, {self.record.size} were saved.")
+        if self.path.suffix != TORCH_SUFFIX:
+            self._verify_header(size)
+        self.verify_blocks(places)
+
+    def verify_blocks(self, places: Iterable[tuple[int, int, str]]) -> None:
+        """Check ``(start, stop, checksum)`` blocks.
+
+        Raises:
+            CheckpointError: one differs, or cannot be read.
+        """
+        for place in places:
+            self.block(*place)
+
+    def block(self, start: int, stop: int, digest: str) -> memoryview:
+        """Bytes ``[start, stop)`` of the file, verified; good until the next read.
+
+        Raises:
+            CheckpointError: they differ from what was saved, or cannot be read.
+        """
+        data = self.buffer.data[: stop - start]
+        self.read(start, data)
+        if checksum(data) != digest:
+            raise CheckpointError(f"{self.what} is torn: bytes {start} to {stop} differ from what was saved.")
+        return data
+
+    def verify_around(self, tensors: Iterable[tuple[int, int]]) -> None:
+        """Check the bytes of a file of torch's archives that belong to none of its ``(start, stop)`` tensors.
+
+        Raises:
+            CheckpointError: they differ from what was saved, or cannot be read.
+        """
+        around, position = b"", 0
+        for start, stop in (*sorted(tensors), (self.record.size, 0)):
+            around += self._bytes(start - position, position)
+            position = stop
+        if checksum(around) != self.record.checksum:
+            raise CheckpointError(f"{self.what} is torn: what is around its tensors differs from what was saved.")
+
+    def _verify_header(self, size: int) -> None:
+        length = int.from_bytes(self._bytes(8), "little") if size >= 8 else MAX_HEADER + 1
+        if length > min(MAX_HEADER, size - 8) or checksum(self._bytes(8 + length)) != self.record.checksum:
+            raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
+
+    def _bytes(self, length: int, start: int = 0) -> bytes:
+        data = bytearray(length)
+        self.read(start, memoryview(data))
+        return bytes(data)

@@ -1,0 +1,139 @@
+"""The manifest, a checkpoint's seal: written last, it lists every other file. A folder without one is not a checkpoint.
+
+No torch in here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megalight.checkpoint.disk.checksum import checksum
+from megalight.checkpoint.disk.files import (
+    FileRecord,
+    checked_count,
+    checked_name,
+    dump_json,
+    located,
+    parse_json,
+    write_file,
+)
+from megalight.errors import CheckpointError, MissingCheckpointError
+
+NAME = "manifest.json"
+FORMAT = "megalight"
+VERSION = 2
+MAX_SIZE = 256 << 20
+
+FULLY_RESHARDABLE = "fully_reshardable"
+"""The scheme of canonical tensors; see :mod:`megalight.checkpoint.scheme`."""
+
+DP_RESHARDABLE = "dp_reshardable"
+"""The scheme of flat optimizer state; see there."""
+
+FSDP_DTENSOR = "fsdp_dtensor"
+"""The scheme of canonical tensors in files of torch's Distributed Checkpoint; see there."""
+
+_SEAL = '{"checksum":"%s",\n'
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished checkpoint consists of.
+
+    Attributes:
+        files: every other file in the folder, by relative name.
+        saved_at: nanoseconds since 1970, and later than any checkpoint beside it had when it was saved, even when
+            the clock went back.
+        world_size: ranks that saved it.
+        versions: of the software that saved it.
+        scheme: in which form tensors were written.
+    """
+
+    files: Mapping[str, FileRecord]
+    saved_at: int
+    world_size: int
+    versions: Mapping[str, str]
+    scheme: str
+
+    def write(self, root: Path) -> None:
+        """Seal the folder."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["files"] = {name: [record.size, record.checksum] for name, record in sorted(self.files.items())}
+        body = dump_json(content)[1:]
+        write_file(root / NAME, (_SEAL % checksum(body)).encode() + body)
+
+
+def read(root: Path) -> Manifest:
+    """The manifest of a folder, itself verified; the files it lists are not looked at.
+
+    Raises:
+        CheckpointError: there is none, it is torn or malformed, or of a later version.
+    """
+    if not (root / NAME).exists():
+        error = CheckpointError if root.exists() else MissingCheckpointError
+        raise error(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
+    path = located(root, NAME)
+    if path.stat().st_size > MAX_SIZE:
+        raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")
+    data = path.read_bytes()
+    prefix, body = data[: len(_SEAL % ("0" * 16))], data[len(_SEAL % ("0" * 16)) :]
+    if prefix != (_SEAL % checksum(body)).encode():
+        raise CheckpointError(f"checkpoint {root} is torn: {NAME} differs from what was saved.")
+    return _parse(parse_json(data, str(path)), str(path))
+
+
+def _parse(value: Any, what: str) -> Manifest:
+    try:
+        if value["format"] != FORMAT or value["version"] != VERSION:
+            raise CheckpointError(
+                f"{what} is of format {value['format']!r} version {value['version']!r}; this Megalight reads "
+                f"{FORMAT!r} version {VERSION}. Use the Megalight that wrote it."
+            )
+        files = {}
+        for name, (size, digest) in value["files"].items():
+            files[checked_name(name)] = FileRecord(checked_count(size, what), str(digest))
+        versions = {str(key): str(version) for key, version in value["versions"].items()}
+        saved_at, world_size = (checked_count(value[key], what) for key in ("saved_at", "world_size"))
+        return Manifest(files, saved_at, world_size, versions, str(value["scheme"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
+
+
+def check_files(root: Path, manifest: Manifest) -> None:
+    """Every listed file is there with its size. Contents are verified where they are read.
+
+    Raises:
+        CheckpointError: one is missing, of another size, or no regular file.
+    """
+    for name, record in manifest.files.items():
+        size = located(root, name).stat().st_size
+        if size != record.size:
+            raise CheckpointError(f"checkpoint {root} is torn: {name} has {size} bytes, {record.size} were saved.")
+
+
+def _guess(root: Path) -> str:
+    if not root.exists():
+        return "nothing is there."
+    if root.is_file():
+        return "it is a single file. Files of plain Lightning are loaded by Lightning's own strategies."
+    found = set(os.listdir(root))
+    if found & {".zarray", ".zgroup"} or any((root / name / ".zarray").exists() for name in found):
+        return (
+            "it looks like a zarr folder of an old Megatron-LM, a format that is no longer read. Load it with the "
+            "Megatron-LM that wrote it, save it again with --ckpt-format torch_dist, and export that to a folder of "
+            "transformers (Megatron Bridge does), which megalight convert reads."
+        )
+    if ".metadata" in found:
+        return (
+            "it looks like a folder of torch Distributed Checkpoint. Load it with torch.distributed.checkpoint; if "
+            "Megatron-core wrote it, megalight convert turns it into a checkpoint."
+        )
+    if "config.json" in found:
+        return "it looks like a folder of transformers. Start from it with weights=FOLDER, or use megalight convert."
+    if "data" in found or "index.json" in found:
+        return "it has no manifest, so the save never finished. Use another checkpoint."
+    return f"it has no manifest. It holds {', '.join(sorted(found)[:5]) or 'nothing'}."

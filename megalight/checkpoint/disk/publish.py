@@ -1,0 +1,235 @@
+"""The life of a checkpoint folder: begun beside its final place, published by one rename, removed by another.
+
+``<path>.partial-<token>`` is being written, ``<path>.old-<token>`` was replaced, ``<path>.removed-<token>`` is being
+deleted. A process holds a lock on the folder that it works in, and the operating system drops the lock when the process
+dies. So a folder without a lock is a leftover, and one with a lock is a save under way. No torch in here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk.files import sync_directory
+from megalight.errors import CheckpointError
+
+_TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-[0-9a-f]{8}")
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """``path``, absolute.
+
+    Raises:
+        CheckpointError: it is an address of remote storage.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
+        raise CheckpointError(f"{path} is remote storage; checkpoints need a mounted file system that all ranks share.")
+    return Path(os.path.abspath(path))
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes."""
+    try:
+        root = Path(path)
+        manifests.check_files(root, manifests.read(root))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def resolve(path: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint of this name is.
+
+    At ``path``; or, when a save was killed between sealing its folder and renaming it (or between the two renames of a
+    replacement, on file systems that cannot swap), under the temporary name it still has.
+    """
+    path = Path(path)
+    if path.exists():
+        return path
+    for state in ("partial", "old"):
+        for candidate in sorted(path.parent.glob(f"{_escaped(path.name)}.{state}-*")):
+            if _TEMPORARY.fullmatch(candidate.name) and is_complete(candidate):
+                return candidate
+    return path
+
+
+def finished(directory: str | os.PathLike[str]) -> list[Path]:
+    """All finished checkpoints in a directory, oldest first."""
+    found: dict[Path, int] = {}
+    for entry in _entries(Path(directory)):
+        match = _TEMPORARY.fullmatch(entry.name)
+        path = entry.with_name(match["path"]) if match else entry
+        actual = resolve(path)
+        if path not in found and is_complete(actual):
+            found[path] = manifests.read(actual).saved_at
+    return sorted(found, key=lambda path: (found[path], path))
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest finished checkpoint in a directory, or None. What a killed save left does not count."""
+    return next(reversed(finished(directory)), None)
+
+
+def remove(path: str | os.PathLike[str]) -> bool:
+    """Remove a checkpoint: gone at once under its name, then deleted. Nothing happens when it is not there.
+
+    Returns:
+        False if somebody reads it: then it stays.
+    """
+    path = Path(path)
+    trash = _temporary(path, "removed")
+    try:
+        lock = locked(resolve(path))
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    try:
+        os.rename(resolve(path), trash)
+        sync_directory(path.parent)
+        _delete(trash)
+    except FileNotFoundError:
+        pass
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return True
+
+
+def reading(root: Path) -> int | None:
+    """Lock a checkpoint's folder for reading: nobody removes it until the returned descriptor is closed.
+
+    Returns:
+        None where the file system has no locks, or where it is being removed: then reading fails with its own message.
+    """
+    try:
+        return locked(root, fcntl.LOCK_SH)
+    except OSError:
+        return None
+
+
+class Partial:
+    """A checkpoint folder while it is being written. Made by one process for all; ``discard`` or ``publish`` it."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path} exists and is not a folder. Save elsewhere, or remove it.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clean(path)
+        self.path = path
+        self.folder = _temporary(path, "partial")
+        self.folder.mkdir()
+        self._lock = locked(self.folder)
+
+    def publish(self) -> None:
+        """Put the sealed folder in its place. A checkpoint that was there stays until this one is."""
+        publish(self.folder, self.path)
+        self.release()
+
+    def discard(self) -> None:
+        """Delete it; the published checkpoint of the same name, if any, is untouched."""
+        _delete(self.folder)
+        self.release()
+
+    def release(self) -> None:
+        """Give up the lock: the folder is published, or gone."""
+        if self._lock is not None:
+            # closing is not enough: workers of a data loader, forked while the save went on, have the descriptor too
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
+
+
+def publish(folder: Path, path: Path) -> None:
+    """Put a sealed folder in its place. A checkpoint that was there stays until this one is."""
+    sync_directory(folder)
+    if not os.path.lexists(path):
+        os.rename(folder, path)
+        sync_directory(path.parent)
+    elif _swap(folder, path):
+        sync_directory(path.parent)
+        _delete(folder)
+    else:
+        old = _temporary(path, "old")
+        os.rename(path, old)
+        try:
+            os.rename(folder, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        sync_directory(path.parent)
+        _delete(old)
+
+
+def clean(path: Path) -> None:
+    """Delete what killed saves and removals left in the directory of ``path``.
+
+    A folder that a living process has locked stays. Where the file system has no locks, only leftovers of ``path``
+    itself go. A complete leftover stays as long as its path is missing: it *is* that checkpoint.
+    """
+    for entry in _entries(path.parent):
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or resolve(entry.with_name(match["path"])) == entry:
+            continue
+        try:
+            descriptor = locked(entry)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        if descriptor is not None or match["path"] == path.name:
+            _delete(entry)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _entries(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from sorted(entry for entry in directory.iterdir() if entry.is_dir())
+
+
+def _temporary(path: Path, state: str) -> Path:
+    return path.with_name(f"{path.name}.{state}-{secrets.token_hex(4)}")
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def locked(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Lock a folder or file until the returned descriptor is closed; None where its file system cannot.
+
+    Raises:
+        BlockingIOError: a living process has it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, so that neither name is ever missing; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return exchange is not None and exchange(here, os.fsencode(one), here, os.fsencode(other), flag) == 0

@@ -1,0 +1,109 @@
+"""Pickles, which torch's Distributed Checkpoint uses: the only file that may touch them.
+
+A pickle names the classes and functions that it wants to be called. Here none of them is looked up: each becomes a
+:class:`Record` of what it would have been called with. So a hostile pickle is no more than a strange list of names.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any, Self
+
+from megalight.checkpoint.disk.files import CODES, MAX_JSON
+from megalight.errors import CheckpointError
+
+PLAIN = {
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): tuple,
+}
+"""What is made as it is, or as its nearest plain value."""
+
+
+def dumps(value: Any) -> bytes:
+    """Return a pickle for torch to read."""
+    return pickle.dumps(value)
+
+
+class Record:
+    """An object in a pickle.
+
+    Attributes:
+        kind: name of its class, or of the function that would have made it.
+        arguments: what that would have been called with.
+        state: what it would have got afterwards: mostly its attributes by name.
+    """
+
+    kind = ""
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Keep the arguments."""
+        record = super().__new__(cls)
+        record.arguments, record.state = (*arguments, *named.values()), {}
+        return record
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Nothing more."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Drop what a subclass of dict holds."""
+
+    def append(self, value: Any) -> None:
+        """Drop what a subclass of list holds."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def read(data: bytes, what: str) -> Any:
+    """Return what a pickle holds, with records in place of objects, and dtypes by name. Nothing is called.
+
+    Args:
+        data: the pickle.
+        what: the file, for messages.
+
+    Raises:
+        CheckpointError: it is no pickle.
+    """
+    try:
+        return _Records(io.BytesIO(data)).load()
+    except Exception as error:  # a broken pickle makes the machine that reads it raise anything
+        raise CheckpointError(f"{what} is damaged: it cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def read_file(path: Path) -> Any:
+    """Return the same of a file of ``torch.save``; tensors are records too.
+
+    Raises:
+        CheckpointError: it is no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            if info.file_size > MAX_JSON:
+                raise ValueError(f"its pickle claims {info.file_size} bytes")
+            data = archive.read(info)
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is no file of torch.save ({error}); copy it again.") from error
+    return read(data, str(path))
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in CODES:
+            return name
+        return PLAIN.get((module, name)) or type("Record", (Record,), {"kind": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return Record(pid)

@@ -1,0 +1,97 @@
+"""How two checkpoints differ: tensors that only one has, shapes, dtypes, values. No torch in here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod, sqrt
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.checksum import blocks
+from megalight.checkpoint.disk.datafile import DataFile
+from megalight.checkpoint.disk.files import CODES, FileRecord
+from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.manifest import read
+from megalight.checkpoint.inspection.inspect import describe, floats
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that differs.
+
+    Attributes:
+        name: canonical name.
+        ours, theirs: shape and dtype; None where a checkpoint lacks the tensor.
+        relative: ``||a - b|| / ||a||`` (Euclidean norms, in float64), or None if values cannot be compared.
+    """
+
+    name: str
+    ours: str | None
+    theirs: str | None
+    relative: float | None
+
+    def __str__(self) -> str:
+        if self.theirs is None or self.ours is None:
+            return (
+                f"{self.name}: only in the {'first' if self.theirs is None else 'second'} ({self.ours or self.theirs})"
+            )
+        kinds = "" if self.ours == self.theirs else f"{self.ours} and {self.theirs}"
+        values = "" if self.relative is None else f"values differ by {self.relative:.3g} of the norm"
+        return f"{self.name}: {', '.join(filter(None, (kinds, values)))}"
+
+
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Difference]:
+    """Compare all tensors of two checkpoints, of any layouts. Every byte of both is verified.
+
+    Raises:
+        CheckpointError: one of them is missing, unfinished or damaged.
+    """
+    a, b = describe(one).tensors, describe(other).tensors
+    found = []
+    for name in sorted(a.keys() | b.keys()):
+        ours, theirs = (
+            None if info is None else f"{list(info.shape)} {info.dtype}" for info in (a.get(name), b.get(name))
+        )
+        relative = None
+        if name in a and name in b and a[name].shape == b[name].shape:
+            relative = _relative(_values(Path(one), a[name]), _values(Path(other), b[name]))
+        if relative is None or relative > 0 or ours != theirs:
+            found.append(Difference(name, ours, theirs, relative))
+    return found
+
+
+def _kind(info: TensorInfo | None) -> str | None:
+    return None if info is None else f"{list(info.shape)} {info.dtype}"
+
+
+def _relative(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    if same.all():
+        return 0.0
+    norm, distance = sqrt(float(np.square(one).sum())), sqrt(float(np.square(one - other).sum()))
+    return distance / norm if norm else float("inf")
+
+
+def _values(path: Path, info: TensorInfo) -> NDArray[np.float64]:
+    """A whole tensor, from all its chunks."""
+    root = publish.resolve(path)
+    records: Mapping[str, FileRecord] = read(root).files
+    pairs = 2 if info.dtype == "complex64" else 1
+    whole = np.empty((*info.shape, pairs))
+    for chunk in info.chunks:
+        with DataFile(root, chunk.file, dict(records)) as file:
+            file.verify(())
+            parts = [
+                floats(np.frombuffer(file.block(chunk.start + start, chunk.start + stop, digest), np.uint8), info.dtype)
+                for (start, stop), digest in zip(
+                    blocks(prod(chunk.size) * CODES[info.dtype][1]), chunk.sums, strict=True
+                )
+            ]
+        box = tuple(slice(low, low + extent) for low, extent in zip(chunk.offset, chunk.size, strict=True))
+        whole[box] = np.concatenate(parts).reshape(*chunk.size, pairs) if parts else 0
+    return whole

@@ -1,0 +1,1 @@
+"""Checkpoints as sources of values: combined, widened, streamed tensor by tensor, and rewritten in another format."""

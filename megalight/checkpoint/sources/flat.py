@@ -1,0 +1,126 @@
+"""Optimizer state that was saved as it lay in flat shards, seen as canonical tensors: what conversions read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.compare import compare
+from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
+from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.view import piece_name
+from megalight.errors import CheckpointError
+from megalight.parallel.source import Filled, Source, Stored, Target
+
+_PIECE = re.compile(r"(?P<name>.+)@(?P<offset>[\d,]*)\+(?P<size>[\d,]*)")
+
+
+def canonical(saved: Checkpoint) -> Source:
+    """Return a checkpoint as a source of canonical tensors, whatever scheme wrote it."""
+    return FlatStates(saved) if saved.scheme == DP_RESHARDABLE else saved
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A canonical tensor that is stored in flattened pieces.
+
+    Attributes:
+        shape: its shape.
+        dtype: torch's name of its dtype.
+        pieces: offset and size of each piece.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class FlatStates:
+    """A checkpoint of the scheme ``dp_reshardable`` as a source of canonical tensors.
+
+    A fill reads the whole of each piece that a box touches: this is for one process that converts, not for training.
+    """
+
+    saved: Checkpoint
+
+    @cached_property
+    def wholes(self) -> dict[str, Whole]:
+        """The tensors that are stored in pieces.
+
+        Raises:
+            CheckpointError: the pieces of a tensor do not cover it.
+        """
+        found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], TensorInfo]]] = {}
+        for name, info in self.saved.tensors.items():
+            match = _PIECE.fullmatch(name)
+            if match is not None:
+                found.setdefault(match["name"], []).append((_numbers(match["offset"]), _numbers(match["size"]), info))
+        wholes = {}
+        for name, parts in found.items():
+            ends = [[o + n for o, n in zip(offset, size, strict=True)] for offset, size, _ in parts]
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            if sum(prod(size) for _, size, _ in parts) != prod(shape) or any(
+                info.shape != (prod(size),) for _, size, info in parts
+            ):
+                raise CheckpointError(f"checkpoint {self.saved.path} is malformed: the pieces of {name!r} do not fit.")
+            wholes[name] = Whole(shape, parts[0][2].dtype, tuple((offset, size) for offset, size, _ in parts))
+        return wholes
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """The available tensors, by canonical name."""
+        others = {name: info for name, info in self.saved.tensors.items() if not _PIECE.fullmatch(name)}
+        return {**others, **self.wholes}
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`megalight.parallel.source.Source.fill`."""
+        boxes = list(targets)
+        asked = {box.name: box.shape for box in boxes}
+        where = f"checkpoint {self.saved.path}"
+        filled = compare(Ranks(process_group), where, self.tensors, asked, strict=strict, prefix=prefix)
+        plain = [box for box in boxes if box.name not in self.wholes]
+        touched: dict[str, Tensor] = {}
+        overlaps = []
+        for box in boxes:
+            for offset, size in self.wholes[box.name].pieces if box.name in self.wholes else ():
+                overlap = _overlap(box, offset, size)
+                if overlap is not None:
+                    name = piece_name(box.name, offset, size)
+                    touched.setdefault(name, torch.empty(prod(size), dtype=box.data.dtype))
+                    overlaps.append((name, size, *overlap))
+        flat = [Target(name, (len(data),), (0,), data) for name, data in touched.items()]
+        self.saved.fill([*plain, *flat], strict=False, process_group=process_group)
+        for name, size, part, inside in overlaps:
+            part.copy_(touched[name].view(size)[inside])
+        return filled
+
+
+def _overlap(box: Target, offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[Tensor, tuple[slice, ...]] | None:
+    """Return the memory that a box and a piece share, and its place in the piece; None if they share none."""
+    low = [max(a, b) for a, b in zip(box.offset, offset, strict=True)]
+    high = [min(a + m, b + n) for a, m, b, n in zip(box.offset, box.data.shape, offset, size, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    part = box.data[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))]
+    return part, tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)

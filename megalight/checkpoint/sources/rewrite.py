@@ -1,0 +1,63 @@
+"""Rewrite a checkpoint in another format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from torch.distributed import ProcessGroup
+
+from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
+from megalight.checkpoint.loading import open as open_checkpoint
+from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.saving import save
+from megalight.checkpoint.sources.combine import Watched
+from megalight.checkpoint.sources.flat import canonical
+from megalight.checkpoint.view import View, views_of_source
+from megalight.parallel.source import Source
+
+WEIGHTS = "model."
+"""Names of weights begin with this, those of states do not."""
+
+
+def rewrite(
+    path: str | os.PathLike[str], output: str | os.PathLike[str], scheme: str, report: Callable[[int], None]
+) -> None:
+    """Write everything in a checkpoint again by another scheme. One process calls it.
+
+    Weights, optimizer state, random states of all ranks and files are kept, so that a run resumes from the result as
+    from the original. One tensor is in memory at a time.
+
+    Args:
+        path: the checkpoint.
+        output: the folder to write.
+        scheme: the format to write. Flat state (``dp_reshardable``) is written for weights that are not split.
+        report: called with the number of elements that were read, now and then.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged, or ``output`` cannot be written.
+    """
+    opened = open_checkpoint(path)
+    source = Watched(canonical(opened), report)
+    states = {rank: opened.rank_state(rank) for rank in range(opened.world_size)}
+    names = [name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")]
+    with alone() as group:
+        save(
+            output,
+            _views(source, scheme, group),
+            common=opened.common,
+            other_ranks={rank: state for rank, state in states.items() if state is not None},
+            files={name: opened.file(name) for name in names},
+            scheme=scheme,
+            process_group=group,
+        )
+
+
+def _views(source: Source, scheme: str, group: ProcessGroup | None) -> dict[str, View]:
+    """One view per tensor; the flat scheme's states are flattened, as a run without tensor parallelism holds them."""
+    names = list(source.tensors)
+    flat = [name for name in names if scheme == DP_RESHARDABLE and not name.startswith(WEIGHTS)]
+    return {
+        **views_of_source(source, (name for name in names if name not in flat), None, group),
+        **views_of_source(source, flat, None, group, flat=True),
+    }
