@@ -20,11 +20,13 @@ class Import:
         module: full dotted name.
         line: number of the line.
         lazy: whether the import is inside a function.
+        typing: whether the import is for type checkers only.
     """
 
     module: str
     line: int
     lazy: bool
+    typing: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,19 @@ class Source:
 
     def imports(self) -> Iterator[Import]:
         """Yield every import in the file. ``from a import b`` counts as ``a.b``, because ``b`` may be a module."""
-        yield from self._imports(self.tree, lazy=False)
+        yield from self._imports(self.tree, lazy=False, typing=False)
 
-    def _imports(self, node: ast.AST, lazy: bool) -> Iterator[Import]:
+    def _imports(self, node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, lazy)
+                yield Import(alias.name, node.lineno, lazy, typing)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                yield Import(f"{self._base(node)}.{alias.name}", node.lineno, lazy)
+                yield Import(f"{self._base(node)}.{alias.name}", node.lineno, lazy, typing)
         lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing = typing or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
-            yield from self._imports(child, lazy)
+            yield from self._imports(child, lazy, typing)
 
     def _base(self, node: ast.ImportFrom) -> str:
         if not node.level:

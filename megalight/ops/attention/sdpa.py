@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.attention.reference import mask
+from megalight.ops.attention_mask import mask
 from megalight.types import PackedSequences
 
 
