@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear.inputs import recipe_of
+from megalight.ops.note import note_of
 
 
 @cache
@@ -25,6 +26,11 @@ def beside(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tens
     if not x.is_cuda:
         result = function(x)
         return lambda: result
+    # Where x is a leaf (the input of a recomputed region), its gradient is summed on the stream of its first use, and
+    # torch warns of gradients that come from another. The view's backward takes them over to the current stream.
+    seen = x.view_as(x)
+    if (note := note_of(x)) is not None:
+        seen.megalight_note = note  # type: ignore[attr-defined]
     side = _stream(x.device)
     side.wait_stream(torch.cuda.current_stream(x.device))
     # The backward reads these on the side stream, and may be the last to do so: their memory must not be reused before.
@@ -32,7 +38,7 @@ def beside(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tens
     for tensor in (x, *(recipe.ingredients if recipe is not None else ())):
         tensor.record_stream(side)
     with torch.cuda.stream(side):
-        result = function(x)
+        result = function(seen)
 
     def finish() -> Tensor:
         current = torch.cuda.current_stream(x.device)
