@@ -72,6 +72,7 @@ def log(module: pl.LightningModule, name: str, value: Tensor, prog_bar: bool = F
     """
     results, fx, connector = module.trainer._results, module._current_fx_name, module.trainer._logger_connector
     key, own = f"{fx}.{name}", type(module).log is not pl.LightningModule.log
+    # The first value under a key makes the record, and at the beginning of an epoch Lightning empties old ones.
     if own or fx is None or results is None or key not in results or connector.should_reset_tensors(fx):
         module.log(name, value, prog_bar=prog_bar, batch_size=1)
     else:
@@ -104,6 +105,7 @@ def skip_backward(trainer: pl.Trainer, skip: bool) -> None:
 
 def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) -> None:
     """Let a ModelCheckpoint make its links with ``link``; None: with its own method again."""
+    # The instance's attribute hides the method of the class, so that removing it restores the method.
     callback.__dict__.pop("_link_checkpoint", None)
     if link is not None:
         callback._link_checkpoint = link

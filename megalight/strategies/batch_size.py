@@ -22,6 +22,7 @@ def count_samples(batch: Any) -> int:
 def weights(micro_batches: Sequence[Any]) -> list[float]:
     """Return each micro-batch's fraction of all samples. The fractions are equal if samples cannot be counted."""
     sizes = [count_samples(micro_batch) for micro_batch in micro_batches]
+    # Samples that cannot be counted are taken to be equally many.
     if not all(sizes):
         return [1 / len(sizes)] * len(sizes)
     return [size / sum(sizes) for size in sizes]

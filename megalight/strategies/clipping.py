@@ -15,6 +15,7 @@ def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_nor
     """Scale gradients to a global norm of at most ``max_norm``, and log the norm before clipping as ``grad_norm``."""
     if not engine.main_gradients.reduced:  # the batch was skipped
         return
+    # The norm stays on the device: the host does not wait, neither here nor for the log.
     norm = engine.grad_norm()
     engine.scale_gradients(clip_coefficient(norm, max_norm))
     log(module, "grad_norm", norm)
@@ -30,7 +31,8 @@ def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
 
 def unscale(engine: DataParallelEngine, scale: float) -> bool:
     """Divide gradients by the loss scale. Return whether all of them are finite, on every rank. The host waits."""
-    finite = bool(torch.isfinite(engine.grad_norm()))  # the norm is over all ranks, so they agree
+    # The norm is over all ranks, so they agree: one that skipped the update alone would have other weights.
+    finite = bool(torch.isfinite(engine.grad_norm()))
     if engine.gradients:
         torch._foreach_mul_(engine.gradients, 1 / scale)
     return finite

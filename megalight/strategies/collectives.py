@@ -38,7 +38,9 @@ class Collectives:
         name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
         mean = name in ("mean", "avg")
         op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, name.upper())
+        # A copy: the caller's metric must not change.
         value = tensor.to(self.root_device, copy=True)
+        # A mean of integers is a fraction.
         if mean and not value.is_floating_point():
             value = value.float()
         dist.all_reduce(value, op=op, group=group)
@@ -52,6 +54,7 @@ class Collectives:
         """Return whether the flag is set on any rank, without touching the device."""
         return self.largest([int(flag)]) == [1]
 
+    # On the host: a device collective would wait for all queued kernels, in every step.
     def largest(self, values: list[int]) -> list[int]:
         """Return the maximum of each value over all ranks, without touching the device."""
         if self.world_size == 1:
@@ -64,6 +67,7 @@ class Collectives:
         """A gloo group over all ranks, for decisions on the host that must not touch the device."""
         if self._host_group is None:
             backend = dist.get_backend()
+            # All ranks make this group together, at the first decision that they take together.
             self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
         return self._host_group
 

@@ -47,6 +47,7 @@ class _Padded:
         batch = None
         for batch in self.loader:
             yield batch
+        # The last batch again, as `coupling.Empty` says. Its losses are multiplied by zero.
         for _ in range(self.length - len(self.loader)):
             yield emptied(batch)
 
@@ -66,6 +67,7 @@ class _Asking:
         batches, last = iter(self.loader), end
         while True:
             batch = next(batches, end)
+            # On the host, before the batch is used: a rank that stops alone would leave others in a collective.
             if not self.coupling.most(batch is not end):
                 return
             if batch is end and last is end:

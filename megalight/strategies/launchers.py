@@ -67,9 +67,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def launch(self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run the checks, start the other local ranks unless they run already, and call ``function``."""
+        # Before any process starts: an error is then shown once, and nothing has to be ended.
         preflight.check(self._strategy, trainer, function, *args, **kwargs)
         if self._alone:
             return function(*args, **kwargs)
+        # Another process has started this one. If that was rank 0, it may be killed and leave this one alone.
         if self.cluster_environment.creates_processes_externally:
             orphans.watch()
         else:
@@ -81,6 +83,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 first = self._strategy.node_rank * self.num_processes + 1
                 for rank, name in killed(self.procs, SETTLE_SECONDS):
                     error.add_note(f"(rank {first + rank} was killed by {name})")
+                # Not now: the error is shown first, and other ranks get the time to end by themselves.
                 atexit.register(end, self.procs, GRACE_SECONDS)
             raise
 
@@ -133,6 +136,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         folder = None
         # weights return by a checkpoint: it makes the whole model from the shards of all ranks
         if trainer.state.fn == TrainerFn.FITTING:
+            # One folder for all workers, made by rank 0 and known to the others.
             parent = self._strategy.broadcast(
                 tempfile.mkdtemp(prefix="megalight-") if self._strategy.is_global_zero else ""
             )
@@ -145,6 +149,7 @@ class WorkerLauncher(MultiProcessingLauncher):
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return metrics and the state of each ModelCheckpoint, as bytes: memory of tensors ends with the worker."""
         buffer = io.BytesIO()
+        # As bytes: tensors in shared memory vanish with the worker.
         torch.save([callback.state_dict() for callback in _savers(trainer)], buffer)
         return {**super().get_extra_results(trainer), "savers": buffer.getvalue()}
 
@@ -160,6 +165,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         if isinstance(worker_output, Terminated):
             raise SIGTERMException("SIGTERM ended the processes of this run, so it has no results.")
         if worker_output.weights_path is not None:
+            # Into a whole module, as this process has the model of one device.
             loops = restore_whole(trainer.lightning_module, worker_output.weights_path)
             trainer.fit_loop.load_state_dict(loops["fit_loop"])
             checkpoint.remove(worker_output.weights_path)

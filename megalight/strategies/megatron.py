@@ -202,11 +202,14 @@ class MegatronStrategy(FolderCheckpoints):
 
     def setup_environment(self) -> None:
         """Make the process group, the mesh and the random streams."""
+        # An earlier failure in this process is over: ranks may wait for each other again.
         FAILED.clear()
         super().setup_environment()
         self.set_world_ranks()
+        # The mesh asks for groups, so the process group comes first.
         join(self, self.timeout_seconds)
         if self.mesh.world_size != self.world_size:
+            # A second loop of the same Trainer keeps the mesh, and with it the process groups.
             self.mesh = self.grid(self.world_size, self.global_rank)
         if self.streams is None:
             self.streams = RandomStreams(self.mesh)
@@ -221,6 +224,7 @@ class MegatronStrategy(FolderCheckpoints):
             if trainer.state.fn == TrainerFn.FITTING:
                 ordinary.check_early(self, model)
             refusals.check_callbacks(trainer)
+        # Another module needs a split of its own. The same one continues with the split model that it has.
         if model is not self._setup_of:
             self._setup_of = None
         super().connect(model)
@@ -233,6 +237,8 @@ class MegatronStrategy(FolderCheckpoints):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Build the model of Megalight's modules on the meta device: it is split first, and filled later."""
+        # A plain module keeps its values. One that was set up before is on its device, and
+        # nothing is built here.
         meta = isinstance(self.lightning_module, MegalightModule) and self._setup_of is None
         with torch.device("meta") if meta else nullcontext():
             yield
@@ -246,6 +252,7 @@ class MegatronStrategy(FolderCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         new = self._setup_of is None
         if new:
+            # The engine of an earlier module holds that one's parameters.
             self.engine = None
             check_steps(module, self.mesh)
             model = setup.build(self, module, self._resumed is not None)
@@ -262,8 +269,10 @@ class MegatronStrategy(FolderCheckpoints):
             self._fit_setup(trainer)
         else:
             self.parallel_model.fill()
+        # After the engine has made its storage, so that values are read into it once.
         if new and self._resumed is not None:
             self.read_weights()
+        # Transforms act on the values that the run begins with, also on those of a checkpoint. Masters follow.
         if new and self.parallel_model.transform_values() and self.engine is not None:
             self.engine.refresh_masters()
         self._stepper.begin(self.engine)
@@ -278,12 +287,14 @@ class MegatronStrategy(FolderCheckpoints):
         with refusals.optimizer_of_stage(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
         on_shards = not ordinary.is_needed(self.lightning_module, self.optimizers)
+        # The backward is part of `training_step`, so Lightning must not run it again.
         _lightning.skip_backward(trainer, on_shards)
         self._sigterm = _lightning.SigtermAgreement(trainer, self.any_rank, self.sigterm_every_n_steps)
         self._sigterm.install()
         self.begin_saving(trainer)
         if not on_shards:
             ordinary.check(self, self.lightning_module, self.optimizers)
+            # No engine will bring the values, so the parameters get memory of their own.
             self.parallel_model.fill()
             self.engine = self.precision.clip_by_norm = self.precision.clip_by_value = None
             return
@@ -293,6 +304,8 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.engine is not None
         sharded, module = self.engine.level.parameters, self.lightning_module
         self._whole_between_steps = setup.reads_weights_between_steps(module, trainer, sharded)
+        # Only sharded weights are away there. On other levels they are whole between the
+        # backward and the update.
         self._whole_before_update = sharded and setup.reads_weights_before_update(module, trainer)
         if self._whole_between_steps and self.engine.units is not None and sharded and self.is_global_zero:
             log.warning(
@@ -306,6 +319,8 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.lightning_module is not None and self.parallel_model is not None
         self.engine = setup.build_engine(self, self.optimizers[0])
         if isinstance(self.lightning_module, MegalightModule):
+            # Only our modules keep to the rule that these hooks need: each module reads its own
+            # parameters in its forward.
             self.engine.attach_gather_hooks(self.parallel_model.root)
         self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
         self.precision.clip_by_value = partial(clip_by_value, self.engine)
@@ -330,10 +345,12 @@ class MegatronStrategy(FolderCheckpoints):
                 "parameters were added to the optimizer after training began, but this data_parallel.level shards them "
                 "once. Use level='optim', or let all parameters require gradients from the start, with learning rate 0."
             )
+        # First end the sharding, then close the engine: the optimizer must not point at buffers that are gone.
         sharding.end()
         earlier = self.engine
         earlier.close()
         self._make_engine()
+        # The new engine fills its masters from half-precision parameters. Those of the old one have more bits.
         earlier.give_masters(self.engine)
         self._stepper.begin(self.engine)
 
@@ -376,14 +393,17 @@ class MegatronStrategy(FolderCheckpoints):
             self._follow_optimizer()
             _lightning.zero_grad(trainer, self.optimizers[0])
             self._stepper.zero_grad()
+        # The user's hooks before this step could read whole weights. From here on units come and go.
         self.engine.release_parameters()
         sync = not self._accumulating
         scaling = self.precision.loss_scale
+        # Gradients of a window add up, so each of its batches counts as a fraction.
         scale = (1.0 if scaling is None else scaling.scale) / window
         output, report = self._stepper.train(args, trainer.global_step, scale, sync)
         if report is None:
             return None
         self.report = report
+        # Gathered before the hooks below, which may read weights.
         if self._whole_before_update or (self._whole_between_steps and not sync):
             self.engine.gather_parameters()
         _lightning.fire(trainer, "on_after_backward")
@@ -396,6 +416,7 @@ class MegatronStrategy(FolderCheckpoints):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (step, hooks, clipping), update this rank's shards, and start gathering the parameters."""
         if self.engine is None:
+            # Lightning clips after the closure, so the closure must already average the gradients.
             return super().optimizer_step(optimizer, ordinary.averaging(optimizer, closure, self.mesh), model, **kwargs)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.publish()
@@ -435,6 +456,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     def _evaluation_step(self, stage: str, method: str, args: tuple[Any, ...]) -> Any:
         assert self._stepper is not None
+        # The last step's gather may still be in flight.
         self.sync_parameters()
         if own_steps(self._stepper.module, method):
             return self._stepper.own(method, args)
@@ -479,6 +501,7 @@ class MegatronStrategy(FolderCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         """Note the failure: after it, nothing may wait for other ranks, which could hang."""
         super().on_exception(exception)
+        # The engine of a failed fit stays open: its gradients and masters may be looked at, or saved.
         self._ended = False
         if self.world_size > 1:
             FAILED.set()
@@ -486,6 +509,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     def teardown(self) -> None:
         """Release resources. Weights stay where they are, as views of flat buffers."""
+        # First, while all ranks are still here.
         self.end_saving(failed=FAILED.is_set())
         if self._sigterm is not None:
             self._sigterm.uninstall()
@@ -496,6 +520,7 @@ class MegatronStrategy(FolderCheckpoints):
             self.cluster_environment.teardown()
         assert self.accelerator is not None
         if self.engine is not None and self._ended:
+            # The shards first take over what hooks have written to whole weights.
             self.engine.release_parameters()
             self.engine.close()
             sharding = sharding_of(self.optimizers[0])

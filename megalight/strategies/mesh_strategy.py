@@ -102,6 +102,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether ranks have different data. If so, Lightning divides loaders over replicas and syncs logged values."""
+        # By the degrees, not by the mesh: Lightning asks before there are processes.
         mesh = self.grid(self.num_nodes * self.num_processes)
         return mesh.dp * mesh.cp > 1
 
@@ -109,6 +110,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     def run(self) -> Run:
         """The parts of the run that checkpoints save."""
         assert self.parallel_model is not None and self.streams is not None
+        # A callback may have added parameters since the split.
         self.parallel_model.describe_new()
         optimizer = self.optimizers[0] if self.engine is not None else None
         return Run(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
@@ -142,6 +144,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """This rank's share of the data. All ranks of one replica read the same share."""
+        # By replica: all ranks of one replica need the same samples.
         return {"num_replicas": self.mesh.dp, "rank": self.mesh.rank("dp")}
 
     @property
@@ -163,5 +166,6 @@ class MeshStrategy(Collectives, ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Set this process's rank and the world size in the cluster environment."""
         if self.cluster_environment is not None:
+            # Ranks count nodes first, so that `tp`, the fastest axis, stays inside a node.
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)

@@ -70,6 +70,7 @@ class DeviceMemory:
 
     def measure(self, samples: int) -> Callable[[], Usage]:
         """Begin to measure. Ending it is a collective over all ranks, which then go on with equal figures."""
+        # Peaks of earlier steps, and of the search itself, must not count.
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
 
@@ -77,6 +78,7 @@ class DeviceMemory:
             free, total = torch.cuda.mem_get_info(self.device)
             allowed = total * torch.cuda.get_per_process_memory_fraction(self.device)
             room = min(free + torch.cuda.memory_reserved(self.device), allowed)  # without what other processes hold
+            # Negated, so that one MAX gives the most memory in use and the smallest limit.
             figures = [samples, before, torch.cuda.max_memory_allocated(self.device), -SHARE * room]
             worst = torch.tensor(figures, dtype=torch.float64, device=self.device)
             if self.mesh.world_size > 1:
@@ -122,6 +124,7 @@ class MicroBatchSize:
         end = self._memory.measure(samples)
         yield
         usage = end()  # on every rank, also on one that has no samples
+        # The first step lacks the optimizer's state, which comes at its end.
         if self._updates >= WARM_UP and usage.samples:
             self._choose(usage.samples, usage)
         self._updates += updates
@@ -131,10 +134,12 @@ class MicroBatchSize:
         used = max(1, usage.peak - usage.before)
         # What a step needs besides activations does not grow, so this can only be too careful.
         fits = self.size * (usage.limit - usage.before) // used
+        # At most twice as many: memory may grow faster than samples do, and a step that fails hangs all ranks.
         following = balanced(samples, min(2 * self.size, fits))
         if following > self.size:
             self.size = following
             return
+        # The last number that was measured, and no guess.
         self.size = balanced(samples, self.size)
         self._memory = None
         rank_zero_info(

@@ -140,8 +140,10 @@ def averaging(optimizer: Optimizer, closure: Callable[[], Any], mesh: ParallelMe
 
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Average gradients over a group, with one message per dtype. A gradient that no rank has stays None."""
+    # One message per dtype, because a flat tensor has one dtype.
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         ours = [parameter for parameter in parameters if parameter.dtype == dtype]
+        # Zeros for gradients that are missing here: every rank must send a tensor of the same size.
         given = [torch.zeros_like(p) if p.grad is None else p.grad for p in ours]
         flags = torch.tensor([float(p.grad is not None) for p in ours], dtype=dtype).to(ours[0].device)
         flat = torch.cat([*(gradient.reshape(-1) for gradient in given), flags])

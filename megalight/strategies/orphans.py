@@ -43,6 +43,7 @@ def watch() -> None:
 
 
 def _watch(parent: int, mark: Path) -> None:
+    # A process whose parent dies gets another parent.
     while os.getppid() == parent:
         time.sleep(PERIOD_SECONDS)
     if not mark.exists():

@@ -56,6 +56,7 @@ class OwnTrainingStep:
         """
         outputs: list[Any] = []
         losses = []
+        # By samples: a last micro-batch may be smaller, and its mean must count less.
         real = weights([micro_batch for micro_batch in micro_batches if not is_empty(micro_batch)])
         for index, micro_batch in enumerate(micro_batches):
             weight = 0.0 if is_empty(micro_batch) else real[index]  # empty ones come last
@@ -72,7 +73,9 @@ class OwnTrainingStep:
             share = loss * (scale * weight / data_ranks)
             self.before_backward(share)
             with span("backward", chunk=0, micro_batch=index):
+                # Lightning's `backward`, as the user's module may override it.
                 self.module.backward(share)
+            # Detached, or the graphs of all micro-batches would stay in memory.
             losses.append(loss.detach() * weight)
         if not losses:
             return None, None

@@ -42,6 +42,7 @@ def check(
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     module: Any = given.get("model") or strategy.lightning_module
     data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
+    # First, because a callback may change the model that is checked below.
     for callback in getattr(trainer, "callbacks", ()):
         if hasattr(callback, "attach"):
             callback.attach(module)
@@ -77,6 +78,8 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, mesh: ParallelMesh) -> N
     built_elsewhere = getattr(type(module), "configure_model", None) is not MegalightModule.configure_model
     if mesh.world_size == 1 or built_elsewhere or module.model is not None:
         return
+    # The state of the generator stays, so that the later real build draws the same values
+    # as without this check.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = module.build_model()
         apply_transforms(model, module.transforms)

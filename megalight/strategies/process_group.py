@@ -36,4 +36,5 @@ def join(strategy: MeshStrategy, timeout_seconds: float) -> None:
         world_size=strategy.world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
+    # Threads of the group that outlive the interpreter would abort the process.
     end_at_exit()

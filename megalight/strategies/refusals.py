@@ -65,6 +65,7 @@ def optimizer_of_stage(module: pl.LightningModule, model: ParallelModel) -> Iter
                 'the optimizer a parameter group, [{"params": ...}], which may be empty, or move a layer here.'
             ) from error
 
+    # On the instance, because Lightning looks the method up there. The user's own one may lie there too.
     before = module.__dict__.get("configure_optimizers")
     module.__dict__["configure_optimizers"] = checked
     try:

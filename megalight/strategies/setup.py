@@ -44,6 +44,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     Args:
         resumes: whether a checkpoint will be read into it instead of the module's initial weights.
     """
+    # The same seed on all ranks, or shared weights would begin with different values.
     root = root_of(module)
     assert strategy.streams is not None
     seed = int(strategy.broadcast(torch.initial_seed()))
@@ -52,6 +53,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
     refusals.check_no_codes(root)
+    # Under Lightning, mixed precision leaves the parameters of a plain module in their own dtype.
     own_type = precision.plain and precision.precision not in ("64-true", "bf16-true")
     model.place(strategy.root_device, None if own_type else precision.dtype)
     module.to(strategy.root_device)
@@ -60,6 +62,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
         source = module.initial_weights()
     # draw values even if a checkpoint follows: it lacks computed buffers and, with strict=False, perhaps parameters
     model.begin_from(seed_of(module, seed), source)
+    # After the split, because it wraps the parallel layers.
     model.recompute(strategy.recompute)
     precision.prepare(model, seed)
     model.check_overlap()
@@ -83,12 +86,14 @@ def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str
 
 
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
+    # Before the split: a batch norm cannot be replaced inside a layer that is split already.
     _lightning.sync_layers(strategy, module)
     options = options_for(module, root, strategy.options)
     if isinstance(module, MegalightModule):
         module.check_model(root)
         module.token_multiple = options.token_multiple(strategy.mesh)
     else:
+        # Each process may have built its layers from another random state.
         broadcast_values(root, strategy.root_device)
     model = root.__dict__[SPLIT] = ParallelModel(root, strategy.mesh, options)
     return model
@@ -106,6 +111,7 @@ def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.M
 def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEngine:
     """Make the engine of one ``fit``. It now stores the values, and the optimizer updates its shards."""
     assert strategy.parallel_model is not None
+    # Groups as the optimizer has them now, and no longer after `shard_optimizer` has put in its shards.
     groups = [group["params"] for group in optimizer.param_groups]
     plain = not isinstance(strategy.lightning_module, MegalightModule)
     engine = engine_over([strategy.parallel_model], groups, strategy.data_parallel, some=plain)
@@ -193,6 +199,8 @@ def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:
         dataloader.generator = torch.Generator().manual_seed(seed)
         batches = getattr(dataloader, "batch_sampler", None)
         for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
+            # The sampler draws from its own generator, which all ranks of a replica must share, or they
+            # would read other samples.
             if isinstance(sampler, RandomSampler) and sampler.generator is None:
                 sampler.generator = dataloader.generator
     if getattr(dataloader, "num_workers", 0) and dataloader.worker_init_fn is None:

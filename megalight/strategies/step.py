@@ -130,10 +130,12 @@ class Stepper:
         with self.precision.step(), self.engine.micro_batches(len(micro_batches), sync):
             output, loss = step(micro_batches, others, scale, totals.data_ranks)
         self.has_gradients |= loss is not None
-        if sync and self.has_gradients:  # without gradients, the optimizer must find None and not zeros
+        # Without gradients, the optimizer must find None and not zeros.
+        if sync and self.has_gradients:
             self.engine.finish_grad_sync()
         if loss is None:
             return None, None
+        # The mean over ranks, as in the gradients, where this factor is part of each share.
         mean_loss = totals.sum(loss) / totals.data_ranks
         report = StepReport(mean_loss, torch.zeros_like(mean_loss), samples * self.model.mesh.size("dp"), {})
         return ({**output, "loss": mean_loss} if isinstance(output, Mapping) else mean_loss), report
@@ -161,6 +163,7 @@ class Stepper:
     def predict(self, batch: Any) -> Any:
         """Return the module's ``output_step`` for a whole batch, on every rank of the replica."""
         outputs = [self._module.output_step(carry, contents(batch)) for carry in self.step.outputs([batch])]
+        # Only the last stage has outputs, and Lightning wants them from every rank.
         output = self.step.totals.from_last_stage(outputs)[0]
         return None if is_empty(batch) else output
 
@@ -175,8 +178,10 @@ class Stepper:
         An empty batch has 0 samples and one empty micro-batch, so that this rank still takes part in communication.
         """
         if is_empty(batch):
+            # One micro-batch is enough: `joined` adds as many empty ones as others run.
             return 0, [emptied(part) for part in self._split(contents(batch))[1][:1]]
         mesh = self.model.mesh
+        # Once per run, because the host waits for the result.
         if not self._compared:
             self._compared = True
             check_same(batch, mesh, self.model.device)
@@ -185,6 +190,7 @@ class Stepper:
             split = self.module.split_batch if isinstance(self.module, MegalightModule) else split_batch
             parts = split(batch, size)
         samples = sum(count_samples(part) for part in parts)
+        # After the samples were counted, as a share of the tokens still counts as the whole sample.
         if mesh.cp > 1:
             parts = [self._module.context_share(part, mesh.rank("cp"), mesh.cp) for part in parts]
         return samples, parts

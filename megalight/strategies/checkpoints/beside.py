@@ -61,6 +61,7 @@ class SavesBeside:
         Raises:
             CheckpointError: on all ranks, if this one cannot begin, or the one before failed.
         """
+        # An error of the save before comes up now, on all ranks, and not in the middle of the next one.
         self.check()
         if self.background.pending is not None and not self._skip:
             self.finish()  # before this save counts as asked for, or removals would no longer wait for it
@@ -69,6 +70,7 @@ class SavesBeside:
         if self.background.pending is not None:
             log.warning("%s is not saved: %s is still being written", path, self.background.pending.path)
             return False
+        # The path is written again, so what was to be removed there must stay.
         self._removals.pop(path, None)
         self.background.save(path, views, **values)
         self._under_way = self._number
@@ -130,6 +132,7 @@ class SavesBeside:
     def _follow(self, pending: Pending) -> None:
         """What follows a publication on this rank alone."""
         # a save that was left out since then is forgotten, but what it was to replace stays until a later one
+        # Up to the save that was published. One that was asked for later has not replaced anything.
         self._published = self._asked = self._under_way
         for path, link in self._links:
             relink(path, link)
@@ -138,6 +141,7 @@ class SavesBeside:
             del self._removals[path]
             self._remove(path)
         self._links.clear()
+        # Rank 0 tells, after links and removals are done.
         if self._zero:
             told = "saved %s in %.2f s; training waited %.2f s for it"
             rank_zero_info(told, pending.path, pending.seconds, pending.waited)
@@ -146,9 +150,12 @@ class SavesBeside:
 def relink(path: str, link: str) -> None:
     """Let a link lead to a checkpoint beside it. It exists at every moment, if it did before."""
     place = Path(link)
+    # Named by the process, so that two runs in one folder do not take each other's link.
     temporary = place.with_name(f"{place.name}.link-{os.getpid()}")
     temporary.unlink(missing_ok=True)
+    # Relative, so that the folder of checkpoints can be moved as a whole.
     temporary.symlink_to(os.path.relpath(path, place.parent))
     if place.is_dir() and not place.is_symlink():
         checkpoint.remove(place)
+    # One rename: at no moment is there no link.
     os.replace(temporary, place)

@@ -153,6 +153,7 @@ class SavedWeights(MutableMapping[str, Tensor]):
     def edits(self, found: Mapping[str, Any]) -> Edits:
         """Return how ``found``, which may be this object, differs from the checkpoint."""
         given = {name.removeprefix(self._prefix) for name in self._saved.tensors if name.startswith(CANONICAL_PREFIX)}
+        # A user may put another dict in place of this object. Every tensor in it is then compared.
         looked_at = self._opened if found is self else dict(found)
         changed = edits_of({}, looked_at).changed
         same = {key for key, value in changed.items() if key in given and torch.equal(value.cpu(), self._read(key))}
@@ -162,6 +163,7 @@ class SavedWeights(MutableMapping[str, Tensor]):
         name = self._prefix + key
         stored = self._saved.tensors[name]
         value = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        # Alone: this rank looks, and no other one need look at the same time.
         with alone() as group:
             target = Target(name, tuple(stored.shape), (0,) * value.ndim, value)
             FullPrecision(self._saved).fill([target], strict=False, process_group=group)
@@ -197,4 +199,5 @@ def write(edits: Edits, model: ParallelModel, prefix: str, strict: bool) -> None
                     f'checkpoint["state_dict"][{key!r}] has shape {tuple(value.shape)} after on_load_checkpoint, and '
                     f"the model has {tuple(target.shape)}."
                 )
+            # Into the same memory, as the parameter is a view of the engine's buffers.
             target.detach().copy_(value)

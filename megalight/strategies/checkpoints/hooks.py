@@ -72,16 +72,20 @@ class FolderCheckpoints(MeshStrategy):
                 f"cannot save {filepath}: the strategy is not set up, so there is no model to save yet. Save from the "
                 "hook on_fit_start on, or after fit, validate, test or predict."
             )
+        # Weights may still be gathered, and edits are compared with what is there.
         self.sync_parameters()
+        # The path of rank 0: a name with a time in it would differ between ranks.
         path, given, self._given = self.broadcast(str(filepath)), self._given, None
         edits = Edits() if given is None else edits_of(given, checkpoint.get("state_dict", given))
         edits.check(self)
         beside = self._saves_beside()
         write = folders.save if beside is None else beside.begin
+        # States of the optimizer are saved by shard, so it must step on shards while it is read.
         with self._sharded():
             save(self, keep_plain(checkpoint, self._left_out), path, edits, write)
         if beside is None:
             self._tell("on_checkpoint_written", path)
+        # After training no step follows that could take note of the end.
         elif not self._is_training:
             beside.finish()
 
@@ -162,6 +166,7 @@ class FolderCheckpoints(MeshStrategy):
             beside = self._saves_beside()
             assert beside is not None
             beside.link(path, link)
+        # Callbacks read the link next, on all ranks.
         self.barrier()
 
     @contextmanager
@@ -180,6 +185,7 @@ class FolderCheckpoints(MeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder. Tensors are read later, directly into the parameters."""
+        # The save under way may be the one that is loaded.
         self.finish_saves()
         self._resumed = Resumed(open_folder(str(checkpoint_path)))
         return self._resumed.for_lightning(self)
@@ -199,6 +205,7 @@ class FolderCheckpoints(MeshStrategy):
         if self.engine is not None:
             self.engine.release_parameters()  # values are read into the shards
         self._resumed.read_model(self)
+        # The values are no longer those of the origin. Wider masters would be filled from it.
         self.parallel_model.origin = None
         if self.engine is not None:
             self.engine.refresh_masters()
@@ -211,6 +218,7 @@ class FolderCheckpoints(MeshStrategy):
             return
         self._resumed.read_optimizer(self)
         self._resumed.saved.release()
+        # Masters have changed, and codes are cast from them.
         self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:

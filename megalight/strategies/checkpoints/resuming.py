@@ -69,6 +69,7 @@ class Resumed:
         options, whole = common.pop("optimizer", None), common.pop(ORDINARY, None)
         states = whole if options is None else [options]
         self.weights = SavedWeights(self.saved, prefix_of(strategy), holds_whole_model(strategy))
+        # Hooks see a `state_dict` that reads tensors one by one. Lightning hands it on without a look.
         return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
 
     def micro_batch_size(self, strategy: MeshStrategy) -> int | None:
@@ -85,11 +86,13 @@ class Resumed:
         """Read weights into the local parameters. Float32 weights are read from the masters, if it has any."""
         assert strategy.parallel_model is not None
         model = strategy.parallel_model
+        # Padding is in no checkpoint, and must be zero.
         model.clear_padding()
         self.edits.check(strategy)
         targets = strategy.run.weight_targets()
         if not holds_base(self.saved.common):
             assert strategy.lightning_module is not None
+            # Base weights first: tensors of adapters are in the checkpoint, and come after.
             model.read(base_of(strategy.lightning_module, self.saved))
             targets = [target for target in targets if target.name in model.added]
         prefix = prefix_of(strategy)
@@ -121,4 +124,5 @@ class Resumed:
             )
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+        # Each rank's random state and counters, beside the optimizers.
         strategy.run.resume_rank(self.saved)

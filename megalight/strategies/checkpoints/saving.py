@@ -33,6 +33,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
     sizes = strategy.micro_batches
     if sizes is not None and strategy.micro_batch_size == AUTO and sizes.found:
         common["megalight"]["micro_batch_size"] = sizes.size
+    # Optimizers of whole parameters are saved in torch's form, as no shard tells where their state lies.
     resumable = "optimizer_states" in entries and strategy.engine is not None
     if "optimizer_states" in entries and strategy.engine is None:
         common[ORDINARY] = entries["optimizer_states"]

@@ -54,11 +54,13 @@ def _load(module: pl.LightningModule, path: str) -> checkpoint.Checkpoint:
         module.configure_model()
     model = ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=Plan()))
     model.place("cpu")
-    model.draw(seed_of(module, 0))  # fills everything first: buffers that modules compute are in no checkpoint
+    # Everything is filled first: buffers that modules compute are in no checkpoint.
+    model.draw(seed_of(module, 0))
     whole = holds_base(saved.common)
     if not whole:
         model.root.to(widest(saved))  # base weights get the dtype of the run, not that of their own files
     for name, tensor in model.tensors().items():
+        # Each tensor keeps the dtype in which it was saved, whatever the module was built with.
         stored = saved.tensors.get(model.specs[name].pieces[0].name)
         if stored is not None:
             tensor.data = tensor.data.to(getattr(torch, stored.dtype))
