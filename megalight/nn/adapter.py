@@ -73,6 +73,7 @@ class Adapter(nn.Module):
         adapted = [section.name in wanted for section in sections]
         chosen = [section for section, yes in zip(sections, adapted, strict=True) if yes]
         return cls(
+            # On the device and in the dtype of the weight, which may have no values yet.
             nn.Parameter(weight.new_empty(width * len(chosen), weight.shape[1])),
             nn.Parameter(weight.new_empty(sum(section.size for section in chosen), width)),
             {section.name: section.units for section in chosen},
@@ -94,8 +95,10 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """``x [..., in], y [..., out] -> [..., out]``."""
+        # The factor multiplies the narrow tensor, which is the smaller one.
         narrow = self.scale * self.meet(linear(x if self.dropout is None else self.dropout(x), self.A))
         if len(self.adapted) == 1:
+            # One section: a single product, and no split.
             return y + linear(narrow, self.B)
         # a fused layer: each adapted section adds the product of its own pair, the others do not change
         pairs = zip(torch.split(narrow, self.width, -1), torch.split(self.B, self.sizes), strict=True)
@@ -124,6 +127,7 @@ def add_adapter(layer: nn.Module, adapter: Adapter) -> None:
 
     A layer without an attribute ``adapter``, for example of another package, keeps its type and gets a forward hook.
     """
+    # A class of another package does not read the attribute.
     if not hasattr(layer, "adapter"):
         layer.register_forward_hook(_add)
     setattr(layer, "adapter", adapter)  # noqa: B010
@@ -135,6 +139,7 @@ def remove_adapter(layer: nn.Module) -> None:
     for key in hooks:
         del layer._forward_hooks[key]
     del layer.adapter
+    # The layer's own class reads the attribute, so it must exist.
     if not hooks:
         setattr(layer, "adapter", None)  # noqa: B010
 

@@ -66,8 +66,10 @@ class InnerAttention(nn.Module):
         With a state, ``k`` and ``v`` belong to the new tokens. They are stored, and queries also see earlier tokens.
         """
         if state is not None:
+            # Keys are stored after their rotation, so that earlier tokens need no table.
             k, v = state.append(k, v)
         if self.softmax == "off-by-one":
+            # In the dtype of the queries, like a learned sink.
             sink = q.new_zeros(q.shape[1])  # e^0 = 1
         return attention(
             q,
@@ -78,6 +80,7 @@ class InnerAttention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            # The op knows no modes, and dropout is for training only.
             dropout=self.dropout if self.training else 0.0,
             sink=sink,
             backend=self.backend,
@@ -184,6 +187,7 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.rotary = rotary
         queries = Section("q", num_heads * head_dim, num_heads)
+        # Heads are the units of a section: a part of the layer holds whole heads.
         keys, values = (Section(name, num_kv_heads * head_dim, num_kv_heads) for name in "kv")
         gates = (Section("gate", num_heads * head_dim, num_heads),) if gate else ()
         # the gate is a section of the same projection: one product, and gathered tokens serve all sections
@@ -198,6 +202,7 @@ class Attention(nn.Module):
 
     @property
     def heads(self) -> tuple[int, int]:
+        # From the output, not from the arguments: the layer may hold only a part of its heads.
         """Numbers of query heads and key-value heads in the output of ``qkv``."""
         queries, keys, *_ = self.qkv.section_sizes
         return queries // self.head_dim, keys // self.head_dim
@@ -211,13 +216,18 @@ class Attention(nn.Module):
         table = None if self.rotary is None else context.rotary[self.rotary]
         qkv, gate = self.qkv(hidden), None
         if len(sizes := self.qkv.section_sizes) == 4:
+            # The gate lies after the values, so that the first three sections stay one tensor
+            # for the fused rotation.
             qkv, gate = torch.split(qkv, [sum(sizes[:3]), sizes[3]], dim=-1)
         q, k, v = self._heads(qkv, table)
         if self.temperature is not None:
+            # After rotation, and before the product with keys. Keys need no factor: a factor of a query
+            # scales all of its scores.
             q = self.temperature(q, context.sequences.positions)
         sink = () if self.sink is None else (self.sink(),)
         mixed: Tensor = self.inner(q, k, v, context.sequences, state, *sink)
         mixed = mixed.flatten(1)
+        # The gate multiplies features before `proj`, while heads are still apart.
         projected: Tensor = self.proj(mixed if gate is None else mixed * gate.sigmoid())
         return projected
 
@@ -228,11 +238,14 @@ class Attention(nn.Module):
             return rotary.rotate_qkv(qkv, *self.heads, self.head_dim)
         parts = torch.split(qkv, self.qkv.section_sizes[:3], dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
+        # Norms come before the rotation, as in the models that have them: a norm's weight differs between the
+        # two features that a rotation mixes.
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         return (q, k, v) if rotary is None else (rotary.rotate(q), rotary.rotate(k), v)
 
     def _normed(self, heads: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is None:
             return heads
+        # Over all heads together, or over each head alone.
         out: Tensor = norm(heads.flatten(1)).view_as(heads) if self.norm_whole else norm(heads)
         return out

@@ -62,6 +62,7 @@ class HasCanonicalParts(Protocol):
 
 
 def parts(model: nn.Module) -> Iterator[Part]:
+    # By identity, as names differ.
     """Yield the canonical tensors of a one-device model in order. A tied parameter appears once, by its first name."""
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -92,6 +93,7 @@ def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     views = {}
     for part in parts(model):
+        # `view` fails where a copy would be made, and writing to a copy would change nothing.
         flat = parameters[part.parameter].detach().view(-1)
         views[part.name] = flat[part.start : part.start + prod(part.shape)].view(part.shape)
     for path, module in model.named_modules():

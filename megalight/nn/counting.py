@@ -26,6 +26,7 @@ class Counting(nn.Module, ABC):
         """Add ``values [n]`` to the counts."""
         if self.counts is None or self.counts.device != values.device:
             self.counts = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
+        # In place, and in float64: counts of a long step stay exact.
         self.counts.add_(values)
 
 
@@ -43,5 +44,6 @@ def end_step(model: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
     totals = iter(torch.split(total(torch.cat(counts)), [len(own) for own in counts]) if counts else ())
     for module in modules:
         module.end_step(None if module.counts is None else next(totals))
+    # In place, because a recorded pass adds to this address.
     for own in counts:
         own.zero_()

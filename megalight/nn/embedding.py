@@ -69,7 +69,9 @@ class TokenEmbedding(nn.Module):
         if self.position is not None:
             hidden = hidden + self.position(positions)
         if self.token_type is not None:
+            # Type 0 for all tokens, as in text of one part: its row is added all the same, since it is trained.
             hidden = hidden + self.token_type(torch.zeros_like(tokens) if token_types is None else token_types)
+        # The norm is over the sum of all embeddings.
         if self.norm is not None:
             hidden = self.norm(hidden)
         dropped: Tensor = self.dropout(hidden)

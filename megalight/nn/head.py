@@ -33,9 +33,11 @@ class LMHead(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``."""
+        # Before both branches: losses and logits are of the same normed states.
         hidden = self.norm(hidden)
         if labels is not None:
             head = self.output_layer
+            # The weight goes in, not logits: the op makes a chunk of logits at a time, forward and backward.
             return linear_cross_entropy(
                 hidden, head.weight, labels, bias=head.bias, softcap=self.softcap, backend=self.backend
             )

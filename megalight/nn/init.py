@@ -59,18 +59,23 @@ def draw(
     """Draw the box ``offset, size`` of the canonical tensor ``name``, which has global ``shape``, in float32."""
     if isinstance(initializer, Constant):
         return torch.full(size, initializer.value, dtype=torch.float32, device=device)
+    # A tensor with one dim is a column, so that a part of it is a part of the rows.
     rows, columns = (shape[0] if shape else 1), prod(shape[1:])
     row, height = (offset[0], size[0]) if shape else (0, 1)
     out = torch.empty(height, prod(size[1:]), dtype=torch.float32, device=device)
+    # On the target device, so that no tensor is copied there.
     generator = torch.Generator(device=device)
+    # Tiles start at multiples of the tile size in the whole tensor, never at the box.
     for top in range(row // TILE * TILE, row + height, TILE):
         for left, inside, place in _columns(shape[1:], offset[1:], size[1:]):
+            # A seed per tile, so that a tile can be drawn without the tiles before it.
             generator.manual_seed(key(seed, name, top, left))
             # the whole tile is drawn, also for a small box: values depend on their place in the generator's sequence
             extent = min(TILE, rows - top), min(TILE, columns - left)
             tile = torch.randn(extent, generator=generator, dtype=torch.float32, device=device)
             first, last = max(top, row), min(top + extent[0], row + height)
             out[first - row : last - row, place] = tile[first - top : last - top][:, inside]
+    # Scaled after all tiles are there: one pass, in float32.
     return out.mul_(initializer.std).view(size)
 
 
@@ -95,10 +100,12 @@ def _columns(
     position = 0
     for left in range(begin // TILE * TILE, end, TILE):
         places = torch.unravel_index(torch.arange(left, min(left + TILE, prod(shape))), shape)
+        # A place is held if each of its coordinates lies in the box.
         held = [(o <= place) & (place < o + s) for place, o, s in zip(places, offset, size, strict=True)]
         inside = torch.stack(held).all(0).nonzero().flatten()
         if count := len(inside):
             first, last = int(inside[0]), int(inside[-1]) + 1
+            # A slice copies faster than an index, and nearly every box is contiguous.
             yield left, slice(first, last) if last - first == count else inside, slice(position, position + count)
             position += count
 
@@ -125,6 +132,7 @@ def initialise(model: nn.Module, seed: int, prefix: str = "") -> None:
             values as there.
     """
     states = {name: (module, local, initializer) for name, module, local, initializer in initializers(model)}
+    # By canonical part: sections of a fused weight have the values that separate layers would have.
     for part in parts(model):
         if part.parameter in states:
             module, local, initializer = states[part.parameter]

@@ -75,6 +75,7 @@ class LatentAttention(nn.Module):
         if q_rank is not None:
             self.q_down = Linear(hidden_size, q_rank, std=std)
             self.q_latent_norm = RMSNorm(q_rank, norm_eps, backend=norm_backend)
+        # The heads are the units: those of `q_up` and `kv_up` divide, and the latents stay whole.
         queries = Section("q_up", num_heads * (head_dim + rotary_dim), num_heads)
         self.q_up = Linear(hidden_size if q_rank is None else q_rank, (queries,), std=std)
         self.kv_down = Linear(hidden_size, kv_rank + rotary_dim, std=std)
@@ -89,6 +90,7 @@ class LatentAttention(nn.Module):
         """Numbers of query heads and of key heads in the outputs of the projections."""
         return (self.q_up.section_sizes[0] // (self.head_dim + self.rotary_dim),) * 2
 
+    # A number for queries and one for keys. They are equal here.
     def make_state(self, slots: Slots) -> TokenRows:
         """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key."""
         return slots.per_token()
@@ -124,6 +126,7 @@ class LatentAttention(nn.Module):
         wide = self.kv_up(latent)
         heads = wide.view(len(wide), -1, self.head_dim + self.value_dim)
         k, v = torch.split(heads, [self.head_dim, self.value_dim], -1)
+        # `expand` copies nothing. The concatenation is what writes the same rotated features into every head.
         return torch.cat([k, key[:, None].expand(-1, k.shape[1], -1)], -1), v
 
     def _continue(self, q: Tensor, rows: Tensor, context: LayerContext) -> Tensor:
@@ -133,10 +136,12 @@ class LatentAttention(nn.Module):
             k, v = self._keys_values(*torch.split(rows, [self.kv_rank, self.rotary_dim], -1))
             whole: Tensor = self.inner(q, k, v, context.sequences)
             return whole
+        # In the dtype of the queries, because the weight may be kept in a wider one.
         weight = self.kv_up.weight.view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
         for_keys, for_values = torch.split(weight, [self.head_dim, self.value_dim], 1)
         plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
         # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values
         absorbed = torch.cat([torch.einsum("thd,hdc->thc", plain, for_keys), turned], -1)
         mixed = self.inner(absorbed, rows[:, None], rows[:, None, : self.kv_rank], context.sequences)
+        # The outputs are latents. The part of the weight for values turns them into heads.
         return torch.einsum("thc,hvc->thv", mixed, for_values)

@@ -38,6 +38,7 @@ class TransformerLayer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        # Names follow the mixer, so that checkpoints tell what a layer mixes with.
         self.names = f"{name}_norm", name, f"{name}_dropout"
         for child, module in zip(self.names, (mixer_norm, mixer, nn.Dropout(dropout)), strict=True):
             self.add_module(child, module)
@@ -55,6 +56,7 @@ class TransformerLayer(nn.Module):
         # Attribute access of modules costs a microsecond each, several times per layer; the dict does not.
         modules: dict[str, Any] = self._modules
         # From here on `hidden` is the residual stream `[T, h]`, which only additions touch.
+        # Both come from one op: its backward adds the gradients of the norm and of the residual in one pass.
         normed, hidden = norm_and_sum(modules[norm], hidden)
         mixed = modules[dropout](modules[mixer](normed, context, state, memory))
         # the sum with the residual and the next norm run as one op

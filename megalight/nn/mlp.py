@@ -102,11 +102,13 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         if is_gated(activation):
+            # Gate first, then up: the order in which the activation op reads the two halves.
             sections = [Section(name, ffn_hidden_size, ffn_hidden_size) for name in ("gate", "up")]
             self.gate_up = Linear(hidden_size, sections, bias=bias, std=std)
         else:
             self.up = Linear(hidden_size, ffn_hidden_size, bias=bias, std=std)
         self.act = Activation(activation, backend)
+        # The width of `down` is that of one section, as the activation halves a gated input.
         self.down = Linear(ffn_hidden_size, hidden_size, bias=bias, std=down_std)
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:

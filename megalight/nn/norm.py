@@ -20,6 +20,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.backend = backend
+        # Without values: `initializers` describe them, and a model is often built without memory.
         self.weight = nn.Parameter(torch.empty(size))
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
 
@@ -31,6 +32,7 @@ class RMSNorm(nn.Module):
         With ``pair`` and without ``residual``: ``(norm(x), x)``.
         """
         if residual is None and not pair:
+            # One op for the norm alone. Its backward has no second gradient to add.
             return rms_norm(x, self.weight, self.eps, backend=self.backend)
         return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
 

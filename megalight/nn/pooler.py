@@ -23,6 +23,7 @@ class Pooler(nn.Module):
     def forward(self, hidden: Tensor, sequences: PackedSequences) -> Tensor:
         """``[T, h] -> [n, h]``: one row for each of the ``n`` sequences, also for sequences of padding."""
         # `cu_seqlens[:-1]` are the places of the first tokens.
+        # Chosen before `dense`: it then multiplies a row for each sequence instead of each token.
         return torch.tanh(self.dense(hidden.index_select(0, sequences.cu_seqlens[:-1])))
 
 

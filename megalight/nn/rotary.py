@@ -68,6 +68,7 @@ class Rotary(nn.Module):
         """Return the table for ``positions [T]``, precise enough for activations of ``dtype``."""
         # float32 angles are enough for float32 and half activations, but not for float64
         precise = positions.double() if dtype == torch.float64 else positions
+        # One table for all layers: cosines of thousands of positions are not computed twice.
         cos, sin = rotary_table(precise, self.dim, self.base, self.scaling)
         return RotaryTable(cos, sin, self.interleaved, self.backend)
 

@@ -43,8 +43,11 @@ class CausalConv(nn.Module):
                 "sequences, or use a model without convolutions."
             )
         # columns as a list, the token's own first
+        # Wider than half: the sum has `k` terms.
         taps = self.weight.to(wide(x.dtype)).flip(1).unbind(1)
         inputs = _earlier(x, sequences, len(taps)) if state is None else _continued(x, sequences, len(taps), state)
+        # The token's own term first. The order of the sum is the same with and without a
+        # state, and so are its bits.
         y = taps[0] * inputs[0]
         for tap, earlier in zip(taps[1:], inputs[1:], strict=True):
             y = y + tap * earlier
@@ -60,6 +63,7 @@ def _earlier(x: Tensor, sequences: PackedSequences, count: int) -> list[Tensor]:
     places = sequences.positions[:, None]
     # shift the packed tokens as one sequence, then clear places that crossed the start of their own sequence
     shifted = [F.pad(x, (0, 0, j, 0))[: len(x)].masked_fill(places < j, 0) for j in range(1, count)]
+    # A token near the start of its sequence would see the last tokens of the one before.
     return [x, *shifted]
 
 
@@ -67,6 +71,7 @@ def _continued(x: Tensor, sequences: PackedSequences, count: int, state: Sequenc
     """Return the same for continued sequences. Earlier inputs come from the state, which is then updated."""
     kept = count - 1
     before = state.read((kept, x.shape[1]), x)
+    # One tensor, so that a single index finds a row wherever it lies.
     # rows: the ``kept`` earlier inputs of every sequence, then all new tokens
     rows = torch.cat([before.flatten(0, 1), x])
     starts = sequences.cu_seqlens[:-1].long()
@@ -78,6 +83,8 @@ def _continued(x: Tensor, sequences: PackedSequences, count: int, state: Sequenc
         return rows[torch.where(place >= 0, new, old)]
 
     last = torch.arange(-kept, 0, device=x.device)
+    # Written before the outputs are formed, from the same rows: the next pass continues
+    # after the last new token.
     state.write(at(numbers[:, None], sequences.sizes[:, None] + last))
     sequence = sequences.expand(numbers)
     place = torch.arange(len(x), device=x.device) - starts[sequence]
@@ -96,6 +103,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, hidden_size: int, kernel: int, *, std: float = 0.02, proj_std: float = 0.02) -> None:
         super().__init__()
+        # One product for gates and value, which all read the same hidden states.
         sections = [Section(name, hidden_size, hidden_size) for name in ("in_gate", "out_gate", "value")]
         self.gates = Linear(hidden_size, sections, std=std)
         self.filter = CausalConv(hidden_size, kernel)

@@ -89,6 +89,7 @@ class AttachedSideLosses(SideLosses):
         if not in_backward():
             if name not in self.totals:
                 self.totals[name] = torch.zeros_like(self._scale)
+            # Detached: a total over a step must not keep the graphs of all its passes.
             self.totals[name].add_(value.detach())
         attached: Tensor = apply(_Attach, hidden, value, self._scale)
         return attached
@@ -107,6 +108,7 @@ class KeptSideLosses(SideLosses):
         self.values: dict[str, Tensor] = {}
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+        # Recompute runs the layer again, and its value counts once.
         if not in_backward():
             self.values[name] = self.values[name] + value if name in self.values else value
         return hidden
@@ -119,6 +121,7 @@ class ZeroSideLosses(SideLosses):
         self.losses = losses
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor) -> Tensor:
+        # Times zero, so that the same graph runs backward.
         return self.losses._collect(name, value * 0, hidden)
 
 
@@ -129,6 +132,7 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, value: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
         ctx.dtype = value.dtype
+        # A view: autograd needs a new tensor to which it can attach this function.
         return hidden.view_as(hidden)
 
     @staticmethod

@@ -61,4 +61,5 @@ class KeysAndValues:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``k, v [T, Hkv, D]`` of the new tokens; return those of all tokens."""
+        # The new tokens' keys and values are stored before they are read: a token also sees itself.
         return self.keys.append(k), self.values.append(v)

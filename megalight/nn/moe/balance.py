@@ -20,8 +20,10 @@ def losses(router: Router, logits: Tensor, context: LayerContext) -> dict[str, T
     config, pool, top_k, score = router.balance, router.pool, router.config.top_k, router.config.score
     mask = pool.mask(context.sequences)
     if config.aux_loss or config.global_aux_loss or config.z_loss:
+        # One pass over the logits gives the sums of all three losses.
         sums = statistics(logits, top_k, score, mask=mask)
         counts = torch.cat([sums.counts, _numbers(logits, None, mask)[:, None]], 1)
+        # Over the devices that share the micro-batch. Counts have no gradient, so this needs no backward.
         means = pool.mean(counts)
         if config.aux_loss:
             found["aux_loss"] = balance_loss(sums, means, means, top_k)
@@ -35,6 +37,7 @@ def losses(router: Router, logits: Tensor, context: LayerContext) -> dict[str, T
         sums = statistics(logits, top_k, score, bounds, mask)
         means = pool.mean(torch.cat([sums.counts, _numbers(logits, bounds, mask)[:, None]], 1))
         found["seq_aux_loss"] = balance_loss(sums, means, means, top_k)
+    # In the order of the configuration: the counts of a step are added place by place.
     return {name: found[name] for name in config.names}
 
 
@@ -61,10 +64,12 @@ def _numbers(logits: Tensor, bounds: Tensor | None, mask: Tensor | None) -> Tens
         return logits.new_full((1,), len(logits)) if bounds is None else bounds.diff().to(logits.dtype)
     if bounds is None:
         return mask.sum(0, keepdim=True).to(logits.dtype)
+    # The number of tokens that count before each place, so that two bounds give that of a sequence.
     before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
     return before[bounds.long()].diff().to(logits.dtype)
 
 
 def _inverse(count: Tensor) -> Tensor:
     """``1 / count``; 0 for a pool without tokens."""
+    # By infinity, not by a mask afterwards: the gradient of 1 / 0 would be NaN even where it is masked.
     return torch.where(count > 0, count, torch.inf).reciprocal()

@@ -32,6 +32,7 @@ def beside(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tens
     if (note := note_of(x)) is not None:
         seen.megalight_note = note  # type: ignore[attr-defined]
     side = _stream(x.device)
+    # The input is made on the current stream.
     side.wait_stream(torch.cuda.current_stream(x.device))
     # The backward reads these on the side stream, and may be the last to do so: their memory must not be reused before.
     recipe = recipe_of(x)
@@ -42,6 +43,7 @@ def beside(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tens
 
     def finish() -> Tensor:
         current = torch.cuda.current_stream(x.device)
+        # The result is read on the current stream, and its memory belongs to the other one.
         current.wait_stream(side)
         result.record_stream(current)
         return result

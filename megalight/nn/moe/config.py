@@ -143,6 +143,7 @@ class CapacityConfig:
 
     def of(self, num_tokens: int, top_k: int, num_experts: int) -> int:
         """Return the number of tokens that each expert gets at most from a device with ``num_tokens``."""
+        # At least one row, and no more than there are tokens: an expert sees a token once.
         return max(1, min(ceil(num_tokens * top_k / num_experts * self.factor), num_tokens))
 
 
@@ -199,6 +200,7 @@ class MoEConfig:
     weigh_input: bool = False
 
     def __post_init__(self) -> None:
+        # From a recipe it comes as a list, and a configuration must be hashable.
         object.__setattr__(self, "pattern", tuple(self.pattern))
         _require(self.num_experts >= 1, f"moe.num_experts is {self.num_experts}; it must be at least 1.")
         _require(self.ffn_hidden_size >= 0, f"moe.ffn_hidden_size is {self.ffn_hidden_size}; it must be at least 0.")

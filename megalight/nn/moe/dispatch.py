@@ -66,6 +66,7 @@ class LocalDispatcher(Dispatcher):
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, Permutation]:
         """Return the copies for all experts. The host does not wait for the device."""
+        # Offsets stay on the device. Their values decide nothing on the host.
         where = permutation(routes.experts, num_experts, capacity=capacity)
         tokens, probs = permute(hidden, where, routes.probs)
         assert probs is not None

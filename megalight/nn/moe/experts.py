@@ -79,6 +79,7 @@ class Experts(nn.Module):
         """Yield the tensors of each expert; see :mod:`megalight.nn.canonical`."""
         projection, _, bias = local.partition("_")
         leaf, shape = bias or "weight", tuple(getattr(self, local).shape[1:])
+        # Gate and up of an expert follow each other in `up`, and are tensors of their own in checkpoints.
         names = ["gate", "up"] if projection == "up" and self.act.gated else [projection]
         for expert in map(str, range(len(self))):
             for name in names:
@@ -91,10 +92,13 @@ class Experts(nn.Module):
         """
         tokens, weights = copies.tokens, copies.probs
         if self.weigh_input:
+            # Back to the dtype of the tokens: weights may be float32, and the product would be, too.
             tokens = (tokens * weights.unsqueeze(1)).to(tokens.dtype)
         wide = self._product(tokens, self.up, copies)
         if self.up_bias is not None:
+            # Biases differ by expert, so they are added by the rows of each one.
             wide = grouped_bias(wide, self.up_bias, copies.offsets)
+        # One pass over memory: the activation multiplies by the weight while it writes.
         narrow = self.act(wide) if self.weigh_input else self.act(wide, weights=weights)
         out = self._product(narrow, self.down, copies)
         if self.down_bias is None:

@@ -46,6 +46,7 @@ class MoE(nn.Module):
         dispatcher = self.experts.dispatcher
         copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(len(hidden)))
         out = dispatcher.combine(self.experts(copies), memo)
+        # Read last: the wait for the shared expert comes after all that can run beside it.
         return out if shared is None else out + shared()
 
     def _for_all(self, hidden: Tensor) -> Tensor:

@@ -92,24 +92,30 @@ class Router(Counting):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Routes:
         """``[T, h]`` -> the experts of each token, and their weights. Expert -1: the token was dropped."""
+        # Jitter changes what the router reads, and not what experts get.
         logits = self.logits(self.jitter(hidden))
         if self.config.force_balance:
             logits = self._force(logits)
         if self.config.sinkhorn:
             probs, chosen = sinkhorn_routes(logits, self.config.top_k, balanced=self.training)
         else:
+            # The bias enters the choice alone. Weights come from the scores, so its steps do
+            # not disturb gradients.
             probs, chosen = route(logits, self.config.rule, self.expert_bias)
         experts = chosen
         if self.capacity is not None:
             priority = probs if self.capacity.keep == "probs" else None
             most = self.capacity.of(len(hidden), self.config.top_k, len(self.weight))
+            # Dropped after the choice. Weights of other experts of the token do not grow.
             experts = drop(chosen, len(self.weight), most, priority)
         if self.training and torch.is_grad_enabled():
+            # Losses see all choices, also dropped ones: they are to balance what the router wants.
             found = losses(self, logits, context)
             for name, value in found.items():
                 coefficient = getattr(self.balance, name)
                 # the gradient of the probabilities always arrives
                 probs = context.side_losses.attach(f"router_{name}", coefficient * value, probs)
+            # Recompute would count a second time.
             if context.side_losses.counts and (self.observed or self.expert_bias is not None):
                 self.count(self._counts(chosen, experts, found, context))
         return Routes(probs, experts)
@@ -119,6 +125,7 @@ class Router(Counting):
         dtype = hidden.dtype
         if self.config.dtype is not None:
             dtype = torch.promote_types(dtype, getattr(torch, self.config.dtype))
+        # With equal dtypes, the usual product serves: its weight gradient can be deferred, or added in place.
         if hidden.dtype == self.weight.dtype == dtype:
             return linear(hidden, self.weight, self.bias)
         out: Tensor = apply(_WideProduct, hidden, self.weight, dtype)
@@ -132,23 +139,28 @@ class Router(Counting):
 
     def end_step(self, totals: Tensor | None) -> None:
         """Keep the loads and losses of the step, and move the expert bias against the loads."""
+        # The next step begins, also if this one counted nothing.
         self.running.reset()
         if totals is None:
             return
         size = len(self.weight)
         self.loads, self.dropped, values = totals[:size], totals[size : 2 * size], totals[2 * size :]
+        # The last entry counts the micro-batches of all devices.
         self.losses = dict(zip(self.balance.names, values[:-1] / values[-1], strict=True))
         if self.expert_bias is not None:
+            # By the sign alone: steps of equal size, whatever the loads are (https://arxiv.org/abs/2408.15664).
             self.expert_bias.add_((self.loads.mean() - self.loads).sign(), alpha=self.config.expert_bias_rate)
 
     def _counts(self, chosen: Tensor, experts: Tensor, found: dict[str, Tensor], context: LayerContext) -> Tensor:
         """Return choices and drops of each expert, the terms of the losses, and 1; padding does not count."""
         mask = self.pool.mask(context.sequences)
+        # float64: float32 counts no further than 16.8 million choices.
         weight = torch.ones(chosen.shape, dtype=torch.float64, device=chosen.device)
         if mask is not None:
             weight.masked_fill_(~mask[:, None], 0)
         size = len(self.weight)
         counts = weight.new_zeros(2 * size).index_add_(0, chosen.flatten(), weight.flatten())
+        # Dropped copies are marked by -1 in `experts`, and their expert is in `chosen`.
         counts[size:].index_add_(0, chosen.flatten(), (weight * (experts < 0)).flatten())
         terms = [value.detach().to(counts.dtype) for value in found.values()]
         return torch.cat([counts, torch.stack([*terms, counts.new_ones(())])])
@@ -156,8 +168,11 @@ class Router(Counting):
     def _force(self, logits: Tensor) -> Tensor:
         """Return random numbers, which are the same in every pass, with the gradient of the logits."""
         if len(logits) not in self._forced:
+            # Devices draw different numbers, so that equal tokens on them do not all go to the same experts.
             generator = torch.Generator(logits.device).manual_seed(self.pool.place)
             self._forced[len(logits)] = torch.empty_like(logits).normal_(generator=generator)
+        # The value is random. The gradient is that of the logits, so the backward costs
+        # what it does in training.
         return self._forced[len(logits)] + logits - logits.detach()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -178,6 +193,8 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        # The weight is read from the parameter in the backward: it has not changed, and no copy
+        # in a wider dtype is kept.
         ctx.weight = weight
         save_input(ctx, x, needed=True)
         return F.linear(x.to(dtype), weight.to(dtype))
@@ -187,4 +204,5 @@ class _WideProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = saved_input(ctx), ctx.weight
         assert isinstance(x, Tensor)
+        # Each gradient is computed in the wide dtype and rounded once, at the end.
         return (grad @ weight.to(grad.dtype)).to(x.dtype), (grad.T @ x.to(grad.dtype)).to(weight.dtype), None

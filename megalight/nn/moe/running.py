@@ -28,11 +28,14 @@ class RunningLoads:
         if context not in self._seen:
             if self.sums is None or self.sums.device != counts.device:
                 self.sums = torch.zeros_like(counts, dtype=torch.float64)
+            # Times zero, and not left out: a recorded pass always runs the same ops.
             self.sums.add_(counts, alpha=1 if context.side_losses.counts else 0)
+            # A copy of the sums as they are now. Later micro-batches go on adding to them.
             self._seen[context] = self.sums.to(counts.dtype, copy=True)
         return self._seen[context]
 
     def reset(self) -> None:
         """Begin a step."""
         if self.sums is not None:
+            # In place, because a recorded pass adds to this address.
             self.sums.zero_()

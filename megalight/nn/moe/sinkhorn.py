@@ -20,8 +20,10 @@ def sinkhorn_routes(logits: Tensor, top_k: int, *, balanced: bool) -> Routes:
         top_k: number of experts of each token.
         balanced: False: choose by the scores.
     """
+    # At least float32: the iteration multiplies many small numbers.
     logits = logits.to(wide(logits.dtype))
     scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
+    # Detached: gradients flow through the scores only, not through the choice.
     experts = (sinkhorn(logits.detach()) if balanced else scores.detach()).topk(top_k, dim=-1).indices
     return Routes(scores.gather(-1, experts), experts)
 
@@ -35,8 +37,10 @@ def sinkhorn(logits: Tensor) -> Tensor:
     tiny = torch.finfo(matrix.dtype).tiny
     rows, columns = matrix.new_ones(matrix.shape[0]), matrix.new_ones(matrix.shape[1])
     for _ in range(LIMIT):
+        # Clamped: a row or column of zeros would give infinity, and then NaN.
         rows = 1 / (len(rows) * (matrix @ columns).clamp(min=tiny))
         before, columns = columns, 1 / (len(columns) * (rows @ matrix).clamp(min=tiny))
+        # The host reads this number, so it waits for the device in each round.
         if float((columns - before).abs().mean() / columns.abs().mean()) < TOLERANCE:
             break
     return rows[:, None] * matrix * columns
