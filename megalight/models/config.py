@@ -97,6 +97,7 @@ class ModelConfig:
     init: InitConfig = field(default_factory=InitConfig)
 
     def __post_init__(self) -> None:
+        # 0 stands for the default, so that a configuration of plain values needs no null.
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         self._require_positive(
             "num_layers", "hidden_size", "num_heads", "vocab_size", "max_sequence_length", "ffn_hidden_size"
@@ -147,9 +148,11 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]
     for name in values:
+        # Before the class is called: its own error would not name the nearest key.
         require(name in known, f"unknown key {path + name!r}; known: {', '.join(known)}." + nearest(name, known))
     built = dict(values)
     for name, value in values.items():
+        # The hint may be `X | None`, whose members are looked at as well.
         types = (hints[name], *get_args(hints[name]))
         nested = [hint for hint in types if isinstance(hint, type) and is_dataclass(hint)]
         if nested and isinstance(value, Mapping):

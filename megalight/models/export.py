@@ -59,6 +59,7 @@ def export(
     """
     ranks, target = Ranks(process_group), Path(os.path.abspath(path))
     stage = f"exporting to {target}"
+    # Everything that can be refused is refused before a rank writes.
     whole = _whole(model, dtype)
     files = _files(whole)
     values = _values(model, whole)
@@ -70,11 +71,14 @@ def export(
         started.append(Partial(target))
         return started[0].folder
 
+    # Alone: each rank reads its own files' tensors, and must not wait for others between them.
     def write() -> None:
         with alone() as group:
+            # In turns: files have about equal sizes, and so have the shares of the ranks.
             for name, keys in list(files.items())[ranks.rank :: ranks.size]:
                 wanted = [whole[key] for key in keys]
                 entries = [Entry(key, dtype_name(whole[key].dtype), whole[key].shape) for key in keys]
+                # Tensors go to disk one by one, so memory for one of them is enough.
                 write_tensors(folder / name, entries, host_blocks(stream(model.weights, wanted, group)))
 
     def finish() -> None:
@@ -88,6 +92,7 @@ def export(
                 "weight_map": {key: name for name, keys in files.items() for key in sorted(keys)},
             }
             write_file(folder / INDEX, _json(index))
+        # The folder is on disk before its new name is: after a crash it is there as a whole, or not at all.
         sync_directory(folder)
         started[0].publish()
 
@@ -95,6 +100,7 @@ def export(
         folder = ranks.first(stage, begin)
         ranks.together(stage, write)
         ranks.first(stage, finish)
+    # Also on an interrupt: a half-written folder must not stay.
     except BaseException:
         for partial in started:
             partial.discard()
@@ -159,6 +165,7 @@ def _values(model: StoredModel, whole: Mapping[str, Wanted]) -> dict[str, Any]:
     """Return ``config.json``, in the kind of the model that training began with, if that is known."""
     began = json.loads(model.files.get(CONFIG, b"{}"))
     values: dict[str, Any] = _weights(model.family).write_config(model.config, began.get("model_type"))
+    # `from_pretrained` uses this dtype for the whole model.
     widest = max((each.dtype for each in whole.values()), key=lambda dtype: dtype.itemsize)
     tokens = {key: _tokens(began.get(key), model.config.vocab_size) for key in SPECIAL}
     return {**values, "dtype": dtype_name(widest), **tokens}
@@ -180,6 +187,7 @@ def _configure(folder: Path, values: dict[str, Any], generates: bool) -> None:
     if not known and (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder)
         known = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.pad_id}
+    # What the model has said itself comes first.
     values |= {key: value for key, value in known.items() if values[key] is None}
     write_file(folder / CONFIG, _json(values))
     if generates and not generation:

@@ -95,6 +95,7 @@ class Folder:
         entries = {entry.key: (name, entry) for name in files for entry in _header(self.path, name)}
         self._total = sum(entry.nbytes for _, entry in entries.values())
         self.tensors: dict[str, Kept] = {}
+        # Packed weights appear here under the name and the shape of what they stand for.
         tensors = stored(entries, _json(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
         try:
             places = weights.ours(tensors)
@@ -120,6 +121,7 @@ class Folder:
         ranks, where = Ranks(process_group), str(self.path)
         boxes = [target for target in targets if target.data.numel()]
         asked = {target.name: target.shape for target in boxes}
+        # Before any byte is read: an error is raised on all ranks, and no memory has changed.
         filled = compare(ranks, where, self.tensors, asked, strict=strict, prefix=prefix, label=self._label)
         # group boxes by file, so that a job in a thread opens only one file
         by_file: dict[str, list[Target]] = {}
@@ -127,6 +129,7 @@ class Folder:
             if target.name in self.tensors:
                 by_file.setdefault(self.tensors[target.name].stored.file, []).append(target)
         counts: list[int] = []
+        # A failure on one rank is raised on all of them, instead of leaving them at the next collective.
         ranks.together(f"reading {where}", lambda: counts.extend(in_threads(self._read, sorted(by_file.items()))))
         self.bytes_read += sum(counts)
         log.info(
@@ -146,6 +149,7 @@ class Folder:
             def files(name: str) -> OpenFile:
                 if name not in opened:
                     opened[name] = stack.enter_context(OpenFile(self.path / name, f"{self.path}/{name}", buffer))
+                # Opened once per job, as a weight and its scales often share a file.
                 return opened[name]
 
             for target in targets:
@@ -158,6 +162,7 @@ class Folder:
         last: dict[str, int] = {}
         for kept in self.tensors.values():
             if kept.place.rows is not None:
+                # Fused parts know their rows. The largest end must be that of the stored tensor.
                 last[kept.place.name] = max(last.get(kept.place.name, 0), kept.place.rows.stop)
         for kept in self.tensors.values():
             place, shape = kept.place, kept.stored.shape
@@ -232,6 +237,7 @@ def _header(folder: Path, name: str) -> list[Entry]:
     file = folder / name
     size = file.stat().st_size
     with file.open("rb") as opened:
+        # A damaged length must not fill the memory.
         start = opened.read(8)
         data = start + opened.read(min(int.from_bytes(start, "little"), MAX_HEADER))
     try:

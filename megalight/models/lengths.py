@@ -12,6 +12,7 @@ def check_length(sequences: PackedSequences, limit: int) -> None:
     Raises:
         DataError: a sequence is too long.
     """
+    # The longest one is known on the host, so this check does not wait for the device.
     if sequences.longest > limit:
         raise DataError(
             f"a sequence has {sequences.longest} tokens, but the model takes at most max_sequence_length = {limit}; "

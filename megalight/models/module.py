@@ -155,10 +155,12 @@ class MegalightModule(pl.LightningModule):
         """Build the model once. Strategies that split it build it on the meta device and fill it themselves."""
         if self.model is not None:
             return
+        # Under a strategy that splits, this runs on meta, and nothing below draws.
         self.model = self.build_model()
         added = {CANONICAL_PREFIX + name for name in apply_transforms(self.model, self.transforms)}
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             initialise(self.model, self.seed, CANONICAL_PREFIX)
+            # Initial values first: tensors of transforms are in no source.
             source = self.initial_weights()
             if source is not None:
                 targets = model_targets(self.model, CANONICAL_PREFIX)
@@ -166,22 +168,26 @@ class MegalightModule(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch, for strategies without micro-batches."""
+        # Losses of layers are kept with their gradients, to be added to this step's loss.
         with collecting(KeptSideLosses()) as side_losses:
             loss = self._loss(batch)
         counts = self.auxiliary_counts(batch)
         for name, value in loss.auxiliary.items():
+            # Sums with a count become means here. Those without one are means already.
             side_losses.attach(name, value * inverse(counts[name].to(value)) if name in counts else value, loss.sum)
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
         for name, value in {"loss": objective, **side_losses.values, **metrics}.items():
             self.log(f"train_{name}", value.detach(), batch_size=1)
+        # A single tensor for `backward`. Each term is logged by itself above.
         return torch.stack([objective, *side_losses.values.values()]).sum()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """End the counts of layers over the step. Strategies with ``reduces_totals`` do it themselves."""
         strategy = self.trainer.strategy
         if self.model is not None and not getattr(strategy, "reduces_totals", False):
+            # Other strategies average gradients. Counts are sums.
             end_step(self.model, lambda counts: cast(Tensor, strategy.reduce(counts, reduce_op="sum")))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -208,6 +214,7 @@ class MegalightModule(pl.LightningModule):
         for name, (total, count) in totals.items():
             key = f"{stage}_{name}/{dataloader_idx}"
             if key not in self._means:
+                # The module may have been moved before this metric was made.
                 self._means[key] = Ratio(sync_on_compute=not reduced).to(self.device)
             ratio = cast(Ratio, self._means[key])
             ratio.update(total, count)
@@ -223,6 +230,7 @@ class MegalightModule(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Reset the totals of the previous evaluation."""
+        # At the start and not at the end: Lightning reads the metrics after the end.
         self._forget("val")
 
     def on_test_epoch_start(self) -> None:
@@ -246,6 +254,7 @@ class MegalightModule(pl.LightningModule):
 
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Divide nested tensors or an object with ``split`` into micro-batches of ``size`` samples (the last: at most)."""
+    # Before the containers: a batch with its own `split` may be a tuple.
     if hasattr(batch, "split") and not isinstance(batch, Tensor | str):
         return list(batch.split(size))
     if isinstance(batch, Tensor):
@@ -254,9 +263,11 @@ def split_batch(batch: Any, size: int) -> list[Any]:
         columns = {key: split_batch(value, size) for key, value in batch.items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if isinstance(batch, tuple | list):
+        # A list of texts or numbers is a column, with an entry for each sample.
         if batch and all(isinstance(value, str | bytes | int | float) for value in batch):
             return [batch[start : start + size] for start in range(0, len(batch), size)]
         rows = zip(*(split_batch(value, size) for value in batch), strict=True)
+        # A named tuple takes its entries as arguments.
         return [type(batch)(row) if type(batch) in (tuple, list) else type(batch)(*row) for row in rows]
     raise ConfigurationError(
         f"a batch of type {type(batch).__name__} cannot be cut into micro-batches; "

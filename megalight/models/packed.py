@@ -105,6 +105,7 @@ class BlockScaled:
         """See :meth:`Stored.read`; blocks that the box does not touch are not read."""
         wide, (height, width) = _wide(data), self.block
         columns = torch.arange(offset[1], offset[1] + data.shape[1]) // width
+        # A whole number of blocks, so that a scale serves all of its rows at once.
         step = max(1, SLAB // data.shape[1] // height) * height
         # slabs begin where blocks do, so that no row of scales is read for two of them
         edges = range(offset[0] // height * height, offset[0] + len(data), step)
@@ -113,6 +114,7 @@ class BlockScaled:
             values = torch.empty(high - low, data.shape[1], dtype=getattr(torch, self.values.dtype))
             self.values.read(files, (low, offset[1]), values)
             rows = torch.arange(low, high) // height
+            # Only scales of touched blocks: a box may be a small part of a large matrix.
             scales = torch.empty(int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1, dtype=wide)
             self.scales.read(files, (int(rows[0]), int(columns[0])), scales)
             spread = scales[:, columns - columns[0]][rows - rows[0]]
@@ -142,6 +144,7 @@ class Microscaled:
         """See :meth:`Stored.read`; groups that the box does not touch are not read."""
         *lead, column, row = offset
         columns, rows = data.shape[-2:]
+        # A group is the smallest unit, as its scale holds for all of its numbers.
         first, last = column // GROUP, -(-(column + columns) // GROUP)
         step = max(1, SLAB // ((last - first) * GROUP))
         table = torch.tensor(FP4, dtype=_wide(data))
@@ -155,9 +158,11 @@ class Microscaled:
                 self.scales.read(files, (*place, row + low, first), powers)
                 # the format's own dtype makes exact powers of two, also below the normal numbers, and NaN of 255
                 scale = powers.view(torch.float8_e8m0fnu).to(table.dtype).unsqueeze(-1)
+                # The first of a pair is in the low bits.
                 pairs = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
                 values = (table[pairs.int()] * scale).view(high - low, -1)
                 cut = values[:, column - first * GROUP :][:, :columns]
+                # Transposed at last: it is stored with rows first, and shown with columns first.
                 data[index][:, low:high].copy_(cut.t())
 
 

@@ -25,6 +25,7 @@ class Ratio(Metric):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        # float64: over a whole validation set, float32 would no longer count single tokens.
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 

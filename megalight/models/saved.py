@@ -61,6 +61,7 @@ def saved_model(
         if not whole:
             if base is None:
                 raise needs_base(opened, "name the weights that training began with by base (--base)")
+            # The base first: the checkpoint then fills what the base lacks.
             model.read(initial_source(base, known, config), process_group=group)
         model.read(opened, only_added=not whole, process_group=group)
     return model
@@ -99,6 +100,7 @@ def _room(
     """Allocate a whole model whose weights are read next."""
     with torch.device("meta"):
         root = known.model(config)
+    # One process holds the whole model, so there is nothing to split.
     model = ParallelModel(root, ParallelMesh(), ParallelOptions(plan=Plan(), transforms=tuple(transforms)))
     model.place(device, dtype)
     return model
@@ -142,6 +144,7 @@ def initial_config(folder: str | os.PathLike[str], known: Family) -> Any:
         ConfigurationError: the model is of another family, or has options that are not supported here.
     """
     if not checkpoint.is_complete(folder):
+        # Ours says its family and its configuration. Of a foreign folder, the family must read both.
         return _weights(known).config_of(folder)
     described = description(checkpoint.open(folder))
     if described["family"] != known.name:

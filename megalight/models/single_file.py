@@ -31,8 +31,10 @@ def single_file_model(
     entries = read(path)
     described = described_model(entries, path)
     known = family(described["family"])
+    # On meta: the values come from the file, and `assign` puts its tensors in place without a copy.
     with torch.device("meta"):
         model = known.model(known.config.from_dict(described["config"]))
+        # Before the weights are loaded, because they have names for tensors that transforms made.
         apply_transforms(model, rebuild(described.get("transforms", ())))
     weights = {name.removeprefix(PREFIX): value for name, value in entries[WEIGHTS].items() if name.startswith(PREFIX)}
     try:

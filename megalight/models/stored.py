@@ -79,10 +79,13 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
     opened = checkpoint.open(path)
     described = description(opened)
     if described.get("transforms") or not holds_base(opened.common):
+        # The values of such weights do not tell what the model computes until the adapters are merged.
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
     known = family(described["family"])
     weights: Source = FullPrecision(opened)
     if ema:
+        # Averages are read in place of the weights of the same names. Tensors without an
+        # average stay as they are.
         averages = Renamed(canonical(opened), PREFIX, AVERAGE + PREFIX)
         if not averages.tensors:
             raise CheckpointError(f"checkpoint {opened.path} has no moving averages; train with the callback EMA.")
@@ -125,6 +128,7 @@ def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dt
     """
     described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
     names = [name for name in model.weights.tensors if name.startswith(PREFIX)]
+    # One process writes, even inside a job with several: nobody else is asked.
     with alone() as group:
         checkpoint.save(
             path,

@@ -41,6 +41,7 @@ class Theirs:
     def part(self, tensor: Tensor) -> Tensor:
         """Return the canonical tensor as a view of their tensor."""
         ours = tensor[self.index] if self.stack else tensor
+        # First the stack, then the transposition, then the rows: they count in `[out, in]`.
         ours = ours.T if self.transposed and ours.ndim == 2 else ours
         return ours if self.rows is None else ours[self.rows.start : self.rows.stop : self.rows.step]
 
@@ -72,12 +73,15 @@ class Theirs:
         if self.rows is not None:
             step = self.rows.step
             shift = self.rows[offset[0]] % step
+            # The box begins at the first row that is read, which may belong to another tensor.
             place[0] = self.rows[offset[0]] - shift
+        # `t` is a view: filling it fills `data`.
         place, theirs = (place[::-1], data.t()) if turned else (place, data)
         if step > 1:
             # rows of other tensors lie between ours: they are read too, as one box, and dropped
             shape = list(theirs.shape)
             shape[-1 if turned else 0] *= step
+            # In the dtype of the target, so that nothing is rounded twice.
             theirs = torch.empty(shape, dtype=data.dtype)
         fill([self.index, *place] if self.stack else place, theirs[None] if self.stack else theirs)
         if step > 1:
@@ -142,6 +146,7 @@ class WeightMap:
         """
         template, numbers = _template(name)
         module, _, leaf = template.rpartition(".")
+        # A single tensor is more specific than its module.
         if template in self.places:
             found = self.places[template]
         elif module in self.places:
@@ -163,6 +168,7 @@ class WeightMap:
         reverse: dict[str, list[tuple[str, Theirs]]] = {}
         for ours, place in self.places.items():
             reverse.setdefault(place.name, []).append((ours, place))
+        # Old and new names of a tensor fall together.
         # look up names in the spelling of the tables, but remember the names in the file
         spelt = {self._spelt(name, reverse): name for name in names}
         spelt = {modern: name for modern, name in spelt.items() if not re.fullmatch(self.left_out, modern)}
@@ -175,6 +181,7 @@ class WeightMap:
         for modern, name in spelt.items():
             template, numbers = _template(modern)
             module, _, leaf = template.rpartition(".")
+            # An entry may name a tensor or a module. A tensor of that very name wins.
             whole = [(ours, place) for ours, place in reverse.get(template, ())]
             parts = [(f"{ours}.{leaf}", place) for ours, place in reverse.get(module, ())]
             if not whole and not parts:
@@ -199,6 +206,7 @@ class WeightMap:
         Raises:
             CheckpointError: a tensor has no counterpart, or a part of a fused tensor is missing.
         """
+        # Every part of a fused tensor must be there, or its other rows would be left without values.
         parts: dict[str, dict[str, Theirs]] = {}
         for name in shapes:
             place = self.theirs(name)
@@ -219,6 +227,7 @@ class WeightMap:
         written = {}
         for name, whole in self.layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}).items():
             first = tensors[next(iter(whole.parts))]
+            # In the dtype of the first part: parts of one tensor have one dtype.
             written[name] = first.new_empty(whole.shape)
             for ours, place in whole.parts.items():
                 place.part(written[name]).copy_(tensors[ours])

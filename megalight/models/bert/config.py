@@ -47,6 +47,7 @@ class BertConfig(ModelConfig):
     max_sequence_length: int = 512
     num_token_types: int = 2
     activation: str = "gelu"
+    # The eps of the first published models, which their weights need.
     norm_eps: float = 1e-12
     sentence_order: bool = True
     tie_embeddings: bool = True

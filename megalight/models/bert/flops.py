@@ -17,6 +17,7 @@ def num_parameters(config: BertConfig) -> int:
     """Return the number of all parameters. A tied weight counts once."""
     h, norm = config.hidden_size, 2 * config.hidden_size
     rows = config.vocab_size + config.max_sequence_length + config.num_token_types
+    # Biases of attention and MLP are the term in brackets.
     layer = _layer_matmul_parameters(config) + (4 * h + config.ffn_hidden_size + h) + 2 * norm
     head = (h + 1) * h + norm + config.vocab_size * (1 if config.tie_embeddings else h + 1)
     order = (h + 1) * h + 2 * (h + 1) if config.sentence_order else 0
@@ -31,6 +32,7 @@ def flops_per_token(config: BertConfig, sequence_length: int) -> float:
     embeddings (look-ups), the head that reads only first tokens, and recomputation.
     """
     h = config.hidden_size
+    # Only masked tokens pass the head. They are chosen before it.
     head = MASKED * (h * h + config.vocab_size * h)
     matmul = config.num_layers * _layer_matmul_parameters(config) + head
     return 6.0 * matmul + 12.0 * config.num_layers * h * sequence_length

@@ -64,6 +64,7 @@ class BertHead(nn.Module):
         self, hidden: Tensor, sequences: PackedSequences, labels: Tensor | None = None, rows: Tensor | None = None
     ) -> Output:
         """From ``[T, h]`` and labels ``[T]`` (or None), or their ``rows [M]``, to the fields of :class:`Output`."""
+        # Before rows are chosen: it reads the first tokens, which are not among them.
         order = None if self.order is None else self.order(hidden, sequences)
         if rows is not None:
             # Choose rows before the projection: it is the larger part of the head's work.
@@ -140,6 +141,7 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.embed: TokenEmbedding | None = build_embedding(config)
+        # Keys are global indices, which a part of the model keeps.
         self.layers = nn.ModuleDict({str(i): build_layer(config) for i in range(config.num_layers)})
         self.head: BertHead | None = build_head(config)
         if config.tie_embeddings:

@@ -54,6 +54,7 @@ class BertModule(FamilyModule[BertConfig]):
             pack(batch.token_types, sequences, 0),
             labels=pack(batch.labels, sequences, IGNORED),
             hidden=None if carry is None else carry["hidden"],
+            # All masked tokens are known to the data, so the head sees no others.
             rows=batch.rows,
         )
         found = {"hidden": output.hidden, "losses": output.losses, "order": output.order}
@@ -64,8 +65,11 @@ class BertModule(FamilyModule[BertConfig]):
         total = carry["losses"].sum()
         if "order" not in carry:
             return Loss(total)
+        # Behind them is the row of the padding's sequence.
         logits = carry["order"][: len(batch)]
+        # At least float32: the loss of few classes is formed without the fused op that widens by itself.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # A sum, and a count beside it: the mean is over the samples of the whole global batch.
         order = F.cross_entropy(logits, batch.order, ignore_index=IGNORED, reduction="sum")
         asked = (batch.order != IGNORED).sum()
         right = (logits.argmax(-1) == batch.order).sum()

@@ -57,10 +57,12 @@ def weight_map(config: BertConfig) -> WeightMap:
     Without ``sentence_order``, pooler and sentence-order head are not read. A tied decoder weight is not read either.
     """
     places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+    # `transformers` has the bias under two names. Files hold the first, the second, or both.
     copies, doubles = {BIAS: f"{DECODER}.bias"}, {f"{DECODER}.bias": BIAS}
     if config.tie_embeddings:
         places["head.masked.lm.output_layer.bias"] = Theirs(BIAS)
         copies = {f"{DECODER}.bias": BIAS, f"{DECODER}.weight": "bert.embeddings.word_embeddings.weight"}
+        # With a tied weight the decoder has no tensor of its own, and its bias is written once.
         doubles = {}
     return WeightMap(
         places,
@@ -112,6 +114,7 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
     name = values.get("hidden_act", "gelu")
     if name not in ACTIVATIONS:
         raise ConfigurationError(f"activation {name!r} has no counterpart here; known: {', '.join(ACTIVATIONS)}.")
+    # Weights say it too, but they are not read here.
     if sentence_order is None:
         sentence_order = any(kind in WITH_ORDER for kind in values.get("architectures") or ())
     dropout = values.get("hidden_dropout_prob", 0.1)

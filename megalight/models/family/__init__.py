@@ -72,6 +72,7 @@ class Weights:
             ConfigurationError: as in :meth:`config_of`.
         """
         differences = compare(config.to_dict(), self.config_of(folder).to_dict(), "the folder")
+        # Only a warning: tensors whose shapes differ are refused when they are read.
         if differences:
             log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
         return Folder(folder, self.map(config), prefix)
@@ -128,6 +129,7 @@ def family(name: str) -> Family:
         MegalightError: there is no such family. The message lists the known ones.
     """
     own = _folders()
+    # An unknown name may be misspelt: all families are imported, so that the message lists them.
     for folder in [name] if name in own else own:
         import_module(f"{PACKAGE}.{folder}")
     return FAMILIES[name]

@@ -76,6 +76,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
     ) -> None:
         super().__init__(seed)
         self.weights = weights
+        # After `weights`, which it may read.
         self.config: ConfigT = self._config(config)
         self.optimizer = optimizer or AdamConfig()
         self._companions: dict[str, bytes] | None = None
@@ -214,6 +215,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
                 "was trained with, or merge adapters first (megalight merge)."
             )
         self.transforms = found
+        # The model is still on meta, so it can change.
         if self.model is not None:
             apply_transforms(self.model, found)
 

@@ -55,6 +55,7 @@ class PositionConfig:
     pattern: tuple[bool, ...] = (True,)
 
     def __post_init__(self) -> None:
+        # Recipes give lists, and a configuration must be hashable.
         object.__setattr__(self, "pattern", tuple(self.pattern))
         require(
             any(self.pattern),
@@ -131,6 +132,7 @@ class AttentionConfig:
         every = self.window_pattern
         if isinstance(every, int):
             require(every >= 1, f"attention.window_pattern is {every}; it must be at least 1, or a list.")
+            # The last one of each `n` layers sees all tokens.
             object.__setattr__(self, "window_pattern", (True,) * (every - 1) + (False,))
         require_choice("attention.softmax", self.softmax, ("vanilla", "off-by-one", "learnable"))
         object.__setattr__(self, "window_pattern", tuple(self.windowed))
@@ -151,6 +153,7 @@ class AttentionConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Return the window of the layer with this index, or None."""
+        # By the global index, which does not depend on how layers are divided.
         return self.window if self.windowed[layer % len(self.windowed)] else None
 
     @property
@@ -252,6 +255,7 @@ class GPTConfig(ModelConfig):
             require_choice("an entry of mixer_pattern", mixer, MIXERS)
         if self.latent is not None:
             self._check_latent(self.latent)
+            # Heads of latent attention have both kinds of features.
             object.__setattr__(self, "head_dim", self.latent.head_dim + self.latent.rotary_dim)
         require(
             self.latent is not None or "latent_attention" not in self.mixer_pattern,
@@ -263,6 +267,7 @@ class GPTConfig(ModelConfig):
                 f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
                 "change one of them, or give head_dim.",
             )
+        # Fixed here, so that no other code need know what 0 means.
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         self._require_positive("num_kv_heads", "head_dim")
@@ -343,4 +348,5 @@ class GPTConfig(ModelConfig):
         """Number of features of a head that are rotated. It is even."""
         if self.latent is not None:
             return self.latent.rotary_dim
+        # Rounded down to pairs.
         return int(self.head_dim * self.position.fraction) // 2 * 2

@@ -33,6 +33,7 @@ GROUP_SUM = 2
 
 def latent_places(config: GPTConfig) -> dict[str, str]:
     """Return the modules of latent attention and experts, our name -> theirs."""
+    # Smaller models have no latent of queries, and one projection in its place.
     if config.latent is not None and config.latent.q_rank is None:
         return PLACES | {"layers.N.attention.q_up": "model.layers.N.self_attn.q_proj"}
     return PLACES
@@ -51,6 +52,7 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
     """
     # what a file lacks is named by the caller: defaults of theirs are not those of a published model
     top_k = values["num_experts_per_tok"]
+    # One group is the same as none.
     groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
     for option, value, good in (
         ("attention_bias", values.get("attention_bias", False), False),
@@ -61,6 +63,7 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
     ):
         if value != good:
             raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
+    # Ours divides the choice equally over the groups. Both agree for published models.
     if groups > 1 and top_k // group_top_k != GROUP_SUM:
         raise ConfigurationError(
             f"num_experts_per_tok={top_k} with topk_group={group_top_k}: their groups are scored by {GROUP_SUM} "

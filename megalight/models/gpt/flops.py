@@ -17,13 +17,16 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
         active: count only the experts that one token passes through.
     """
     h = config.hidden_size
+    # Grouped heads share keys and values.
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     outputs = (2 if config.attention.output_gate else 1) * config.num_heads * config.head_dim
     attention = h * (qkv_size + outputs)
+    # A convolution has three projections in and one out, each `h x h`.
     mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel)}
     if (latent := config.latent) is not None:
         queries = config.num_heads * config.head_dim
         mixers["latent_attention"] = (
+            # Down and up, as two products. The absorbed form of generation is not training.
             (h * queries if latent.q_rank is None else latent.q_rank * (h + queries))
             + h * (latent.kv_rank + latent.rotary_dim)
             + latent.kv_rank * config.num_heads * (latent.head_dim + latent.value_dim)
@@ -33,6 +36,7 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
     dense, experts = projections * h * config.ffn_hidden_size, 0
     if (moe := config.moe) is not None:
         width = config.expert_ffn_hidden_size * (moe.router.top_k if active else moe.num_experts)
+        # The router's weight, for which every token pays.
         experts = h * moe.num_experts
         if moe.shared is not None:
             width += moe.shared.ffn_hidden_size
@@ -98,6 +102,8 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
     keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
     value_dim = config.head_dim if config.latent is None else config.latent.value_dim
+    # Six for each: two operations for each multiply-add, once forward and twice backward. Scores use the width
+    # of keys, and outputs that of values.
     return 6.0 * matmul + 6.0 * config.num_heads * (config.head_dim + value_dim) * keys
 
 

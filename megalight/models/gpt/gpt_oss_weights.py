@@ -50,6 +50,7 @@ def gpt_oss_places(num_experts: int, width: int) -> dict[str, Theirs]:
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with what it need not say."""
+    # Every other layer has a window, beginning with the first.
     turns = [_kind(layer % 2 == 0) for layer in range(values["num_hidden_layers"])]
     return {**DEFAULTS, **values, "layer_types": values.get("layer_types") or turns}
 

@@ -137,9 +137,11 @@ class Place:
         first, last = box.offset[0], box.offset[0] + len(box.data)
         for ours, theirs, rows in self.runs:
             low, high = max(first, ours), min(last, ours + rows)
+            # Ours and theirs have rows in other orders, so one box may become several.
             if low < high:
                 data = box.data[low - first : high - first]
                 offset = (*self.index, theirs + low - ours, *box.offset[1:])
+                # Theirs may have dims for layer and expert, where a box of ours has none.
                 yield Wanted(self.key, offset, data.view((1,) * len(self.index) + tuple(data.shape)))
 
 
@@ -171,6 +173,7 @@ class MegatronFolder:
                 f"{'; '.join(problems[:10])}{more}."
             )
         self.tensors = {prefix + name: replace(place, key=keys[place.key]) for name, place in places.items()}
+        # The model's own keys decide. Which prefix a wrapper has added does not matter.
         if any(OPTIMIZER.match(key) for key in found):
             log.warning(
                 "%s holds optimizer state, which is not imported: training goes on from its weights with new optimizer "
@@ -189,6 +192,7 @@ class MegatronFolder:
         """See :meth:`megalight.parallel.source.Source.fill`; a shard that a box touches is read as a whole."""
         boxes, ranks = [target for target in targets if target.data.numel()], Ranks(process_group)
         asked = {box.name: box.shape for box in boxes}
+        # Checked on all ranks before any of them reads.
         filled = compare(ranks, str(self.path), self.tensors, asked, strict=strict, prefix=prefix)
         wanted = [each for box in boxes if box.name in self.tensors for each in self.tensors[box.name].wanted(box)]
         ranks.together(f"reading {self.path}", partial(self._folder.fill, wanted))
@@ -293,6 +297,7 @@ def _places(config: GPTConfig, found: Mapping[str, TorchTensor]) -> tuple[dict[s
     """Return the place of each canonical tensor, and what does not fit, as lines for a message."""
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(GPT(config)).items()}
+    # The buffer is not among the parameters of the model on meta.
     if config.moe is not None and config.moe.router.expert_bias:
         layers = (layer for layer in range(config.num_layers) if config.has_experts(layer))
         shapes |= {f"layers.{layer}.mlp.router.expert_bias": (config.moe.num_experts,) for layer in layers}
@@ -300,6 +305,7 @@ def _places(config: GPTConfig, found: Mapping[str, TorchTensor]) -> tuple[dict[s
     problems, used = [], set()
     for name, shape in shapes.items():
         options = list(_options(name, config))
+        # Keys are tried in order. The first one that exists holds the tensor.
         option = next((option for option in options if option[0] in found), None)
         if option is None:
             problems.append(f"{options[0][0]} is missing (for {name} of shape {list(shape)})")
@@ -338,6 +344,7 @@ def _options(name: str, config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...
         experts = (config.moe.num_experts,) if stacked and config.moe else ()
         key = entry.replace("N", number.group()) if number else entry
         for ending in ("", HALVES.get(module.rpartition(".")[2], "")):
+            # A key of the layer's own, or one for all layers with the layer as the first dim.
             yield f"decoder.layers.{layer}.{key}{ending}", expert, experts
             yield f"decoder.layers.{key}{ending}", (layer, *expert), (config.num_layers, *experts)
 
@@ -349,6 +356,7 @@ def _runs(
     part, rows = name.split(".")[-2], shape[0]
     if ".attention." in name and part in "qkv":
         groups, size = config.num_kv_heads, config.head_dim
+        # A group has its queries, one key head and one value head.
         queries = config.num_heads // groups
         first, heads = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[part]
         group = (queries + 2) * size

@@ -55,6 +55,7 @@ class Output:
 
 def build_norm(config: GPTConfig, size: int) -> nn.Module:
     """Build the configured norm over ``size`` features."""
+    # Both kinds take a size and an eps, and differ in nothing else here.
     kind = RMSNorm if config.norm.kind == "rms" else LayerNorm
     return kind(size, config.norm.eps, backend=config.backends.norm)
 
@@ -180,6 +181,7 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
     """Build the layer with this global index."""
     name, build = MIXERS[config.mixer_of(index)]
     mlp = build_experts(config) if config.has_experts(index) else build_mlp(config)
+    # Two modules, not one twice: each has a weight of its own.
     norms = build_norm(config, config.hidden_size), build_norm(config, config.hidden_size)
     return TransformerLayer(norms[0], build(config, index), norms[1], mlp, name=name, dropout=config.dropout.hidden)
 
@@ -233,6 +235,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed: TokenEmbedding | None = build_embedding(config)
+        # Outside of the layers, as all of them share its table.
         self.rotary = build_rotary(config)
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.head: LMHead | None = build_head(config)
@@ -244,6 +247,7 @@ class GPT(nn.Module):
         """Make the context that the layers share, for hidden states of ``dtype``."""
         if self.rotary is None:
             return LayerContext(sequences)
+        # Made from the dtype of the hidden states, which tells how precise angles must be.
         return LayerContext(sequences, {ROTARY: self.rotary(sequences.positions, dtype)})
 
     def forward(
@@ -275,6 +279,7 @@ class GPT(nn.Module):
             hidden = self.embed(tokens, sequences.positions)
         if hidden is None:
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
+        # The context is made once. Recompute of a layer then passes the same object.
         hidden = run_layers(self.layers, hidden, self.context(sequences, hidden.dtype), states)
         if self.head is None:
             return Output(hidden=hidden)

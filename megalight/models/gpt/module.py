@@ -38,7 +38,9 @@ class GPTModule(FamilyModule[GPTConfig]):
 
     def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses [T]``."""
+        # Sequence parallelism gives each rank an equal share of the tokens.
         sequences = batch.sequences.pad_to(self.token_multiple)
+        # The op skips labels that are ignored, which saves their part of the projection's work.
         labels = batch.labels.masked_fill(batch.loss_mask == 0, IGNORED)
         output = model(
             pack(batch.tokens, sequences, 0),
@@ -52,6 +54,7 @@ class GPTModule(FamilyModule[GPTConfig]):
         """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
         mask = batch.loss_mask.reshape(-1)
         # losses past the mask belong to padding, which forward_step added
+        # Weighted after the op, as masks may hold other values than 0 and 1.
         return Loss(sum=(carry["losses"][: mask.numel()] * mask).sum())
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:

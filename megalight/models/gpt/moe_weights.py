@@ -58,8 +58,10 @@ def _pattern(values: Mapping[str, Any]) -> tuple[bool, ...]:
     if values["model_type"] != "qwen3_moe":
         return (True,)
     step, dense = values.get("decoder_sparse_step", 1), set(values.get("mlp_only_layers") or ())
+    # One pattern repeats, unless some layers are named.
     if not dense:
         return (*[False] * (step - 1), True)
+    # Every layer of its own, as named layers repeat nothing.
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(values["num_hidden_layers"]))
 
 

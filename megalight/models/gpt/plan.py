@@ -28,8 +28,10 @@ RULES = Plan(
         "*embed.word": Vocab(),
         "*embed.position": SequenceRegion(split_input=True),
         "*.attention.qkv": Column(),
+        # Norms over single heads act on whole heads, of which each rank has some.
         "*.attention.[qk]_norm": HeadRegion(),
         "*.attention.sink": Channels(),
+        # A row takes what a column has split: its sum over ranks ends the region.
         "*.attention.proj": Row(),
         # latents are small, so every rank computes them whole, of its share of the tokens
         "*.attention.*_down": SequenceRegion(),
@@ -38,6 +40,7 @@ RULES = Plan(
         "*.conv.gates": Column(),
         "*.conv.filter": Channels(),
         "*.conv.proj": Row(),
+        # A convolution mixes neighbouring tokens, so a share of a sequence is not enough.
         ShortConv: WholeSequences(),
         "*.mlp.gate_up": Column(),
         "*.mlp.up": Column(),
@@ -45,14 +48,18 @@ RULES = Plan(
         "*.mlp.shared.gate_up": Column(),
         "*.mlp.shared.up": Column(),
         "*.mlp.shared.down": Row(),
+        # One number per token, which every rank computes of its share.
         "*.mlp.shared_gate": SequenceRegion(),
         Router: Routing(),
         Jitter: Dropout(split=True),
         Experts: Expert(),
+        # Under sequence parallelism each rank norms its share, so a norm's weight gets one term
+        # of its gradient per rank.
         RMSNorm: SequenceRegion(),
         LayerNorm: SequenceRegion(),
         LMHead: VocabHead(),
         nn.Dropout: Dropout(),
+        # Dropout of attention weights draws for the rank's own heads, and so from a stream of its own.
         InnerAttention: (ContextRegion(), Dropout(split=True)),
     }
 )

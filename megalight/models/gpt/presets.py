@@ -110,6 +110,7 @@ def qwen3_moe(
             num_experts=128,
             ffn_hidden_size=expert_ffn_hidden_size,
             router=RouterConfig(top_k=8),
+            # The global loss, as Qwen's report describes it (https://arxiv.org/abs/2505.09388).
             balance=BalanceConfig(global_aux_loss=1e-3),
         ),
     )

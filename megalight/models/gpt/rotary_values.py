@@ -42,6 +42,7 @@ def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
     rotated = tuple(bool(layer) for layer in values.get("no_rope_layers") or (True,))  # 1: it rotates
     if not any(rotated):
         return PositionConfig(kind="none")
+    # Newer files have one dict, older ones a base beside the scaling.
     options = values.get("rope_parameters") or values.get("rope_scaling") or {}
     base = options.get("rope_theta") or values.get("rope_theta") or 10000.0
     kind = options.get("rope_type") or options.get("type") or "default"
@@ -58,6 +59,7 @@ def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
     given = {name: value for name, value in given.items() if value or not name.startswith("mscale")}
     scaling = RotaryScaling(**{"kind": kind, **given})
     stated = options.get("attention_factor")
+    # A factor of its own would change all scores, so it is not passed over.
     if stated is not None and abs(stated - scaling.concentration) > 1e-6 * stated:
         raise ConfigurationError(
             f"attention_factor is {stated}, and the other values of {kind} give {scaling.concentration:.6f}; a factor "

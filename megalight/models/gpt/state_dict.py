@@ -57,6 +57,7 @@ def weight_map(config: GPTConfig) -> WeightMap:
     """Return where ``transformers`` keeps the tensors of a model."""
     tied = config.tie_embeddings
     if config.latent is not None:
+        # Latent attention has other projections. Only the last one, `proj`, has the same name.
         rest = {ours: theirs for ours, theirs in LLAMA.items() if ".attention." not in ours or ours.endswith("proj")}
         return WeightMap(
             {ours: Theirs(theirs) for ours, theirs in (rest | latent_places(config)).items()},
@@ -69,9 +70,11 @@ def weight_map(config: GPTConfig) -> WeightMap:
             {ours: Theirs(theirs) for ours, theirs in LLAMA.items()} | expert_places(config),
             root="model.",
             copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+            # Older files hold this buffer, which is computed here.
             left_out=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         )
     fused, size = "transformer.h.N.attn.c_attn", config.num_heads * config.head_dim
+    # Queries, keys and values lie one after the other, each of all heads.
     rows = {name: range(i * size, (i + 1) * size) for i, name in enumerate("qkv")}
     return WeightMap(
         {ours: Theirs(theirs) for ours, theirs in GPT2.items()}
@@ -79,6 +82,7 @@ def weight_map(config: GPTConfig) -> WeightMap:
         | {f"layers.N.attention.{name}": Theirs(fused, part, True) for name, part in rows.items()},
         root="transformer.",
         copies={"lm_head.weight": "transformer.wte.weight"} if tied else {},
+        # Masks of the triangle, saved by older releases.
         left_out=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
     )
 
@@ -141,6 +145,7 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
             continue
         try:
             values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
+            # Written values are read back: whatever `transformers` cannot say shows as a difference.
             back = _settings(config_from_transformers(values))
         except ConfigurationError as error:
             failed.append((kind, [str(error)]))
@@ -158,6 +163,7 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
     values = config.to_dict()
     if config.moe is not None:
         values["moe"]["pattern"] = [config.has_experts(layer) for layer in range(config.num_layers)]
+        # 0 and the width itself mean the same.
         values["moe"]["ffn_hidden_size"] = config.expert_ffn_hidden_size
         del values["moe"]["balance"]  # losses are the user's choice
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
@@ -270,6 +276,7 @@ def _to_llama(config: GPTConfig) -> dict[str, Any]:
         "initializer_range": config.init.std,
     }
     if attention.window is not None:
+        # Theirs counts the token itself.
         values["sliding_window"] = attention.window + 1
     return values
 

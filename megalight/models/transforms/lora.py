@@ -85,6 +85,7 @@ class LoRA(ModelTransform):
         adapter = Adapter.of(
             layer, path.rpartition(".")[2], own, width=self.rank, scale=self.alpha / self.rank, dropout=self.dropout
         )
+        # A rank above this adds numbers and no freedom: the update cannot have more independent rows.
         least = min(adapter.A.shape[1], *adapter.sizes)
         if self.rank > least:
             raise ConfigurationError(
@@ -102,6 +103,7 @@ def merge(model: nn.Module) -> int:
         the number of layers that had an adapter.
     """
     count = 0
+    # A list, because adapters are removed from the tree on the way.
     for module in list(model.modules()):
         adapter = getattr(module, "adapter", None)
         if isinstance(adapter, Adapter):
@@ -116,6 +118,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return ``W + scale * B A`` of each section. The sum is rounded once, to the dtype of ``weight``."""
     # product and sum in float32 or wider, so that only the result is rounded to a half dtype
     wide = torch.promote_types(weight.dtype, torch.float32)
+    # Only adapted sections have pairs, in the order of the sections.
     downs, ups = iter(adapter.A.split(adapter.width)), iter(adapter.B.split(adapter.sizes))  # type: ignore[no-untyped-call]
     parts = [
         part.to(wide) + adapter.scale * (next(ups).to(wide) @ next(downs).to(wide)) if adapted else part.to(wide)

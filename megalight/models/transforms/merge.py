@@ -41,6 +41,7 @@ def merge_checkpoint(
         raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")
     model = saved_model(opened, base=base)
     count = merge(model.root)
+    # The optimizer's state is that of the adapters, which are gone.
     common = {name: value for name, value in opened.common.items() if name not in RUN}
     common["model"] = {**described, "transforms": describe(others), BASE: True}
     kept = {name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")}
