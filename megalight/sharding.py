@@ -27,6 +27,7 @@ from megalight.checkpoint.plain import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
 from megalight.parallel.data_parallel import DataParallel, clip_coefficient
+from megalight.parallel.groups import speaks
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -203,8 +204,8 @@ def _device_of(module: nn.Module, kind: str | None = None) -> torch.device:
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
     backend = str(dist.get_backend()) if dist.is_initialized() else ""
     if device.type == "meta":
-        kind = kind or ("cuda" if "nccl" in backend else "cpu")
-    elif device.type == "cpu" and backend == "nccl":
+        kind = kind or ("cuda" if speaks("nccl", backend) else "cpu")
+    elif device.type == "cpu" and speaks("nccl", backend) and not speaks("gloo", backend):
         kind = "cuda"
     if kind in (None, device.type):
         return device

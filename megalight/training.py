@@ -31,6 +31,7 @@ from megalight.parallel.data_parallel import DataParallel, clip_coefficient
 from megalight.parallel.degrees import check_sequence_parallel
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.frozen import FrozenModel
+from megalight.parallel.groups import speaks
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -233,5 +234,5 @@ class Training(PlainRun):
 
 
 def _usual_device() -> torch.device:
-    speaks_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else torch.device("cpu")
+    on_gpu = dist.is_initialized() and speaks("nccl")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -12,6 +12,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
+from megalight.parallel.groups import speaks
 from megalight.parallel.layers import layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
@@ -31,7 +32,7 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
         yield "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
     if torch.is_anomaly_enabled():
         yield "detect_anomaly reads every gradient on the host; switch it off"
-    if on_gpu and dist.is_initialized() and "nccl" not in dist.get_backend():
+    if on_gpu and dist.is_initialized() and not speaks("nccl"):
         yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
 
 

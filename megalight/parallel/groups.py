@@ -14,6 +14,20 @@ from torch.distributed import distributed_c10d as c10d
 from megalight.errors import ConfigurationError, LayoutError
 
 
+def speaks(name: str, backend: str | None = None, group: ProcessGroup | None = None) -> bool:
+    """Return whether a process group can send by a backend.
+
+    Args:
+        name: ``"nccl"`` or ``"gloo"``.
+        backend: the group's backends, as torch writes them: ``nccl``, or ``cpu:gloo,cuda:nccl`` with one for each type
+            of device. None: those of ``group``.
+        group: None: the default group.
+    """
+    if backend is None:
+        backend = dist.get_backend() if group is None else dist.get_backend(group)
+    return name in (part.rpartition(":")[2] for part in str(backend).split(","))
+
+
 def new_group(
     ranks: Sequence[int],
     purpose: str,
@@ -43,7 +57,7 @@ def new_group(
             "call torch.distributed.init_process_group first."
         )
     options = None
-    if (max_ctas is not None or urgent) and (backend or dist.get_backend()) == "nccl":
+    if (max_ctas is not None or urgent) and speaks("nccl", backend):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
         if max_ctas is not None:
             # NCCL's default minimum could be above our maximum.
@@ -80,9 +94,9 @@ def check_max_ctas(name: str, value: int | None, backend: str) -> None:
         backend: backend of the default process group. Only NCCL's messages use multiprocessors.
 
     Raises:
-        ConfigurationError: ``value`` is set, and the backend is not ``"nccl"``.
+        ConfigurationError: ``value`` is set, and NCCL is not among the backends.
     """
-    if value is not None and backend != "nccl":
+    if value is not None and not speaks("nccl", backend):
         raise ConfigurationError(
             f"{name}={value} limits the GPU multiprocessors of NCCL's messages, but the backend here is {backend}. "
             "Remove it, or train on GPUs with the backend nccl."

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megalight.parallel.groups import new_group
+from megalight.parallel.groups import new_group, speaks
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.tensor.shared import Shared
 from tests.workers import run
 
 CHANGED = "torch names groups in another way: see megalight/parallel/groups.py, _named"
@@ -36,3 +39,33 @@ def test_names_tell_purpose_and_ranks() -> None:
     for names, restored in run(_names, 2):
         assert names == [hashlib.sha256(f"pairs 0 1 None {count}".encode()).hexdigest() for count in range(2)], CHANGED
         assert restored
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        ("nccl", ["nccl"]),
+        ("gloo", ["gloo"]),
+        ("cpu:gloo,cuda:nccl", ["gloo", "nccl"]),
+        ("cuda:nccl", ["nccl"]),
+        ("cpu:gloo,xpu:xccl", ["gloo"]),
+    ],
+)
+def test_backends_are_found_where_each_type_of_device_has_its_own(backend: str, found: list[str]) -> None:
+    assert [name for name in ("gloo", "nccl") if speaks(name, backend)] == found
+
+
+def _tokens_and_gradients() -> list[bool]:
+    """Whether groups of the same ranks differ by what they send."""
+    shared = Shared(ParallelMesh(2, dist.get_rank(), ep=2))
+    data = shared.mesh.group("dp", "cp")
+    assert data is not None
+    groups = [data, shared.expert_group, shared.counts_group]
+    assert shared.expert_group is Shared(shared.mesh).expert_group
+    assert [dist.get_process_group_ranks(group) for group in groups] == [[0, 1]] * 3
+    return [one is other for one in groups for other in groups]
+
+
+def test_tokens_of_experts_do_not_queue_behind_gradients() -> None:
+    apart = [True, False, False, False, True, False, False, False, True]
+    assert run(_tokens_and_gradients, 2) == [apart] * 2

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Numbers of ranks for which the package has kernels."""
+
 
 class EventOverlap:
     def __init__(self, started: bool) -> None:
@@ -46,10 +49,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
+        assert num_ranks in SIZES, f"Unsupported number of EP ranks: {num_ranks}"
         return Config()
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        assert num_ranks in SIZES, f"Unsupported number of EP ranks: {num_ranks}"
         return Config()
 
     def get_dispatch_layout(

@@ -145,6 +145,12 @@ def test_without_the_package(name: str) -> None:
         parallelize(model, gpt_plan(model), ParallelMesh(2, 0, ep=2), expert=ExpertOptions(name))
 
 
+def test_a_number_of_ranks_without_kernels() -> None:
+    wanted = "no kernels for ep x etp = 6 ranks .Unsupported number of EP ranks: 6.*all_to_all"
+    with stand_in(), pytest.raises(LayoutError, match=wanted):
+        DISPATCHERS["deepep"](Shared(ParallelMesh(6, 0, ep=3, etp=2)))
+
+
 def test_a_release_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old(deep_ep.Buffer):
         def combine(self, x: Tensor, handle: Any) -> Any:  # type: ignore[override]

@@ -56,8 +56,7 @@ class AllToAllDispatcher(Dispatcher):
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, _Sent]:
         """Return the copies for this rank's experts. The host waits once, for the numbers of rows."""
-        group = self.shared.mesh.group("ep", "etp")
-        assert group is not None
+        group = self.shared.expert_group
         routes = spread(routes, num_experts, self.shared.mesh.etp)
         # Sorted by expert over all ranks, so rows for one rank are contiguous: the all-to-all needs no further copy.
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
@@ -84,7 +83,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
         """Send the outputs back, and add up those of each token."""
-        group = self.shared.mesh.group("ep", "etp")
+        group = self.shared.expert_group
         (back,) = exchange((unpermute(outputs, memo.groups),), group, memo.receive, memo.send)
         return unpermute(back, memo.copies)
 

@@ -38,8 +38,7 @@ class AllGatherDispatcher(Dispatcher):
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, tuple[Permutation, int]]:
         """Return the copies for this rank's experts. The host waits for numbers of tokens and rows."""
-        group = self.shared.mesh.group("ep", "etp")
-        assert group is not None
+        group = self.shared.expert_group
         longest, most = largest(group, hidden.device, len(hidden), capacity or 0)
         missing = (0, 0, 0, max(1, longest) - len(hidden))
         # All ranks must gather equal sizes, and some backends none that are empty: pad. Padding has no expert.
@@ -61,7 +60,7 @@ class AllGatherDispatcher(Dispatcher):
         """Add up the outputs over ranks."""
         where, own = memo
         # Each rank has the terms of its experts for all tokens; the owner of a token gets their sum.
-        return reduce_scatter(unpermute(outputs, where), self.shared.mesh.group("ep", "etp"))[:own]
+        return reduce_scatter(unpermute(outputs, where), self.shared.expert_group)[:own]
 
 
 def largest(group: ProcessGroup, device: torch.device, *numbers: int) -> list[int]:

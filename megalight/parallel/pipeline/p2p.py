@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.parallel.graphs.capturing import capturing
-from megalight.parallel.groups import new_group
+from megalight.parallel.groups import new_group, speaks
 from megalight.parallel.mesh import ParallelMesh
 
 MAX_CTAS = 2
@@ -132,7 +132,7 @@ def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
     purpose = f"{what} from {ends[0]} to {ends[1]}"
     # Sorted, so that both ends name the group in the same way.
     group = new_group(sorted(ends), purpose, max_ctas=MAX_CTAS)
-    on_gpu = dist.get_backend(group) == "nccl"
+    on_gpu = speaks("nccl", group=group)
     # The host reads these bytes. Over NCCL it would have to wait for the device.
     channel = Channel(peer, group, new_group(sorted(ends), purpose, backend="gloo") if on_gpu else group)
     token = torch.zeros(1, device="cuda" if on_gpu else "cpu")

@@ -100,12 +100,21 @@ class Shared:
         return new_group(self.mesh.ranks("tp"), "tensor-parallel messages", max_ctas=limit, urgent=True)
 
     @cached_property
-    def counts_group(self) -> ProcessGroup:
-        """A second group of the ranks along ``ep`` and ``etp``, for numbers that the host waits for.
+    def expert_group(self) -> ProcessGroup:
+        """A second group of the ranks along ``ep`` and ``etp``, for tokens on their way to experts and back.
 
-        A communicator sends one message after the other. In that of the tokens, the host would wait for the tokens of
-        another micro-batch, or for gradients and parameters, if data parallelism has the same ranks. All models on
-        these ranks share the group; it is made on first use, by all ranks.
+        A communicator sends one message after the other. Data parallelism often has the same ranks: in its communicator
+        tokens, for which the next layer waits, would queue behind whole buckets of gradients or parameters. All models
+        on these ranks share the group; it is made on first use, by all ranks.
+        """
+        return shared_group(self.mesh.ranks("ep", "etp"), "tokens of experts")
+
+    @cached_property
+    def counts_group(self) -> ProcessGroup:
+        """A third group of the ranks along ``ep`` and ``etp``, for numbers that the host waits for.
+
+        In that of the tokens, the host would wait for the tokens of another micro-batch. All models on these ranks
+        share the group; it is made on first use, by all ranks.
         """
         return shared_group(self.mesh.ranks("ep", "etp"), "numbers of rows", max_ctas=COUNTS_MAX_CTAS)
 

@@ -47,15 +47,15 @@ class PackageDispatcher(Dispatcher):
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.shared = shared
-        if (reason := self.why_not()) is not None:
+        if (reason := self.why_not(len(shared.mesh.ranks("ep", "etp")))) is not None:
             raise LayoutError(
                 f"ExpertOptions: dispatcher={self.name!r} cannot serve: {reason}. Or set "
                 "dispatcher='all_to_all', which needs no package."
             )
 
     @classmethod
-    def why_not(cls) -> str | None:
-        """Return why the package cannot serve on this machine, or None."""
+    def why_not(cls, num_ranks: int) -> str | None:
+        """Return why the package cannot serve a group of so many ranks on this machine, or None."""
         names = dict.fromkeys(path.partition(".")[0] for path in cls.calls)
         paths = [f"{PACKAGE.name}:{name}" for name in names]
         if (reason := PACKAGE.why_not("cuda", f"dispatcher {cls.name}", *paths)) is not None:
@@ -65,14 +65,17 @@ class PackageDispatcher(Dispatcher):
             found = inspect.signature(getattr(PACKAGE.load(f"{PACKAGE.name}:{owner}"), method or "__init__"))
             if lacking := [name for name in wanted if name not in found.parameters]:
                 return f"{path} takes no {', '.join(lacking)} in this release. Next: {PACKAGE.how}"
+        return cls.why_not_size(num_ranks)
+
+    @classmethod
+    def why_not_size(cls, num_ranks: int) -> str | None:
+        """Return why the package cannot serve a group of so many ranks, or None. The package is there."""
         return None
 
     @property
     def group(self) -> ProcessGroup:
         """The ranks along ``ep`` and ``etp``."""
-        group = self.shared.mesh.group("ep", "etp")
-        assert group is not None
-        return group
+        return self.shared.expert_group
 
     @property
     def occupied(self) -> int:

@@ -43,10 +43,22 @@ class DeepEPDispatcher(PackageDispatcher):
     calls: ClassVar[dict[str, tuple[str, ...]]] = {
         "Buffer": ("group", "num_nvl_bytes", "num_rdma_bytes"),
         "Buffer.set_num_sms": ("new_num_sms",),
+        "Buffer.get_dispatch_config": ("num_ranks",),
+        "Buffer.get_combine_config": ("num_ranks",),
         "Buffer.get_dispatch_layout": ("topk_idx", "num_experts"),
         "Buffer.dispatch": ("x", "handle", "topk_idx", "topk_weights", "async_finish"),
         "Buffer.combine": ("x", "handle", "topk_weights", "async_finish"),
     }
+
+    @classmethod
+    def why_not_size(cls, num_ranks: int) -> str | None:
+        """Return why there are no kernels for a group of so many ranks. The package knows, and only when asked."""
+        kind = PACKAGE.load(f"{PACKAGE.name}:Buffer")
+        try:
+            kind.get_dispatch_config(num_ranks), kind.get_combine_config(num_ranks)
+        except AssertionError as error:
+            return f"it has no kernels for ep x etp = {num_ranks} ranks ({error or 'not among its sizes'})"
+        return None
 
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None

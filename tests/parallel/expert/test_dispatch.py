@@ -194,9 +194,9 @@ def _groups_of_messages() -> tuple[int, bool, bool]:
 
 
 def test_numbers_of_rows_do_not_wait_for_tokens() -> None:
-    """They have one group of their own, for all models on the same ranks."""
+    """Each kind has one group of its own, for all models on the same ranks."""
     for made, shared, mixed in run(_groups_of_messages, 2):
-        assert made <= 1  # an earlier test on these ranks may have made it
+        assert made <= 2  # tokens and numbers; an earlier test on these ranks may have made them
         assert shared
         assert not mixed
 
