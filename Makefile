@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes of tests; each has ranks of its own, up to 3 GiB in all. Many tests wait for messages, so two fill two cores.
+JOBS ?= 2
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
@@ -21,8 +23,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train, resume and sample a small GPT on this machine
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## the tests that every change must pass
-	$(BIN)/python -m pytest
+test: $(READY) ## the tests that every change must pass, in JOBS=2 processes
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where there is one; writes tests/results/full.md
 	$(BIN)/python -m pytest -m '' --summary tests/results/full.md

@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Lightning sets the number of threads unless it finds the variable.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    if path := config.getoption("--summary"):
+    # Of several processes of tests, the first one hears of all results.
+    if (path := config.getoption("--summary")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Summary(path, config.getoption("markexpr")))
 
 

@@ -10,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import interpreters
 from tests.programs import SECONDS, forked
 from tests.source import ROOT
 
@@ -45,8 +46,7 @@ def execute(page: Path, found: list[Block], directory: Path) -> None:
     for name in SHARED:
         if (ROOT / name).exists():
             (directory / name).symlink_to(ROOT / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "MPLBACKEND": "agg", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    environment = {**interpreters.environment(), "MPLBACKEND": "agg", "COLUMNS": "120"}
     for block in found:
         output = directory / ".output"
         run = run_bash if block.language == "bash" else run_python

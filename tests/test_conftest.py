@@ -1,10 +1,13 @@
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests import conftest
 from tests.summary import Summary, commit
 
 
@@ -71,3 +74,11 @@ def test_a_copy_of_the_files_is_told_its_commit(monkeypatch: pytest.MonkeyPatch)
     assert commit() == "unknown"
     monkeypatch.setenv("GIT_COMMIT", "0123abcd")
     assert commit() == "0123abcd"
+
+
+@pytest.mark.parametrize(("process", "writers"), [({}, 1), ({"workerinput": {}}, 0)])
+def test_one_process_of_several_writes_the_summary(process: dict[str, Any], writers: int, tmp_path: Path) -> None:
+    plugins = pytest.PytestPluginManager()
+    options = {"--summary": tmp_path / "full.md", "markexpr": ""}
+    conftest.pytest_configure(SimpleNamespace(getoption=options.get, pluginmanager=plugins, **process))  # type: ignore[arg-type]
+    assert sum(isinstance(plugin, Summary) for plugin in plugins.get_plugins()) == writers

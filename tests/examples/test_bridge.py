@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 
+from tests.interpreters import environment
 from tests.source import ROOT
 
 EXAMPLE = str(ROOT / "examples" / "bridge.py")
@@ -17,10 +16,9 @@ LEARNED = 0.1
 
 
 def loss(*command: str) -> float:
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
     run = subprocess.run(
-        [sys.executable, *command, "--accelerator", "cpu"],
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        [*command, "--accelerator", "cpu"],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=240,
@@ -32,7 +30,7 @@ def loss(*command: str) -> float:
 
 @pytest.fixture(scope="module")
 def one_device() -> float:
-    return loss(EXAMPLE)
+    return loss("python", EXAMPLE)
 
 
 def test_it_learns(one_device: float) -> None:
@@ -52,5 +50,5 @@ def test_it_learns(one_device: float) -> None:
     ],
 )
 def test_ranks_of_their_own_give_the_same_loss(ranks: int, words: str, one_device: float) -> None:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), EXAMPLE, *words.split())
+    command = ("torchrun", "--standalone", "--nproc-per-node", str(ranks), EXAMPLE, *words.split())
     assert loss(*command) == pytest.approx(one_device, rel=1e-3)

@@ -66,8 +66,8 @@ def possible(layout: dict[str, Any]) -> bool:
     return divides and layout["world"] % (layout["ep"] * layout["etp"] * pp) == 0 and layout["ep"] * layout["etp"] > 1
 
 
-def pairs(layout: dict[str, Any]) -> set[tuple[Any, ...]]:
-    return set(combinations(layout.items(), 2))
+def pairs(layout: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [*combinations(layout.items(), 2)]  # in one order: sums of floats choose the same layouts in every process
 
 
 def covering(count: int) -> Iterator[dict[str, Any]]:
