@@ -1,9 +1,9 @@
 """``python``, ``megalight`` and ``torchrun`` without the time for imports: forked from a process that has made them.
 
 :func:`commands` gives a folder for the front of ``PATH``. Each command in it is a small program that sends its words,
-folder, variables and streams over a socket to a process of imports; that process forks an interpreter for them. The
-small program passes signals on, and ends with the interpreter's status. Ranks that a Trainer starts by ``devices=N``
-are such commands too, with the words of the first, as users' are.
+folder, variables and open files over a socket to a process of imports; that process forks an interpreter for them. The
+small program passes signals on, and ends as the interpreter does; if it is killed, so is the interpreter. Ranks that a
+Trainer starts by ``devices=N`` are such commands too, with the words of the first, as users' are.
 
 Tests of starting, killing and importing itself use ``sys.executable`` instead.
 """
@@ -11,11 +11,13 @@ Tests of starting, killing and importing itself use ``sys.executable`` instead.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
 import multiprocessing as mp
 import os
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +34,29 @@ from tests.workers import SERVER
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 words = [*{words!r}, *sys.argv[1:]] or ["-"]
-if words[0] == "-u":
-    del words[0]  # torchrun's; streams are flushed at the end
+while words[0] in ("-u", "-B"):
+    del words[0]  # of torchrun and multiprocessing: streams are flushed at the end
 if words[0][0] == "-" and words[0] not in ("-", "-c", "-m"):  # an option of the interpreter itself
     os.execv({python!r}, [{python!r}, *words])
+streams = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{{number}}")]
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect({address!r})
-socket.send_fds(link, [json.dumps([words, os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+socket.send_fds(link, [json.dumps([words, os.getcwd(), dict(os.environ), streams]).encode()], streams)
 interpreter = int(link.recv(16))
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, _: os.kill(interpreter, number))
 link.send(b"go")  # only now: who hears of the interpreter may send signals
-sys.exit(int(link.recv(16) or 1))
+code = int(link.recv(16))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 COMMANDS = {"python": (), "megalight": ("-m", "megalight"), "torchrun": ("-m", "torch.distributed.run")}
 LONGEST = 1 << 17
 """Bytes of words and variables."""
+STREAMS = 64
+"""Files that a command may have open."""
 
 
 def environment() -> dict[str, str]:
@@ -94,7 +104,7 @@ def _serve(listener: socket.socket) -> None:
     import megalight.cli.lightning  # noqa: F401
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for interpreters
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that attend to commands
     tests = mp.parent_process()
     listener.settimeout(10)
     while tests is not None and tests.is_alive():
@@ -104,24 +114,45 @@ def _serve(listener: socket.socket) -> None:
             continue
         if os.fork() == 0:
             listener.close()
-            _become(link)
+            _attend(link)
         link.close()
 
 
-def _become(link: socket.socket) -> None:
-    """Be the interpreter of one command."""
+def _attend(link: socket.socket) -> None:
+    """Fork the interpreter of one command, and tell how it ended. Kill it if the command is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    text, streams, _, _ = socket.recv_fds(link, LONGEST, 3)
-    words, folder, variables = json.loads(text)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    text, streams, _, _ = socket.recv_fds(link, LONGEST, STREAMS)
+    words, folder, variables, numbers = json.loads(text)
+    ready, go = os.pipe()
+    if (interpreter := os.fork()) == 0:
+        link.close()
+        os.close(go)
+        os.read(ready, 1)
+        above = [fcntl.fcntl(stream, fcntl.F_DUPFD, max(*numbers, 255) + 1) for stream in streams]
+        for number, stream in zip(numbers, above, strict=True):
+            os.dup2(stream, number)
+        os.closerange(min(above), max(above) + 1)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        _become(words)
+    for stream in streams:
+        os.close(stream)  # whoever reads to their end waits for the interpreter and its children alone
+    with suppress(OSError):
+        link.send(b"%d" % interpreter)
+        link.recv(2)
+        os.close(go)
+        ended = os.pidfd_open(interpreter)
+        if ended not in select.select([link, ended], [], [])[0]:  # the command has gone
+            os.kill(interpreter, signal.SIGKILL)
+        _, status = os.waitpid(interpreter, 0)
+        link.send(b"%d" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _become(words: list[str]) -> None:
+    """Be an interpreter from here to its end."""
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has made it an empty file
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(variables)
-    link.send(b"%d" % os.getpid())
-    link.recv(2)
     status = 1
     try:
         _interpret(words)
@@ -137,13 +168,13 @@ def _become(link: socket.socket) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        link.send(b"%d" % (status & 0xFF))
         os._exit(status & 0xFF)
 
 
 def _interpret(words: list[str]) -> Any:
     """Do what ``python WORDS`` does."""
     sys.executable = os.environ["PYTHON_EXEC"]  # ranks that a Trainer starts have the imports too
+    mp.set_executable(sys.executable)
     program, *rest = words
     sys.path.insert(0, os.getcwd())
     if program == "-m":

@@ -43,7 +43,7 @@ def test_errors_are_shown() -> None:
     assert (done.stdout, done.returncode) == ("first\n", 1)
     assert "NameError: name 'missing'" in done.stderr
     assert started("python", "-c", "raise SystemExit('reason')").stderr == "reason\n"
-    assert started("python", "-c", "import os; os.kill(os.getpid(), 9)").returncode == 1
+    assert started("python", "-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
 
 
 def test_its_imports_are_made() -> None:
@@ -67,3 +67,12 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, number)
         assert process.wait(60) == 5
+
+
+def test_the_interpreter_of_a_killed_command_is_killed(tmp_path: Path) -> None:
+    code = "import signal; print('ready', flush=True); signal.pause()"
+    with subprocess.Popen(["python", "-c", code], env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        assert process.stdout.read() == ""  # it ends when nobody can write any more

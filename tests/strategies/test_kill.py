@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import subprocess
-import sysconfig
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from megalight import checkpoint
+from tests.interpreters import environment
 from tests.strategies.test_launch import STARTED
 from tests.strategies.test_resume import ranks
 from tests.workers import free_port
@@ -106,7 +106,7 @@ def test_a_run_killed_in_a_save_resumes(tmp_path: Path, whole: list[float], seed
 def test_a_rank_that_raises_ends_the_run_and_says_why(tmp_path: Path, rank: int) -> None:
     file = tmp_path / "raised"
     command = [
-        str(Path(sysconfig.get_path("scripts")) / "megalight"),
+        "megalight",
         "fit",
         "--model=tests.cli.samples.SampleModule",
         "--model.config={}",
@@ -119,8 +119,8 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(tmp_path: Path, rank: int)
         f"--trainer.callbacks.rank={rank}",
         f"--trainer.callbacks.file={file}",
     ]
-    environment = {name: value for name, value in os.environ.items() if name not in STARTED}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    clean = {name: value for name, value in environment().items() if name not in STARTED}
+    process = subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     text = process.communicate(timeout=200)[0]  # ends when nobody holds the pipe any more: all ranks are gone
     seconds = time.time() - float(file.read_text())
     assert process.returncode != 0

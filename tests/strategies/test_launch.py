@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from megalight import checkpoint
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
 from megalight.strategies import MegatronStrategy, launchers
+from tests.interpreters import environment
 from tests.strategies import training
 from tests.strategies.launched import STEPS
 from tests.workers import free_port
@@ -50,11 +51,11 @@ class Run:
 
 def processes(*commands: list[str], environments: list[dict[str, str]] | None = None) -> tuple[list[int], str]:
     """Run commands side by side; their exit codes, and all that they said."""
-    clean = {name: value for name, value in os.environ.items() if name not in STARTED}
+    clean = {name: value for name, value in environment().items() if name not in STARTED}
     running = [
         subprocess.Popen(
             command,
-            env={**clean, "OMP_NUM_THREADS": "1", **more},
+            env={**clean, **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -73,7 +74,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def start(how: str) -> Run:
         folder = tmp_path_factory.mktemp(how)
         words = ["-m", SCRIPT, str(folder), how if how in ("fork", "spawn") else "popen"]
-        python = [sys.executable, *words]
+        python = [sys.executable if how == "popen" else "python", *words]
         if how == "torchrun":
             code, text = processes([*torchrun(2), *words])
         elif how == "slurm":
@@ -91,15 +92,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def torchrun(count: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(count),
-        "--master-port",
-        str(free_port()),
-    ]
+    return ["torchrun", "--nproc-per-node", str(count), "--master-port", str(free_port())]
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +226,7 @@ def test_starts_that_cannot_work_are_refused(
 
 
 def test_the_main_process_ends_when_sigterm_ended_its_forked_ranks() -> None:
-    (code,), text = processes([sys.executable, "-m", "tests.strategies.terminated"])
+    (code,), text = processes(["python", "-m", "tests.strategies.terminated"])
     assert code == 1
     assert "SIGTERM ended the processes of this run" in text
     assert "TrainerStatus.INTERRUPTED" in text

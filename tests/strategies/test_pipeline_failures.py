@@ -30,7 +30,8 @@ FULL = [pytest.param(*case, marks=pytest.mark.full) for case in EVERY if case no
 def end_of(how: str, where: str, pp: int, rank: int, folder: Path, *more: str) -> tuple[str, float]:
     """What the run said, and how many seconds after the failure all of its processes were gone."""
     words = ["-m", SCRIPT, str(folder / "failed"), where, str(pp), str(rank), *more]
-    (code,), text = processes([*torchrun(pp), *words] if how == "torchrun" else [sys.executable, *words])
+    python = sys.executable if where == "orphans" else "python"  # they look for the process that has started them
+    (code,), text = processes([*torchrun(pp), *words] if how == "torchrun" else [python, *words])
     assert code != 0, text
     return text, time.time() - float((folder / "failed").read_text())
 
