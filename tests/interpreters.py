@@ -88,10 +88,9 @@ def commands() -> Path:
 
 
 def _end(server: int, folder: Path) -> None:
-    try:
-        os.killpg(server, signal.SIGKILL)
-    except ProcessLookupError:
-        os.kill(server, signal.SIGKILL)  # it has no group of its own yet
+    for kill in (os.killpg, os.kill):  # the second if it has no group of its own yet
+        with suppress(ProcessLookupError):
+            kill(server, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -116,6 +115,7 @@ def _serve(listener: socket.socket) -> None:
             listener.close()
             _attend(link)
         link.close()
+    os.killpg(0, signal.SIGKILL)  # the tests were killed
 
 
 def _attend(link: socket.socket) -> None:

@@ -44,15 +44,10 @@ class Module:
         not Python holds ``*`` alone: it may hold any name, and importing it will tell.
         """
         try:
-            body = ast.parse(self.path.read_bytes()).body
-        except (SyntaxError, ValueError, OSError):
+            state = self.path.stat()
+            return _names(self.path, (state.st_mtime_ns, state.st_size))
+        except OSError:
             return {"*": ast.Pass()}
-        found: dict[str, ast.stmt] = {}
-        for node in _statements(body):
-            for name in _bound(node):
-                other = found.get(name, node)
-                found[name] = node if ast.dump(other) == ast.dump(node) else ast.Pass()
-        return found
 
     def mentions(self, name: str) -> bool:
         """Return whether a word is anywhere in the file: it may be defined in a way that nobody can read."""
@@ -323,6 +318,21 @@ def _subscript(module: Module, node: ast.Subscript, depth: int) -> Annotation:
     for part in parts:
         joined = joined | annotation(module, part, depth)
     return joined
+
+
+@functools.cache
+def _names(path: Path, state: tuple[int, int]) -> dict[str, ast.stmt]:
+    """Read a file once for all commands of this process, and again when its ``state`` (time and size) is another."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return {"*": ast.Pass()}
+    found: dict[str, ast.stmt] = {}
+    for node in _statements(body):
+        for name in _bound(node):
+            same = name not in found or ast.dump(found[name]) == ast.dump(node)
+            found[name] = node if same else ast.Pass()
+    return found
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

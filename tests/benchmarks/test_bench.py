@@ -14,6 +14,7 @@ from benchmarks.rows import ROWS
 from megalight.cli.main import main
 from megalight.cli.verbs.bench import benchmarks
 from megalight.errors import ConfigurationError
+from tests.interpreters import environment
 
 
 def run(words, folder):
@@ -21,7 +22,16 @@ def run(words, folder):
     return json.loads((folder / f"{words[0]}.json").read_text())
 
 
+@pytest.fixture
+def _forked(monkeypatch):
+    """Processes of rows need no time for imports."""
+    for name in ("PATH", "PYTHON_EXEC"):
+        monkeypatch.setenv(name, environment()[name])
+    monkeypatch.setattr(sys, "executable", environment()["PYTHON_EXEC"])
+
+
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("_forked")
 def test_a_row_from_end_to_end(tmp_path, capsys):
     result = run(["tiny-cpu", "--steps", "2", "--peers", "hf", "mcore-te"], tmp_path)
     ours, theirs, refused = result["rows"]
@@ -57,6 +67,7 @@ def test_a_row_of_two_processes(name, tmp_path):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("_forked")
 def test_peers_in_one_call(tmp_path):
     """One's process group does not break the next."""
     out, row = tmp_path / "out.json", replace(ROWS["tiny-cpu-dp2"], step=ROWS["tiny-cpu-dp2"].step.but("steps=1"))
