@@ -85,6 +85,10 @@ def fully_shard(
             "megalight.Training with data_parallel=DataParallel(level='optim_grads_params')."
         )
     level = "optim_grads_params" if given.level == DataParallel.level else given.level
+    if level == "optim_grads_params" and given.reduce_each_micro_batch is None:
+        # The loop does not say which backward pass is the last one, so whole gradients would be reduced after all of
+        # them, with nothing to hide the messages.
+        given = replace(given, reduce_each_micro_batch=True)
     return FullyShard(
         module,
         optimizer,

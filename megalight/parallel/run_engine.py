@@ -107,6 +107,8 @@ def engine_over(
             model.coupling = Coupling(model.mesh)
         # Only now: values are written into the engine's storage.
         _fill(engine, model, whole.format(model.name))
+    for choice, reason in engine.unit_memory.reasons.items():
+        log.info("%s of units: %s", choice, reason)
     for kind, size in engine.memory().items():
         log.info("%s: %.3f GiB on this rank", kind, size / 2**30)
     return engine

@@ -65,7 +65,7 @@ def _trained(config: str, layers: int, level: str, options: dict[str, Any]) -> d
     gradients = Gradients()
     found = fit(
         replace(CONFIGS[config], num_layers=layers),
-        options={"level": level, "replicate": options.pop("replicate", 1)},
+        options={"level": level, **options.pop("data_parallel", {})},
         extra_callbacks=[gradients],
         micro_batch_size=1,
         **options,
@@ -73,14 +73,16 @@ def _trained(config: str, layers: int, level: str, options: dict[str, Any]) -> d
     return {**found, "gradients": gradients.first}
 
 
+WHOLE = {"prefetch": 2, "reduce_each_micro_batch": False}
 CASES: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "two layers": (2, "gqa", 2, FULL, {}),
     "tied": (2, "tied", 3, FULL, {}),
     "gradients": (2, "gpt2", 5, GRADS, {}),
     "three ranks": (3, "gqa", 3, FULL, {"module_type": Uneven}),
+    "whole gradients": (3, "gqa", 3, FULL, {"module_type": Uneven, "data_parallel": WHOLE}),
     "full recompute": (2, "gqa", 4, FULL, {"recompute": EACH}),
     "tp": (4, "mha", 3, FULL, {"tensor_parallel": 2, "sequence_parallel": True}),
-    "hybrid": (4, "tied", 3, FULL, {"replicate": 2}),
+    "hybrid": (4, "tied", 3, FULL, {"data_parallel": {"replicate": 2}}),
     "cp": (2, "gqa", 3, FULL, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
 }
 

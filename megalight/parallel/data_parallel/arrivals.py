@@ -7,11 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from megalight.errors import MegalightError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
+from megalight.parallel.data_parallel.streams import SideStream
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class Arrivals:
         buckets: sent strictly in this order, because all ranks must start their collectives in the same order.
         send: starts a bucket's reduction.
         overlap: send buckets before the last micro-batch ends.
-        stream: CUDA stream of the reductions; None on the CPU.
+        stream: that of the reductions; None on the CPU.
     """
 
     def __init__(
@@ -36,13 +35,12 @@ class Arrivals:
         buckets: Sequence[Bucket],
         send: Callable[[Bucket], None],
         overlap: bool,
-        stream: torch.cuda.Stream | None,
+        stream: SideStream | None,
     ) -> None:
         self.buckets = buckets
         self.overlap = overlap
         self._send = send
         self._stream = stream
-        self._main_stream: torch.cuda.Stream | None = None
         self._sending = False
         self._next = 0
         self._micro_batches = 0
@@ -65,8 +63,7 @@ class Arrivals:
         self._micro_batches = micro_batches
         self._sending = send and self.overlap
         if self._stream is not None:
-            # Sending waits for this stream; count() adds waits for gradients from other streams.
-            self._main_stream = torch.cuda.current_stream(self._stream.device)
+            self._stream.begin()
 
     def stop(self) -> None:
         """End the passes, also after an error."""
@@ -148,12 +145,8 @@ class Arrivals:
                 "without zero_grad()."
             )
         # A gradient computed on another stream must be finished before the reduction stream reads the buffer.
-        if self._stream is not None and (now := torch.cuda.current_stream(self._stream.device)) != self._main_stream:
-            self._stream.wait_stream(now)
-            # The last gradient of a bucket may be this one, and the others may still be computed on the main stream.
-            # `_send` waits for the current stream only.
-            if self._main_stream is not None:
-                self._stream.wait_stream(self._main_stream)
+        if self._stream is not None:
+            self._stream.follow()
         self._counts[index][place] += 1
         if self._sending and self._counts[index][place] == self._usual[index][place] * self._micro_batches:
             bucket.arrived += 1

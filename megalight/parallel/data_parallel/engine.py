@@ -15,7 +15,8 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
-from megalight.parallel.data_parallel.layout import TURNS, BucketLayout, Kind, level_of, plan_buckets
+from megalight.parallel.data_parallel.layout import Kind, level_of, plan_buckets
+from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.units import Units
@@ -67,8 +68,12 @@ class DataParallelEngine:
             itself; gradients are also summed over the groups (hybrid sharding).
         units: the modules of each unit that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that
             shard gradients or parameters do so for these; everything else stays whole.
+        prefetch: number of units whose parameters are gathered ahead of the one that computes; None: by free memory.
+        reduce_each_micro_batch: whether units keep only shards of gradients from one micro-batch to the next; None: by
+            free memory, where parameters are sharded.
 
     Attributes:
+        unit_memory: what was chosen for ``prefetch`` and ``reduce_each_micro_batch``, and why.
         units: the modules whose parameters or gradients are sharded; None: there are none.
         main_gradients: the gradient side. Code that replays recorded passes reports to it.
         shards: this rank's part of every bucket, in bucket order (last parameters of the model first).
@@ -97,6 +102,8 @@ class DataParallelEngine:
         device: torch.device | None = None,
         replicate: int = 1,
         units: Sequence[Sequence[nn.Module]] = (),
+        prefetch: int | None = None,
+        reduce_each_micro_batch: bool | None = None,
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -106,7 +113,9 @@ class DataParallelEngine:
         every = distinct(params)
         self.infos = [info for info in every if info.parameter.requires_grad]
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
-        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
+        self.unit_memory = UnitMemory(1, True, {})
+        choices = prefetch, reduce_each_micro_batch
+        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas, choices)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
         self.main_gradients = MainGradients(
@@ -119,10 +128,11 @@ class DataParallelEngine:
         self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather)
         self.units: Units | None = None
         self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
+        sharded = [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
-        if self.main_gradients.of_units.buckets or self.frozen:
-            sharded = [bucket for bucket in self.buckets if bucket.shards_params]
-            self.units = Units(units, [*sharded, *self.frozen], self.main_gradients.of_units, self.device)
+        if self.main_gradients.of_units.buckets or sharded:
+            turns = self.unit_memory.turns
+            self.units = Units(units, sharded, self.main_gradients.of_units, self.device, turns)
             self._parameters.residency = self.units.residency
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
@@ -134,6 +144,7 @@ class DataParallelEngine:
         bucket_size: int | None,
         edge_bucket_size: int | None,
         max_ctas: int | None,
+        choices: tuple[int | None, bool | None],
     ) -> list[Bucket]:
         kinds = [self._kind(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
@@ -141,7 +152,16 @@ class DataParallelEngine:
         # is collective, and each costs buffers.
         groups = {key: _groups(kind, max_ctas) for key, kind in {(k.mesh, k.data): k for k in kinds}.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
-        memory = _TurnBuffers(layouts, self.infos[0].parameter.device) if layouts else None
+        device = self.infos[0].parameter.device if layouts else torch.device("cpu")
+        params = grads = None
+        if any(layout.kind.unit is not None for layout in layouts):
+            # Only ranks that agree on a choice of their own ask each other how much memory is free.
+            free = free_memory(device, self.mesh.everyone) if None in choices else None
+            self.unit_memory = choose(layouts, self.level.parameters, *choices, free)
+            if self.level.parameters:
+                params = TurnBuffers(layouts, self.unit_memory.turns, device)
+            if self.unit_memory.reduce_each:
+                grads = TurnBuffers(layouts, GRADIENT_TURNS, device)
         return [
             Bucket(
                 layout,
@@ -151,8 +171,8 @@ class DataParallelEngine:
                 # Small updates vanish in half precision: a step is often below half a
                 # unit in the last place of the weight.
                 master_dtype or _wide(layout.kind.param_dtype),
-                memory.take(layout, layout.kind.param_dtype) if memory and self.level.parameters else None,
-                memory.take(layout, layout.kind.grad_dtype, gradients=True) if memory else None,
+                None if params is None else params.take(layout, layout.kind.param_dtype),
+                None if grads is None else grads.take(layout, layout.kind.grad_dtype),
                 self._reducer.sum_dtype(layout.kind.grad_dtype),
             )
             for layout in layouts
@@ -168,7 +188,7 @@ class DataParallelEngine:
         if not infos:
             return []
         layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
-        memory = _TurnBuffers(layouts, infos[0].parameter.device)
+        memory = TurnBuffers(layouts, self.unit_memory.turns, infos[0].parameter.device)
         return [
             FlatParameters(
                 layout, infos, _groups(layout.kind, max_ctas), True, memory.take(layout, layout.kind.param_dtype)
@@ -384,34 +404,6 @@ def _is_ordinary(info: ParamInfo) -> bool:
     """Whether a frozen parameter is plain numbers, and neither codes nor packed in a type of its own."""
     plain = type(info.parameter.data) is Tensor and info.parameter.is_floating_point()
     return plain and info.parameter.element_size() > 1 and codes_of(info) is None
-
-
-class _TurnBuffers:
-    """Memory that buckets of different units use in turn: per kind and turn, as large as the largest one needs it."""
-
-    def __init__(self, layouts: Sequence[BucketLayout], device: torch.device) -> None:
-        self._device = device
-        self._flat: dict[tuple[object, ...], Tensor] = {}
-        self._largest: dict[tuple[object, ...], int] = {}
-        for layout in layouts:
-            key = self._key(layout)
-            self._largest[key] = max(layout.numel, self._largest.get(key, 0))
-
-    def take(self, layout: BucketLayout, dtype: torch.dtype, gradients: bool = False) -> Tensor | None:
-        """Return the memory of a bucket's gradients or parameters, NaN at first; None: it belongs to no unit."""
-        if layout.kind.unit is None:
-            return None
-        key = self._key(layout)
-        if (key, gradients) not in self._flat:
-            # NaN, not zero: what is read before it is gathered or written then shows in the loss at once.
-            self._flat[key, gradients] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
-        return self._flat[key, gradients][: layout.numel]
-
-    @staticmethod
-    def _key(layout: BucketLayout) -> tuple[object, ...]:
-        # Neighbours in the forward pass get different turns, so one is gathered while the other one computes.
-        unit = layout.kind.unit
-        return replace(layout.kind, unit=None), None if unit is None else unit % TURNS
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

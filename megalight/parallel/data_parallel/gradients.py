@@ -16,6 +16,7 @@ from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.first_writes import FirstWrites
 from megalight.parallel.data_parallel.norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
+from megalight.parallel.data_parallel.streams import side_stream
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 from megalight.parallel.trace import span
 
@@ -51,9 +52,10 @@ class MainGradients:
         self._partial = PartialReducer(buckets, device)
         self._everyone = everyone
         self._counted = [counted_runs(bucket.shard) for bucket in buckets]
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and any(bucket.group is not None for bucket in buckets):
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = side_stream(device, any(bucket.group is not None for bucket in buckets))
+        if self._stream is not None:
+            # A run that is dropped in the middle of a step leaves reductions on their way, which nobody waits for.
+            self._stream.uses(flat for bucket in buckets for flat in (bucket.grads, bucket.own_grads))
         self._pending: list[Callable[[], Tensor]] = []
         self._scaler: Callable[[Tensor], None] | None = None
         self._reduced = False
@@ -230,8 +232,7 @@ class MainGradients:
                     self._pending.append(self._reducer.start(bucket))
                 return
             # The reduction's own stream waits for the gradients that the current stream writes.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream), span("reduce_gradients", elements=bucket.layout.numel):
+            with self._stream.after_computation(), span("reduce_gradients", elements=bucket.layout.numel):
                 reduced = self._reducer.start(bucket)()
             self._pending.append(lambda: reduced)
 
@@ -240,7 +241,7 @@ class MainGradients:
         self._pending = []
         if gradients and self._stream is not None:
             # The stream waits, not the host: the optimizer's kernels are queued behind the reductions.
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            self._stream.join()
         return gradients
 
     def _unsend(self) -> None:

@@ -51,8 +51,6 @@ LEVELS = {
 }
 REPLICA_AXES = ("dp", "edp")
 """Axes whose ranks hybrid sharding divides into groups."""
-TURNS = 2
-"""Units use buffers in turn: this many of them, so that one unit can be gathered while another one computes."""
 
 
 def level_of(name: str) -> Level:

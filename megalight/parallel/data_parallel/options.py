@@ -43,6 +43,11 @@ class DataParallel:
             None: NCCL's own choice. Other backends refuse a number.
         replicate: number of groups of neighbouring replicas. Each group holds all shards (hybrid sharding), so that
             gathers stay inside it, inside a host for example.
+        prefetch: number of units that are gathered ahead of the one that computes, each into a buffer of its own. 0: no
+            gather is hidden, and one buffer is enough. None: 1, or more if little of the free memory is needed for it.
+        reduce_each_micro_batch: with sharded parameters, whether each micro-batch reduces gradients of units, so that
+            only shards of them stay. False: whole gradients stay until the last micro-batch of a step reduces them,
+            which takes memory for all of them and saves messages. None: False if they need little of the free memory.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -56,6 +61,8 @@ class DataParallel:
     edge_bucket_size: int | None = None
     max_ctas: int | None = None
     replicate: int = 1
+    prefetch: int | None = None
+    reduce_each_micro_batch: bool | None = None
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -78,6 +85,8 @@ class DataParallel:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ConfigurationError(f"data_parallel.prefetch={self.prefetch}; it must be at least 0.")
 
     @property
     def has_units(self) -> bool:
@@ -90,11 +99,18 @@ class DataParallel:
         return level_of(self.level).parameters
 
     def check(self, pipeline_parallel: int) -> None:
-        """Refuse levels that a pipeline cannot have.
+        """Refuse levels that a pipeline cannot have, and options of sharded parameters without them.
 
         Raises:
-            ConfigurationError: gradients are sharded, and there are stages.
+            ConfigurationError: gradients are sharded, and there are stages; or an option has nothing to act on.
         """
+        for name in ("prefetch", "reduce_each_micro_batch"):
+            # Not earlier: strategies and functions that shard parameters set the level after the user's options.
+            if getattr(self, name) is not None and not self.shards_parameters:
+                raise ConfigurationError(
+                    f"data_parallel.{name}={getattr(self, name)} with level {self.level!r}, which shards no "
+                    "parameters; leave it out, or use level 'optim_grads_params'."
+                )
         if self.has_units and pipeline_parallel > 1:
             raise ConfigurationError(
                 f"data_parallel.level={self.level!r} with pipeline_parallel={pipeline_parallel}: gradients and "
@@ -125,4 +141,6 @@ class DataParallel:
             device=device,
             replicate=self.replicate,
             units=units,
+            prefetch=self.prefetch,
+            reduce_each_micro_batch=self.reduce_each_micro_batch,
         )

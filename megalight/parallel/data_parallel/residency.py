@@ -9,7 +9,7 @@ import torch
 
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.gather import gather
-from megalight.parallel.data_parallel.layout import TURNS
+from megalight.parallel.data_parallel.streams import side_stream
 
 
 class Residency:
@@ -21,30 +21,28 @@ class Residency:
 
     Args:
         units: the buckets of each unit, in the order of the forward pass.
+        turns: number of units that have memory at a time. Unit ``i`` uses the buffers of turn ``i % turns``.
 
     Attributes:
         whole: all parameters have their values, in memory of their own (:meth:`gather_all`).
     """
 
-    def __init__(self, units: Sequence[Sequence[FlatParameters]], device: torch.device) -> None:
+    def __init__(self, units: Sequence[Sequence[FlatParameters]], device: torch.device, turns: int) -> None:
         self.units = units
+        self.turns = turns
         self.whole = False
-        self._present: list[int | None] = [None] * TURNS
+        self._present: list[int | None] = [None] * turns
         self._shown: set[int] = set()
         self._arriving: dict[int, Callable[[], None]] = {}
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # After the last step of a run the next units are still on their way. If the run is dropped then, nobody
-            # waits for them, and their memory must not be used again before they have arrived.
-            for bucket in self._buckets:
-                bucket.params.record_stream(self._stream)
-                bucket.own_params.record_stream(self._stream)
+        # After the last step of a run the next units are still on their way. If the run is dropped then, nobody waits
+        # for them, and their memory must not be used again before they have arrived.
+        self._stream = side_stream(device)
+        if self._stream is not None:
+            self._stream.uses(flat for bucket in self._buckets for flat in (bucket.params, bucket.own_params))
 
     def fetch(self, unit: int) -> None:
         """Start to gather a unit, unless it is there. The computation with its predecessor must have been enqueued."""
-        turn = unit % TURNS
+        turn = unit % self.turns
         before = self._present[turn]
         if self.whole or before == unit:
             return
@@ -58,13 +56,11 @@ class Residency:
             self._arriving[unit] = partial(_wait_all, [work.wait for work in works])
             return
         # On its own stream, after all computation with the parameters that these replace.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self._stream.after_computation():
             for bucket in self.units[unit]:
                 if bucket.shard_group is not None:
                     gather(bucket.params, bucket.own_params, bucket.shard_group).wait()
-            arrived = self._stream.record_event()
-        self._arriving[unit] = partial(_wait_event, arrived, self._device)
+        self._arriving[unit] = self._stream.done()
 
     def hold(self, unit: int) -> None:
         """Make a unit's parameters available now. On CUDA the current stream waits, not the host."""
@@ -91,7 +87,7 @@ class Residency:
 
     def fetch_first(self) -> None:
         """Start to gather the first units of the next forward pass."""
-        for unit in range(min(TURNS, len(self.units))):
+        for unit in range(min(self.turns, len(self.units))):
             self.fetch(unit)
 
     def gather_all(self) -> None:
@@ -124,7 +120,7 @@ class Residency:
 
     def _forget(self) -> None:
         self.settle()
-        self._present = [None] * TURNS
+        self._present = [None] * self.turns
         for unit in tuple(self._shown):
             self._hide(unit)
 
@@ -142,7 +138,3 @@ class Residency:
 def _wait_all(waits: Sequence[Callable[[], object]]) -> None:
     for wait in waits:
         wait()
-
-
-def _wait_event(event: torch.cuda.Event, device: torch.device) -> None:
-    torch.cuda.current_stream(device).wait_event(event)

@@ -10,8 +10,9 @@ import torch
 from megalight.errors import MegalightError
 from megalight.parallel.data_parallel.buffers import Bucket, land_gradients
 from megalight.parallel.data_parallel.first_writes import FirstWrites
-from megalight.parallel.data_parallel.layout import TURNS
+from megalight.parallel.data_parallel.memory import GRADIENT_TURNS
 from megalight.parallel.data_parallel.reduce import Reducer
+from megalight.parallel.data_parallel.streams import SideStream
 from megalight.parallel.trace import span
 
 
@@ -20,10 +21,10 @@ class UnitGradients:
 
     Args:
         buckets: the buckets of units.
-        stream: CUDA stream of the reductions; None on the CPU.
+        stream: that of the reductions; None on the CPU.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, stream: SideStream | None) -> None:
         self.buckets = buckets
         self._reducer = reducer
         self._stream = stream
@@ -32,11 +33,10 @@ class UnitGradients:
             assert bucket.layout.kind.unit is not None
             self._of.setdefault(bucket.layout.kind.unit, []).append(bucket)
         self._first = {unit: FirstWrites(own) for unit, own in self._of.items()}
-        self._busy: list[list[Callable[[], object]]] = [[] for _ in range(TURNS)]
+        self._busy: list[list[Callable[[], object]]] = [[] for _ in range(GRADIENT_TURNS)]
         """What to wait for before the buffers of each turn can be used again."""
         self._summed: set[Bucket] = set()
         self._open: int | None = None
-        self._main_stream: torch.cuda.Stream | None = None
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
                 arrived = self._on_arrival(bucket, info.name)
@@ -59,9 +59,9 @@ class UnitGradients:
             return
         self._open = unit
         if self._stream is not None:
-            self._main_stream = torch.cuda.current_stream(self._stream.device)
+            self._stream.begin()
         # The unit that had these buffers before may still be being reduced from them.
-        self._wait(unit % TURNS)
+        self._wait(unit % GRADIENT_TURNS)
         self._first[unit].begin()
 
     def close(self, unless: int | None = None) -> None:
@@ -73,7 +73,7 @@ class UnitGradients:
         for bucket in self._of[unit]:
             for parameter, _ in bucket.main_grads:
                 parameter.grad = None  # the buffer is no longer this unit's
-            self._reduce(bucket, self._busy[unit % TURNS])
+            self._reduce(bucket, self._busy[unit % GRADIENT_TURNS])
 
     def finish(self) -> None:
         """Complete the sums of the step."""
@@ -92,15 +92,11 @@ class UnitGradients:
             with span("reduce_gradients", elements=bucket.layout.numel):
                 busy.append(self._reducer.start_adding(bucket, first))
             return
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), span("reduce_gradients", elements=bucket.layout.numel):
-            # The sum is added on the reduction's stream too, so the main stream
-            # waits only when it needs the buffer again.
+        with self._stream.after_computation(), span("reduce_gradients", elements=bucket.layout.numel):
+            # The sum is added on the reduction's stream too, so the main stream waits only when it needs the buffer
+            # again.
             self._reducer.start_adding(bucket, first)()
-            done = self._stream.record_event()
-        device = self._stream.device
-        busy.append(lambda: torch.cuda.current_stream(device).wait_event(done))
+        busy.append(self._stream.done())
 
     def _wait(self, turn: int | None = None) -> None:
         for busy in self._busy if turn is None else [self._busy[turn]]:
@@ -123,8 +119,7 @@ class UnitGradients:
                 )
             # The reduction of the unit waits for the main stream only. That one waits for input gradients of a shared
             # expert on a stream of its own, but not for gradients that autograd adds to parameters after these.
-            stream = alive._stream
-            if stream is not None and (now := torch.cuda.current_stream(stream.device)) != alive._main_stream:
-                stream.wait_stream(now)
+            if alive._stream is not None:
+                alive._stream.follow()
 
         return arrived

@@ -7,7 +7,7 @@ operations of a unit before, because these came later in the forward pass.
 
 Forward::
 
-    gather unit i + 1  |  compute unit i
+    gather unit i + 1 (and further ones, if they have memory)  |  compute unit i
 
 Backward::
 
@@ -27,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.layout import TURNS
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 
@@ -42,6 +41,7 @@ class Units:
         modules: those of each unit, in the order of the forward pass. The further modules of units with several (an
             embedding, and the head that shares its weight) come after all others.
         buckets: the sharded parameters, frozen ones too; they know their unit by ``layout.kind.unit``.
+        turns: number of units whose whole parameters have memory at a time.
 
     Attributes:
         buckets: the sharded parameters.
@@ -56,6 +56,7 @@ class Units:
         buckets: Sequence[FlatParameters],
         gradients: UnitGradients,
         device: torch.device,
+        turns: int,
     ) -> None:
         # Further modules of a unit (a tied head) run after all first ones.
         later = [(module, unit) for unit, parts in enumerate(modules) for module in parts[1:]]
@@ -66,7 +67,7 @@ class Units:
         self.sync: Callable[[], None] = _nothing
         if self.buckets:
             own = [[b for b in self.buckets if b.layout.kind.unit == unit] for unit in range(len(modules))]
-            self.residency = Residency(own, device)
+            self.residency = Residency(own, device, turns)
         for place, (module, _) in enumerate(self._order):
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit
@@ -90,10 +91,10 @@ class Units:
         self.residency.hold(unit)
         if in_backward():
             return  # recompute inside a backward pass, which goes the other way
-        if place + 1 < len(self._order):
-            self._prefetch(self._order[place + 1][1], unit)
-        elif not torch.is_grad_enabled():  # no backward pass follows, but perhaps the next forward pass
-            self._prefetch(0, unit)
+        ahead = self._order[place + 1 :]
+        if not torch.is_grad_enabled():  # no backward pass follows, but perhaps the next forward pass
+            ahead = ahead + self._order[:place]
+        self._prefetch(unit, ahead)
 
     def begin_backward(self, place: int) -> None:
         """Make parameters and memory for gradients of a unit available, and start to gather the previous unit."""
@@ -103,8 +104,7 @@ class Units:
         if self.residency is not None:
             # The parameters are needed again, and another unit has used their buffers since the forward pass.
             self.residency.hold(unit)
-            if place:
-                self._prefetch(self._order[place - 1][1], unit)
+            self._prefetch(unit, self._order[:place][::-1])
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -141,12 +141,16 @@ class Units:
             self.residency.gather_all()
         self.buckets, self.residency = [], None
 
-    def _prefetch(self, unit: int, beside: int) -> None:
-        """Start to gather a unit, if that leaves alone the one that computes now."""
+    def _prefetch(self, unit: int, ahead: Sequence[tuple[nn.Module, int]]) -> None:
+        """Start to gather the units that come after this one, as many as have memory beside it."""
         assert self.residency is not None
-        # A unit of the same turn would overwrite the parameters that are in use.
-        if (unit - beside) % TURNS:
-            self.residency.fetch(unit)
+        turns = self.residency.turns
+        taken = {unit % turns}
+        for _, following in ahead[: turns - 1]:
+            if following % turns in taken:
+                return  # it would take the memory of a unit that is needed before
+            taken.add(following % turns)
+            self.residency.fetch(following)
 
     def _before_forward(self, place: int) -> Any:
         def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:

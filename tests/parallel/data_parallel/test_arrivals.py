@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.parallel.data_parallel.arrivals import Arrivals
+from megalight.parallel.data_parallel.streams import SideStream
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 
 
@@ -57,7 +58,9 @@ def test_a_gradient_from_beside_completes_what_the_main_stream_still_computes(lo
     main, side, reductions = (Stream(name, log) for name in ("main", "side", "reductions"))
     first, second = Bucket("first"), Bucket("second")
     buckets: Any = [first, second]
-    arrivals = Arrivals(buckets, lambda bucket: log.append(f"send {bucket.infos[0].name}"), True, reductions)  # type: ignore[arg-type]
+    arrivals = Arrivals(
+        buckets, lambda bucket: log.append(f"send {bucket.infos[0].name}"), True, SideStream(reductions)
+    )  # type: ignore[arg-type]
     for _ in range(2):  # the first step shows what arrives
         log.clear()
         with at(main):
@@ -76,7 +79,7 @@ def test_a_gradient_from_beside_completes_what_the_main_stream_still_computes(lo
 def test_the_reduction_of_a_unit_waits_for_gradients_from_beside(log: list[str]) -> None:
     main, side, reductions = (Stream(name, log) for name in ("main", "side", "reductions"))
     buckets: Any = [Bucket("weight")]
-    units = UnitGradients(buckets, None, reductions)  # type: ignore[arg-type]
+    units = UnitGradients(buckets, None, SideStream(reductions))  # type: ignore[arg-type]
     with at(main):
         units.begin()
         units.open(0)
@@ -84,4 +87,14 @@ def test_the_reduction_of_a_unit_waits_for_gradients_from_beside(log: list[str])
     assert not log  # it waits for the main stream when it begins
     with at(side):
         buckets[0].parameter.sum().backward()
-    assert log == ["reductions waits for side"]
+    assert log == ["reductions waits for side", "reductions waits for main"]
+
+
+def test_a_new_main_stream_does_not_hide_what_the_earlier_one_computes(log: list[str]) -> None:
+    main, other, reductions = (Stream(name, log) for name in ("main", "other", "reductions"))
+    stream = SideStream(reductions)  # type: ignore[arg-type]
+    for now in (main, main, other):
+        with at(now):
+            stream.begin()
+            stream.follow()
+    assert log == ["reductions waits for main"]

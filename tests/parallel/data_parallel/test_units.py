@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import residency as residency_module
-from megalight.parallel.data_parallel.layout import align
+from megalight.parallel.data_parallel.layout import Kind, align, plan_buckets
+from megalight.parallel.data_parallel.memory import choose
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close, assert_models_close, mesh
@@ -116,12 +117,21 @@ def _reference(net: nn.Module, micro: int, steps: int = 3) -> list[float]:
 
 def _equals_one_process(replicate: int = 1) -> None:
     orders = [(3, None), (4, None), (3, (0, 0, 2, 1, 0)), (4, (3, 1, 0)), (2, None)]
+    # Buffers and reductions that the engine would choose by memory, which is not known here.
+    choices: list[dict[str, Any]] = [
+        {},
+        {},
+        {"prefetch": 0, "reduce_each_micro_batch": False},
+        {"prefetch": 2},
+        {"prefetch": 3, "reduce_each_micro_batch": False},
+    ]
     for number, (layers, order) in enumerate(orders):
         level = ("optim_grads_params", "optim_grads")[number == 1]
         for recompute in (False, True) if number < 3 else (False,):
             net, expected = (Net(layers, order, recompute).double() for _ in range(2))
-            engine = engine_of(net, level, replicate=replicate)
+            engine = engine_of(net, level, replicate=replicate, **choices[number])
             _train(net, engine, micro=1 + number % 3)
+            engine.sync_parameters()  # what is in no unit may still be on its way
             norms = _reference(expected, micro=1 + number % 3)
             assert_close(engine.grad_norm(), torch.tensor(norms[-1], dtype=torch.float64))
             with torch.no_grad():
@@ -187,9 +197,9 @@ def test_memory_is_the_formula() -> None:
     run(_memory, 2)
 
 
-def _prefetch() -> list[int]:
+def _prefetch(depth: int) -> list[int]:
     net = Net(5).double()
-    engine = engine_of(net)
+    engine = engine_of(net, prefetch=depth)
     assert engine.units is not None
     seen: list[int] = []
     unit_of = {b.own_params.data_ptr(): b.layout.kind.unit for b in engine.units.buckets if b.layout.kind.group == 0}
@@ -205,9 +215,56 @@ def _prefetch() -> list[int]:
     return seen
 
 
-def test_each_unit_is_gathered_before_it_is_needed() -> None:
-    """Forward, then back from the two that are still there; the first two again for the next step."""
-    assert run(_prefetch, 2) == [[0, 1, 2, 3, 4, 2, 1, 0, 0, 1]] * 2
+@pytest.mark.parametrize(
+    ("depth", "order"),
+    [
+        (0, [0, 1, 2, 3, 4, 3, 2, 1, 0, 0]),
+        (1, [0, 1, 2, 3, 4, 2, 1, 0, 0, 1]),
+        (2, [0, 1, 2, 3, 4, 1, 0, 0, 1, 2]),
+        (9, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]),
+    ],
+)
+def test_each_unit_is_gathered_before_it_is_needed(depth: int, order: list[int]) -> None:
+    """Forward, then back from those that are still there; the first ones again for the next step."""
+    assert run(_prefetch, 2, depth) == [order] * 2
+
+
+def _kept_gradients() -> tuple[int, int]:
+    whole, shards = (engine_of(Net(12).bfloat16(), reduce_each_micro_batch=each) for each in (False, True))
+    in_units = sum(b.layout.numel for b in whole.buckets if b.layout.kind.unit is not None)
+    assert whole.memory()["gradients"] > 4 * in_units > shards.memory()["gradients"]
+    assert not whole.main_gradients.of_units.buckets
+    assert whole.memory()["parameters"] == shards.memory()["parameters"]
+    return len(whole.main_gradients.of_units.buckets), len(shards.main_gradients.of_units.buckets)
+
+
+def test_whole_gradients_are_kept_beside_shards_of_parameters() -> None:
+    assert run(_kept_gradients, 2) == [(0, 24)] * 2
+
+
+def test_buffers_follow_from_the_free_memory() -> None:
+    kinds = [Kind(torch.bfloat16, torch.float32, 0, unit=unit) for unit in (0, 1, 2, 3, None)]
+    layouts = plan_buckets([2**20] * 5, kinds)
+    buffer, whole = 2 * 2**20, 4 * 4 * 2**20
+
+    def chosen(free: int | None, params: bool = True, **given: Any) -> tuple[int, bool]:
+        memory = choose(layouts, params, given.get("prefetch"), given.get("each"), free)
+        for reason in memory.reasons.values():
+            assert ("free" in reason) or ("as data_parallel" in reason)
+        return memory.prefetch, memory.reduce_each
+
+    assert chosen(None) == (1, True)
+    assert chosen(40 * buffer) == (1, True)
+    assert chosen(151 * buffer) == (2, False)
+    assert chosen(1000 * buffer) == (3, False)
+    assert chosen(1000 * buffer, params=False)[1]
+    assert chosen(1000 * buffer, prefetch=1, each=True) == (1, True)
+    assert chosen(10 * whole - 1)[1]
+    assert not chosen(10 * whole + 10)[1]
+    assert (
+        "2 ahead, 3 buffers of 0.002 GiB: 2.0% of the 0.295 GiB free"
+        in choose(layouts, True, None, None, 151 * buffer).reasons["prefetch"]
+    )
 
 
 def _read_while_gathered() -> bool:
@@ -339,3 +396,14 @@ def test_units_are_found() -> None:
         assert numbers[id(model.head[1].weight)] == (0 if tied else 3)
     bare = Model(tied=True, plain=True)
     assert units_of(bare) == [(layer,) for layer in bare.layers], "the model itself may read the weights of the others"
+
+
+def test_options_of_units_need_sharded_parameters() -> None:
+    with pytest.raises(ConfigurationError, match=r"data_parallel\.prefetch=-1; it must be at least 0"):
+        DataParallel(prefetch=-1)
+    for given in ({"prefetch": 2}, {"reduce_each_micro_batch": True}):
+        for level in ("optim", "optim_grads"):
+            options = DataParallel(level=level, **given)  # type: ignore[arg-type]
+            with pytest.raises(ConfigurationError, match=rf"level '{level}', which shards no parameters; leave it out"):
+                options.check(pipeline_parallel=1)
+        DataParallel(level="optim_grads_params", **given).check(pipeline_parallel=1)  # type: ignore[arg-type]

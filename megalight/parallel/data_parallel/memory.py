@@ -1,0 +1,144 @@
+"""The memory of units: how many buffers they use in turn, and how long their gradients stay whole.
+
+Both are a trade of memory for speed. Where the user leaves the choice open, they follow from the memory that is free
+before the engine takes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalight.parallel.data_parallel.layout import BucketLayout
+
+GRADIENT_TURNS = 2
+"""Gradients of one unit are reduced while those of another one arrive."""
+MAX_PREFETCH = 3
+"""Automatic choices go no further: more units on their way do not arrive earlier."""
+PREFETCH_SHARE = 0.02
+"""Share of the free memory that buffers for parameters may take where the engine chooses."""
+GRADIENT_SHARE = 0.1
+"""Share of the free memory that whole gradients may take where the engine chooses."""
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """How units use memory, and why.
+
+    Attributes:
+        prefetch: number of units that are gathered ahead of the one that computes.
+        reduce_each: every micro-batch reduces gradients, so that only shards of them stay. False: whole gradients stay
+            until the last micro-batch of a step reduces them.
+        reasons: name of each choice -> what was chosen, and why.
+    """
+
+    prefetch: int
+    reduce_each: bool
+    reasons: dict[str, str]
+
+    @property
+    def turns(self) -> int:
+        """Number of units whose whole parameters have memory at a time."""
+        return self.prefetch + 1
+
+
+def choose(
+    layouts: Sequence[BucketLayout],
+    shards_params: bool,
+    prefetch: int | None,
+    reduce_each: bool | None,
+    free: int | None,
+) -> UnitMemory:
+    """Decide how units use memory.
+
+    Args:
+        layouts: all buckets, those outside of units too.
+        shards_params: whether parameters are sharded; if not, nothing is gathered, and gradients are always reduced.
+        prefetch, reduce_each: the user's choices; None: choose here.
+        free: bytes that the device has free, on the rank with the fewest; None: not known.
+    """
+    in_units = [layout for layout in layouts if layout.kind.unit is not None]
+    largest: dict[object, int] = {}
+    for layout in in_units:
+        key = replace(layout.kind, unit=None)
+        largest[key] = max(largest.get(key, 0), layout.numel * layout.kind.param_dtype.itemsize)
+    buffer, reasons = sum(largest.values()), dict[str, str]()
+    units = len({layout.kind.unit for layout in in_units})
+    if prefetch is None:
+        # A buffer more only smooths out units of uneven size, so it must not cost memory that activations may need.
+        deeper = 0 if free is None or not buffer else int(PREFETCH_SHARE * free) // buffer - 1
+        prefetch = max(1, min(deeper, MAX_PREFETCH, units - 1))
+        why = _share((prefetch + 1) * buffer, free)
+    else:
+        why = "as data_parallel.prefetch says"
+    if shards_params:
+        reasons["prefetch"] = f"{prefetch} ahead, {prefetch + 1} buffers of {_gib(buffer)}: {why}"
+    whole = sum(layout.numel * layout.kind.grad_dtype.itemsize for layout in in_units)
+    if reduce_each is None:
+        reduce_each = not shards_params or free is None or whole > GRADIENT_SHARE * free
+        why = _share(whole, free)
+    else:
+        why = "as data_parallel.reduce_each_micro_batch says"
+    when = "by each micro-batch" if reduce_each else "by the last micro-batch"
+    reasons["gradients"] = f"reduced {when}; whole ones of all units take {_gib(whole)}: {why}"
+    return UnitMemory(prefetch, reduce_each, reasons)
+
+
+def free_memory(device: torch.device, everyone: ProcessGroup | None) -> int | None:
+    """Return the bytes that can still be allocated on the rank that has the fewest; None on a CPU.
+
+    All ranks call this together: they gather units in the same order, so they must choose alike.
+    """
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.tensor(torch.cuda.mem_get_info(device)[0] + cached, device=device)
+    if everyone is not None:
+        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=everyone)
+    return int(free)
+
+
+class TurnBuffers:
+    """Memory that buckets of different units use in turn: per kind and turn, as large as the largest one needs it.
+
+    Args:
+        layouts: the buckets.
+        turns: number of units that have memory at a time.
+    """
+
+    def __init__(self, layouts: Sequence[BucketLayout], turns: int, device: torch.device) -> None:
+        self._turns = turns
+        self._device = device
+        self._flat: dict[tuple[object, ...], Tensor] = {}
+        self._largest: dict[tuple[object, ...], int] = {}
+        for layout in layouts:
+            key = self._key(layout)
+            self._largest[key] = max(layout.numel, self._largest.get(key, 0))
+
+    def take(self, layout: BucketLayout, dtype: torch.dtype) -> Tensor | None:
+        """Return the memory of a bucket, NaN at first; None: it belongs to no unit."""
+        if layout.kind.unit is None:
+            return None
+        key = self._key(layout)
+        if key not in self._flat:
+            # NaN, not zero: what is read before it is gathered or written then shows in the loss at once.
+            self._flat[key] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
+        return self._flat[key][: layout.numel]
+
+    def _key(self, layout: BucketLayout) -> tuple[object, ...]:
+        # Neighbours in the forward pass get different turns, so one is gathered while the other one computes.
+        unit = layout.kind.unit
+        return replace(layout.kind, unit=None), None if unit is None else unit % self._turns
+
+
+def _share(size: int, free: int | None) -> str:
+    return "the free memory is not known" if free is None else f"{size / max(free, 1):.1%} of the {_gib(free)} free"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
