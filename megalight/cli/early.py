@@ -20,6 +20,7 @@ MODULES = (
     "megalight.models.bert",
     "megalight.data.gpt.module",
     "megalight.data.bert.module",
+    "megalight.data.chat.module",
     "megalight.strategies",
     "megalight.callbacks",
     "megalight.loggers",

@@ -24,6 +24,7 @@ from megalight.cli.explain import Given, explain, rules
 from megalight.cli.report import PREEMPTED, debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule
+from megalight.data.chat.module import SFTDataModule
 from megalight.data.gpt.module import GPTDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
@@ -44,7 +45,7 @@ ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
 REPLACED: dict[type[pl.Callback], type[pl.Callback]] = {ProgressBar: StepProgress, ModelSummary: WholeModelSummary}
 """Lightning's default callbacks -> ours in their place, where they are not disabled."""
 
-NAMED = (GPTDataModule, BertDataModule, MegatronStrategy, MegatronFSDPStrategy)
+NAMED = (GPTDataModule, BertDataModule, SFTDataModule, MegatronStrategy, MegatronFSDPStrategy)
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 
 

@@ -12,7 +12,7 @@ from megalight.parallel.degrees import check_at_least_one, check_degrees, check_
 
 Values = Mapping[str, Any]
 STRATEGIES = ("MegatronStrategy", "MegatronFSDPStrategy")
-DATA = ("GPTDataModule", "BertDataModule")
+DATA = ("GPTDataModule", "BertDataModule", "SFTDataModule")
 
 
 def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> None:

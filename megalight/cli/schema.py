@@ -15,7 +15,11 @@ NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model": ("megalight.models.gpt.GPTModule", "megalight.models.bert.BertModule"),
-    "data": ("megalight.data.gpt.module.GPTDataModule", "megalight.data.bert.module.BertDataModule"),
+    "data": (
+        "megalight.data.gpt.module.GPTDataModule",
+        "megalight.data.bert.module.BertDataModule",
+        "megalight.data.chat.module.SFTDataModule",
+    ),
     STRATEGY: (START[STRATEGY], "megalight.strategies.MegatronFSDPStrategy"),
     "trainer.callbacks": ("megalight.callbacks", "lightning.pytorch.callbacks"),
     "trainer.logger": ("megalight.loggers", "lightning.pytorch.loggers"),

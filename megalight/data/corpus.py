@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from megalight.data.indexed import IndexedDataset
-from megalight.data.meta import CorpusMeta, tokenizer_path
+from megalight.data.meta import CorpusMeta, loss_prefix, tokenizer_path
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
@@ -22,10 +24,13 @@ class Corpus:
     Attributes:
         data: the token files.
         meta: the facts that ``prepare`` wrote; None for files of other programs.
+        loss: for conversations, 1 for each token that counts in the loss and 0 for the others, in sequences as long as
+            those of ``data``. None: all tokens count.
     """
 
     data: IndexedDataset
     meta: CorpusMeta | None
+    loss: IndexedDataset | None = None
 
     @classmethod
     def open(cls, prefix: str | os.PathLike[str]) -> Corpus:
@@ -41,7 +46,20 @@ class Corpus:
                 f"{CorpusMeta.path(prefix)} says {meta.num_tokens} tokens, but {data.prefix}.bin holds "
                 f"{data.num_tokens}: they belong to different data sets. Prepare the data again."
             )
-        return cls(data, meta)
+        if meta is None or meta.kind == "text":
+            return cls(data, meta)
+        loss = IndexedDataset(loss_prefix(prefix))
+        if not np.array_equal(loss.lengths, data.lengths):
+            raise DataError(
+                f"{loss.prefix}.bin does not belong to {data.prefix}.bin: their sequences differ in length. Prepare "
+                "the data again, or copy all its files again."
+            )
+        return cls(data, meta, loss)
+
+    @property
+    def kind(self) -> str:
+        """What the documents are: ``text``, ``chat`` or ``pairs``; see :class:`CorpusMeta`."""
+        return "text" if self.meta is None else self.meta.kind
 
     @property
     def tokenizer_path(self) -> str | None:

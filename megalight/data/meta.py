@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from megalight.data.indexed import paths
@@ -27,6 +27,9 @@ class CorpusMeta:
         pad_id: id that means only padding, or -1.
         append_eod: whether each document ends with ``eod_id``.
         num_bytes: size of the input files.
+        kind: ``text``, ``chat`` (each document is a conversation; ``<prefix>.loss`` says which tokens count in the
+            loss) or ``pairs`` (each document is a preferred conversation, then a rejected one).
+        num_loss_tokens: number of tokens that count in the loss.
     """
 
     num_documents: int
@@ -40,6 +43,8 @@ class CorpusMeta:
     pad_id: int
     append_eod: bool
     num_bytes: int
+    kind: str = "text"
+    num_loss_tokens: int | None = None
 
     @staticmethod
     def path(prefix: str | os.PathLike[str]) -> Path:
@@ -58,7 +63,8 @@ class CorpusMeta:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{field.name: content[field.name] for field in fields(cls)})
+            held = (field for field in fields(cls) if field.default is MISSING or field.name in content)
+            return cls(**{field.name: content[field.name] for field in held})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{path} is incomplete or has another format ({type(error).__name__}: {error}). Prepare the data "
@@ -71,6 +77,11 @@ class CorpusMeta:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, path)
+
+
+def loss_prefix(prefix: str | os.PathLike[str]) -> str:
+    """Prefix of the files that say which tokens of a prepared chat corpus count in the loss: 1 or 0 for each."""
+    return f"{paths(prefix)[0].with_suffix('')}.loss"
 
 
 def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:

@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -65,6 +65,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
     """
 
     collate: Callable[[Sequence[Any]], Any]
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
+    """Kinds of corpora (:attr:`~megalight.data.meta.CorpusMeta.kind`) that this class reads."""
 
     def __init__(
         self,
@@ -126,11 +128,20 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             parts[name] = []
             for prefix, weight in zip(mixture.prefixes, weights, strict=True):
                 if prefix not in self._corpora:
-                    self._corpora[prefix] = Corpus.open(prefix)
+                    self._corpora[prefix] = self._open_corpus(prefix)
                 corpus = self._corpora[prefix]
                 sequences = range(len(corpus.data)) if separate else self.divide(corpus, split)[number]
                 parts[name].append(Part(corpus, sequences, weight))
         return parts
+
+    def _open_corpus(self, prefix: str) -> Corpus:
+        corpus = Corpus.open(prefix)
+        if corpus.kind not in self.kinds:
+            raise DataError(
+                f"{prefix} was prepared as {corpus.kind!r}; {type(self).__name__} reads data of the kinds "
+                f"{', '.join(map(repr, self.kinds))}. Use the data module for such data, or prepare it again."
+            )
+        return corpus
 
     def _check(self) -> None:
         meta = same_tokenizer(self._corpora.values())

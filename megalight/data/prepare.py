@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
-from megalight.data.meta import CorpusMeta, tokenizer_path
+from megalight.data.meta import CorpusMeta, loss_prefix, tokenizer_path
 from megalight.data.sentences import sentences_of
 from megalight.data.statistics import add_counts, entropy
 from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, find, texts_of
@@ -70,27 +70,46 @@ class PrepareReport:
         meta = self.meta
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         rate = meta.num_bytes / max(self.seconds, 1e-9) / 1e6
+        loss = "" if meta.num_loss_tokens is None else f", of which {meta.num_loss_tokens:,} count in the loss"
         return (
-            f"{self.prefix}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}), vocabulary "
-            f"{meta.vocab_size:,}, unigram entropy {meta.unigram_entropy_nats:.3f} nats, from {self.num_files:,} files"
+            f"{self.prefix}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}){loss}, "
+            f"vocabulary {meta.vocab_size:,}, unigram entropy {meta.unigram_entropy_nats:.3f} nats, from "
+            f"{self.num_files:,} files"
             f"{skipped} in {self.seconds:.1f} s ({rate:.1f} MB/s)"
         )
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """The tokens of a block: texts laid end to end, their lengths, and which of them end a document."""
+class Encoded:
+    """The tokens of a block: texts laid end to end, their lengths, and which of them end a document.
+
+    Attributes:
+        tokens: ids of all texts.
+        lengths: number of tokens of each text.
+        ends: whether each text is the end of its document.
+        skipped: one message for each line that was skipped.
+        size: bytes of the input, for the progress bar.
+        loss: for each token, whether it counts in the loss. None: all do.
+    """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
     ends: NDArray[np.bool_]
     skipped: list[str]
     size: int
+    loss: NDArray[np.uint8] | None = None
+
+
+class Encoder(Protocol):
+    """Turns a block into tokens. Each worker process has a copy."""
+
+    def __call__(self, block: Block) -> Encoded:
+        """Encode all texts of a block."""
 
 
 @dataclass(frozen=True)
-class _Encoder:
-    """Turns a block into tokens. Each worker process has one."""
+class _TextEncoder:
+    """Turns a block of texts into tokens."""
 
     tokenizer: Tokenizer
     text_key: str
@@ -98,7 +117,7 @@ class _Encoder:
     dtype: np.dtype[Any]
     split_sentences: bool
 
-    def __call__(self, block: Block) -> _Encoded:
+    def __call__(self, block: Block) -> Encoded:
         texts, skipped = texts_of(block, self.text_key, self.on_bad)
         if self.split_sentences:
             texts = [sentence for text in texts for sentence in sentences_of(text)]
@@ -106,18 +125,18 @@ class _Encoder:
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         tokens = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(lengths.sum()))
         ends = np.fromiter((text.ends for text in texts), np.bool_, len(texts))
-        return _Encoded(tokens, lengths, ends, skipped, sum(piece.size for piece in block))
+        return Encoded(tokens, lengths, ends, skipped, sum(piece.size for piece in block))
 
 
-_worker: list[_Encoder] = []  # the encoder of this worker process
+_worker: list[Encoder] = []  # the encoder of this worker process
 
 
-def _start_worker(tokenizer: str, text_key: str, on_bad: OnBad, dtype: str, split_sentences: bool) -> None:
+def _start_worker(encoder: Encoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # several processes already use all cores
-    _worker[:] = [_Encoder(Tokenizer.from_json(tokenizer), text_key, on_bad, np.dtype(dtype), split_sentences)]
+    _worker[:] = [encoder]
 
 
-def _work(block: Block) -> _Encoded:
+def _work(block: Block) -> Encoded:
     return _worker[0](block)
 
 
@@ -174,22 +193,16 @@ def prepare(
         raise DataError(
             f"tokenizer is {tokenizer!r} and train_tokenizer is {train_tokenizer}; give exactly one of the two."
         )
-    if workers is not None and workers < 1:
-        raise DataError(f"workers (--workers) is {workers}; it must be at least 1.")
-    prefix = os.fspath(paths(output)[0])[:-4]
-    files = _without_outputs(find(inputs, format), inputs, prefix)
-    num_bytes = sum(file.size for file in files)
-    if not num_bytes:
-        raise DataError(f"the inputs are empty ({_some(files)}), so nothing was written; check the inputs.")
+    prefix, files, num_bytes = find_inputs(inputs, output, format, workers)
     if text_key is not None and all(file.kind == "text" for file in files):
         raise DataError(
             f"text_key (--text-key) is {text_key!r}, but the inputs are plain text ({_some(files)}), which has no "
             "keys. Leave it out, or say with format (--format) that they are jsonl."
         )
     text_key = DEFAULT_TEXT_KEY if text_key is None else text_key
-    skipped: list[str] = []
+    skipped: tuple[str, ...] = ()
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(progress))
+        bar = stack.enter_context(progress_bar(progress))
         if train_tokenizer:
             task = bar.add_task("training the tokenizer", total=None)
             chosen = _train(files, num_bytes, vocab_size, special_tokens, text_key, on_bad)
@@ -201,24 +214,66 @@ def prepare(
                 "the tokenizer has no known end-of-document token; name one with eod_token (--eod-token), or append "
                 "none with append_eod=False (--no-eod)."
             )
-        encoder = _Encoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
-        count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
-        task = bar.add_task("tokenising", total=num_bytes)
+        encoder = _TextEncoder(chosen, text_key, on_bad, token_dtype(chosen.vocab_size), split_sentences)
         writer = stack.enter_context(IndexedWriter(prefix, encoder.dtype))
-        sink = _Sink(writer, chosen.eod_id if append_eod else None, split_sentences)
-        for item in _encode_all(blocks(files, on_bad, skipped), encoder, count, stack):
-            skipped.extend(item.skipped)
-            sink.add(item)
-            bar.update(task, advance=item.size)
+        sink = Sink(writer, chosen.eod_id if append_eod else None, split_sentences)
+        skipped += encode_files(files, encoder, sink, on_bad=on_bad, workers=workers, bar=bar, stack=stack)
         meta = sink.meta(chosen, append_eod, num_bytes)
-        # Readers need the index. Remove an older one first; the writer publishes the new one last, when the stack
-        # closes it. So no reader ever sees a mixture of old and new files.
-        paths(prefix)[1].unlink(missing_ok=True)
-        chosen.save(tokenizer_path(prefix))
-        meta.save(prefix)
+        publish_facts(prefix, chosen, meta)
     seconds = time.monotonic() - begin
     tokenizer_file = os.fspath(tokenizer_path(prefix))
-    return PrepareReport(prefix, tokenizer_file, meta, len(files), tuple(skipped), sink.empty, seconds)
+    return PrepareReport(prefix, tokenizer_file, meta, len(files), skipped, sink.empty, seconds)
+
+
+def find_inputs(
+    inputs: Sequence[str], output: str | os.PathLike[str], format: Format, workers: int | None
+) -> tuple[str, list[TextFile], int]:
+    """Return the data prefix to write, the files to read, and their size in bytes.
+
+    Raises:
+        DataError: an input names no file or would be overwritten, all are empty, or ``workers`` is below 1.
+    """
+    if workers is not None and workers < 1:
+        raise DataError(f"workers (--workers) is {workers}; it must be at least 1.")
+    prefix = os.fspath(paths(output)[0])[:-4]
+    files = _without_outputs(find(inputs, format), inputs, prefix)
+    num_bytes = sum(file.size for file in files)
+    if not num_bytes:
+        raise DataError(f"the inputs are empty ({_some(files)}), so nothing was written; check the inputs.")
+    return prefix, files, num_bytes
+
+
+def encode_files(
+    files: Sequence[TextFile],
+    encoder: Encoder,
+    sink: Sink,
+    *,
+    on_bad: OnBad,
+    workers: int | None,
+    bar: Progress,
+    stack: ExitStack,
+) -> tuple[str, ...]:
+    """Encode files into a sink, in their order. Returns one message for each file or line that was skipped."""
+    num_bytes = sum(file.size for file in files)
+    count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
+    task = bar.add_task("tokenising", total=num_bytes)
+    skipped: list[str] = []
+    for item in _encode_all(blocks(files, on_bad, skipped), encoder, count, stack):
+        skipped.extend(item.skipped)
+        sink.add(item)
+        bar.update(task, advance=item.size)
+    return tuple(skipped)
+
+
+def publish_facts(prefix: str, tokenizer: Tokenizer, meta: CorpusMeta) -> None:
+    """Write the files beside the token files, before the writer of the tokens is closed.
+
+    Readers need the index. An older one is removed first; the writer publishes the new one last. So no reader ever sees
+    a mixture of old and new files.
+    """
+    paths(prefix)[1].unlink(missing_ok=True)
+    tokenizer.save(tokenizer_path(prefix))
+    meta.save(prefix)
 
 
 def _some(files: Sequence[TextFile]) -> str:
@@ -234,7 +289,8 @@ def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) 
         DataError: an input names such a file itself.
     """
     tokenizer = tokenizer_path(prefix)
-    outputs = (*paths(prefix), CorpusMeta.path(prefix), tokenizer, config_path(tokenizer))
+    loss = paths(loss_prefix(prefix))
+    outputs = (*paths(prefix), *loss, CorpusMeta.path(prefix), tokenizer, config_path(tokenizer))
     written = {path.resolve() for path in outputs}
     for name in inputs:
         if Path(name).resolve() in written:
@@ -242,7 +298,7 @@ def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) 
     return [file for file in files if file.path.resolve() not in written]
 
 
-class _Sink:
+class Sink:
     """Joins texts to documents, appends the end-of-document token, counts tokens, and writes.
 
     Args:
@@ -260,7 +316,7 @@ class _Sink:
         self.num_documents = 0
         self.empty = 0
 
-    def add(self, item: _Encoded) -> None:
+    def add(self, item: Encoded) -> None:
         """Write the documents that end in this block. Keep the start of an unfinished document for the next block."""
         bounds = np.concatenate([[0], np.cumsum(item.lengths)])
         done: list[NDArray[Any]] = []
@@ -324,7 +380,7 @@ def _train(
     return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size, special_tokens=special_tokens)
 
 
-def _encode_all(work: Iterator[Block], encoder: _Encoder, workers: int, stack: ExitStack) -> Iterator[_Encoded]:
+def _encode_all(work: Iterator[Block], encoder: Encoder, workers: int, stack: ExitStack) -> Iterator[Encoded]:
     """Encode blocks, in order.
 
     One worker means this process, where the tokenizer uses its own threads. Several workers are processes; the number
@@ -332,15 +388,13 @@ def _encode_all(work: Iterator[Block], encoder: _Encoder, workers: int, stack: E
     """
     if workers == 1:
         return map(encoder, work)
-    options = (encoder.text_key, encoder.on_bad, encoder.dtype.str, encoder.split_sentences)
-    facts = (encoder.tokenizer.to_json(), *options)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, facts)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
     return _in_order(pool, work, workers * IN_FLIGHT_PER_WORKER)
 
 
-def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> Iterator[_Encoded]:
-    waiting: deque[Future[_Encoded]] = deque()
+def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> Iterator[Encoded]:
+    waiting: deque[Future[Encoded]] = deque()
     try:
         for block in work:
             waiting.append(pool.submit(_work, block))
@@ -370,7 +424,8 @@ class _Rate(TextColumn):
         return super().render(task)
 
 
-def _progress(show: bool) -> Progress:
+def progress_bar(show: bool) -> Progress:
+    """Make the progress bar of the command, on standard error."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -259,11 +259,44 @@ def _decode(piece: Piece) -> str:
         ) from error
 
 
-def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
+def records_of(block: Block) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON lines and Parquet rows of a block, each with its place (file and line) for messages.
+
+    A line that is not JSON is yielded as the :class:`~megalight.errors.DataError` that says so.
+
+    Raises:
+        DataError: a file is neither, or is damaged.
+    """
+    for piece in block:
+        if piece.kind == "text":
+            raise DataError(
+                f"{piece.path} is plain text; conversations are rows of .jsonl or .parquet files. Say with format "
+                "(--format) if it is one under another name."
+            )
+        if piece.kind == "parquet":
+            rows = _parquet(piece.path).read_row_group(piece.first).to_pylist()
+            for row, record in enumerate(rows):
+                # absent keys of a row are nulls in its table
+                kept = {key: value for key, value in record.items() if value is not None}
+                yield f"{piece.path} row group {piece.first}, row {row}", kept
+            continue
+        for number, line in enumerate(piece.data.split(b"\n"), piece.first):
+            if line.strip():
+                try:
+                    yield f"{piece.path} line {number}", _json(piece.path, number, line)
+                except DataError as error:
+                    yield f"{piece.path} line {number}", error
+
+
+def _json(path: Path, number: int, line: bytes) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} line {number} is not JSON ({error}). Is the file incomplete?") from error
+
+
+def _json_text(path: Path, number: int, line: bytes, key: str) -> str:
+    record = _json(path, number, line)
     if not isinstance(record, dict) or key not in record:
         keys = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         raise DataError(

@@ -20,10 +20,11 @@ from megalight.imports import require
 log = logging.getLogger(__name__)
 
 FILE = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 EOD_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
 KNOWN_EOD_TOKENS = (EOD_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<eod>", "<|im_end|>", "[SEP]")
-OTHER_SPECIALS = ("bos_token", "unk_token", "sep_token", "cls_token", "mask_token")
+SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 PROBE = "Hello, world!\n\tdef f(x): return x**2  # 12345 naïve 東京 🙂\n\n"
 """Text that is encoded to compare tokenizers (:attr:`Tokenizer.identity`)."""
 
@@ -34,10 +35,19 @@ class Tokenizer:
     Attributes:
         eod_id: id of the end-of-document token, or None if the tokenizer has none.
         pad_id: id of the padding token, or None. It may also have another meaning: see :attr:`safe_pad_id`.
+        named: special tokens by the names that ``transformers`` gives them, such as ``bos_token``.
+        chat_template: the Jinja template that turns a conversation into text, or None.
     """
 
     def __init__(
-        self, model: Any, eod_token: str | None = None, pad_token: str | None = None, others: Iterable[str] = ()
+        self,
+        model: Any,
+        eod_token: str | None = None,
+        pad_token: str | None = None,
+        others: Iterable[str] = (),
+        *,
+        named: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
     ) -> None:
         model.no_truncation()
         model.no_padding()
@@ -50,7 +60,10 @@ class Tokenizer:
             eod_token = next((token for token in KNOWN_EOD_TOKENS if token in self._vocabulary), None)
         self.eod_token = eod_token
         self.pad_token = pad_token
-        self._others = {token for token in (eod_token, *others) if token is not None}
+        self.named = {name: token for name, token in (named or {}).items() if token in self._vocabulary}
+        self.chat_template = chat_template
+        beside = [token for name, token in self.named.items() if name != "pad_token"]
+        self._others = {token for token in (eod_token, *others, *beside) if token is not None}
         self.eod_id: int | None = None if eod_token is None else self._vocabulary[eod_token]
         self.pad_id: int | None = None if pad_token is None else self._vocabulary[pad_token]
 
@@ -78,8 +91,14 @@ class Tokenizer:
         else:
             model, known = _read_folder(place)
             config = {**known, **config}
-        others = [config[key] for key in OTHER_SPECIALS if isinstance(config.get(key), str)]
-        return cls(model, eod_token or config.get("eos_token"), config.get("pad_token"), others)
+        named = {key: config[key] for key in SPECIALS if isinstance(config.get(key), str)}
+        return cls(
+            model,
+            eod_token or config.get("eos_token"),
+            config.get("pad_token"),
+            named=named,
+            chat_template=_read_template(file, config),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
@@ -170,6 +189,11 @@ class Tokenizer:
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, and the characters ``[start, end)`` that each id stands for."""
+        encoding = self._model.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of ids, with or without special tokens."""
         return str(self._model.decode(list(ids), skip_special_tokens=skip_special))
@@ -181,10 +205,11 @@ class Tokenizer:
     def files(self, name: str = FILE) -> dict[str, bytes]:
         """Return the files of the tokenizer by name; ``transformers`` can read them too.
 
-        They are ``tokenizer.json``, and ``tokenizer_config.json`` with the special tokens.
+        They are ``tokenizer.json``, and ``tokenizer_config.json`` with the special tokens and the chat template.
         """
-        specials = {"eos_token": self.eod_token, "pad_token": self.pad_token}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in specials.items() if v is not None}
+        known = {"eos_token": self.eod_token, "pad_token": self.pad_token, "chat_template": self.chat_template}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.named}
+        config |= {key: value for key, value in known.items() if value is not None}
         return {
             name: self.to_json().encode(),
             config_path(Path(name)).name: (json.dumps(config, indent=2) + "\n").encode(),
@@ -227,7 +252,19 @@ def _read_folder(folder: Path) -> tuple[Any, dict[str, str]]:
             f"the tokenizer in {folder} is a {type(loaded).__name__}, which is written in Python only; convert it to "
             f"a {FILE} first."
         )
-    return model, {key: token for key, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    known = {**loaded.special_tokens_map, "chat_template": getattr(loaded, "chat_template", None)}
+    return model, {key: value for key, value in known.items() if isinstance(value, str)}
+
+
+def _read_template(file: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the default chat template: that of the configuration, or ``chat_template.jinja`` of the same folder."""
+    template = config.get("chat_template")
+    if isinstance(template, list):  # templates by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    beside = file.with_name(CHAT_TEMPLATE)
+    if template is None and file.name == FILE and beside.is_file():
+        template = beside.read_text(encoding="utf-8")
+    return template if isinstance(template, str) else None
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -240,7 +277,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise DataError(f"{file} holds a {type(config).__name__}; it must hold a JSON object.")
-    for key in ("eos_token", "pad_token", *OTHER_SPECIALS):
+    for key in SPECIALS:
         if isinstance(config.get(key), dict):
             config[key] = config[key].get("content")
     return config

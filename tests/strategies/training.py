@@ -215,6 +215,7 @@ def by_hand(
     build: Callable[[GPTConfig], GPT] = GPT,
     transforms: Sequence[ModelTransform] = (),
     micro_batch_size: int | None = None,
+    batches: Callable[[int], TokenBatch] | None = None,
 ) -> dict[str, Any]:
     """The same run with torch alone: one device, torch's own AdamW and clipping; side losses by micro-batch."""
     model = build(config).to(device, dtype)
@@ -232,7 +233,7 @@ def by_hand(
     initial = whole(model)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
-        batch = global_batch(step, packed=packed).to(device)
+        batch = (batches(step) if batches else global_batch(step, packed=packed)).to(device)
         loss, aside = torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
         parts = batch.split(micro_batch_size or len(batch))
         for part in parts:

@@ -1,10 +1,15 @@
-"""``megalight prepare``: turn text, JSON lines or Parquet into token files."""
+"""``megalight prepare``: turn text or conversations, JSON lines or Parquet, into token files."""
 
 from __future__ import annotations
 
 import argparse
 import glob
 from pathlib import Path
+
+from megalight.errors import ConfigurationError
+
+TEXT_ONLY = ("train_tokenizer", "text_key", "no_eod", "eod_token", "split_sentences", "special_tokens")
+CHAT_ONLY = ("chat_template", "train_on")
 
 
 def describe() -> str:
@@ -34,16 +39,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
     parser.add_argument("--eod-token", help="the end-of-document token, if the tokenizer does not name it")
     parser.add_argument("--split-sentences", action="store_true", help="each sentence is a sequence (for BERT)")
+    parser.add_argument("--chat", action="store_true", help="the rows are conversations, for SFTDataModule")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
+    parser.add_argument(
+        "--train-on", choices=("all", "last"), help="messages of the assistant that count in the loss (default: all)"
+    )
     parser.add_argument("--skip-bad", action="store_true", help="skip unreadable files and lines, and count them")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files and print a summary."""
+    inputs = [matching(name, arguments.glob) for name in arguments.inputs]
+    if arguments.chat:
+        _refuse(arguments, TEXT_ONLY, "is for text, not for conversations; leave it or --chat out")
+        from megalight.data.chat.prepare import prepare_chat
+
+        print(
+            prepare_chat(
+                inputs,
+                arguments.output,
+                tokenizer=arguments.tokenizer,
+                chat_template=arguments.chat_template,
+                train_on=arguments.train_on or "all",
+                format=arguments.format,
+                workers=arguments.workers,
+                on_bad="skip" if arguments.skip_bad else "raise",
+                progress=not arguments.quiet,
+            )
+        )
+        return 0
+    _refuse(arguments, CHAT_ONLY, "is for conversations; add --chat")
     from megalight.data.prepare import prepare
 
     report = prepare(
-        [matching(name, arguments.glob) for name in arguments.inputs],
+        inputs,
         arguments.output,
         tokenizer=arguments.tokenizer,
         train_tokenizer=arguments.train_tokenizer,
@@ -60,6 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(report)
     return 0
+
+
+def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], rule: str) -> None:
+    """Refuse options that would do nothing."""
+    for name in names:
+        if getattr(arguments, name):
+            raise ConfigurationError(f"--{name.replace('_', '-')} {rule}.")
 
 
 def matching(name: str, pattern: str | None) -> str:

@@ -1,0 +1,1 @@
+"""Conversations for fine-tuning: rows, chat templates, packing, and the data module."""

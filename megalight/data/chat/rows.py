@@ -1,0 +1,215 @@
+"""The shapes in which JSON lines hold conversations, all turned into lists of messages.
+
+========================= ==============================================================================================
+messages                  ``{"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}``
+prompt and completion     ``{"prompt": ..., "completion": ...}``: two strings, or two lists of messages
+Alpaca                    ``{"instruction": ..., "input": ..., "output": ..., "system": ...}``
+ShareGPT                  ``{"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}``
+preference pairs          ``{"prompt": ..., "chosen": ..., "rejected": ...}``; ``prompt`` may be part of both answers
+========================= ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megalight.errors import DataError, nearest
+
+Message = dict[str, Any]
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+"""Names of speakers in ShareGPT's files, and the roles that templates know."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order.
+
+    Attributes:
+        messages: each has a ``role``, and ``content`` or ``tool_calls``.
+        tools: JSON schemas of the tools that the assistant may call, or None.
+        first: assistant messages before this position carry no loss.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    first: int = 0
+
+
+def conversations(record: Any, place: str) -> tuple[Conversation, ...]:
+    """Return the conversation of a row, or the preferred and the rejected one of a preference pair.
+
+    Args:
+        record: the row.
+        place: file and line, for messages.
+
+    Raises:
+        DataError: the row has none of the known shapes, or a value in it has a wrong type. The message names the key.
+    """
+    row = _Row(record, place)
+    for keys, read in SHAPES.items():
+        if all(key in row.record for key in keys):
+            return read(row)
+    known = {key for keys in SHAPES for key in keys}
+    hints = (nearest(key, known - row.record.keys()) for key in row.record)
+    raise DataError(
+        f"{place} is no conversation: it has the keys {', '.join(map(repr, row.record)) or 'none'}; expected are "
+        + "; ".join(" and ".join(map(repr, keys)) for keys in SHAPES)
+        + "."
+        + next((hint for hint in hints if hint), "")
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    record: Mapping[str, Any]
+    place: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.record, Mapping):
+            raise DataError(f"{self.place} is a {type(self.record).__name__}; each row must be a JSON object.")
+
+    def fail(self, key: str, value: Any, rule: str) -> NoReturn:
+        raise DataError(f"{self.place}: {key} is {_short(value)}; it must be {rule}.")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.record.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            self.fail(repr(key), value, "a string")
+        return value
+
+    def messages(self, key: str, role: str) -> list[Message]:
+        """Return messages, also of a plain string, which is one message of ``role``."""
+        value = self.record[key]
+        if isinstance(value, str):
+            return [{"role": role, "content": value}]
+        if not isinstance(value, list) or not value:
+            self.fail(repr(key), value, "a string or a list of messages")
+        return [self.message(f"{key}[{index}]", message) for index, message in enumerate(value)]
+
+    def message(self, where: str, message: Any) -> Message:
+        if not isinstance(message, Mapping):
+            self.fail(where, message, 'an object such as {"role": "user", "content": "..."}')
+        if not isinstance(message.get("role"), str):
+            self.fail(f"{where}.role", message.get("role"), "a string such as 'system', 'user', 'assistant' or 'tool'")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list):
+            for index, part in enumerate(content):
+                if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                    self.fail(f"{where}.content[{index}]", part, 'text, such as {"type": "text", "text": "..."}')
+        elif not isinstance(content, str) and not (content is None and calls):
+            self.fail(f"{where}.content", content, "a string (only a message with 'tool_calls' has no content)")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+            self.fail(f"{where}.tool_calls", calls, "a list of objects")
+        # Parquet fills absent keys with nulls. Templates test for keys, so a null must look absent.
+        return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+    def tools(self) -> list[Any] | None:
+        value = self.record.get("tools")
+        if isinstance(value, str) and value:
+            try:
+                value = json.loads(value)
+            except ValueError:
+                self.fail("'tools'", value, "a list of JSON schemas, or such a list as JSON text")
+        if not value:
+            return None
+        if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+            self.fail("'tools'", value, "a list of JSON schemas")
+        return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _of_messages(row: _Row) -> tuple[Conversation, ...]:
+    return (Conversation(row.messages("messages", "user"), row.tools()),)
+
+
+def _of_prompt(row: _Row) -> tuple[Conversation, ...]:
+    prompt = row.messages("prompt", "user")
+    return (Conversation(prompt + row.messages("completion", "assistant"), row.tools(), len(prompt)),)
+
+
+def _of_alpaca(row: _Row) -> tuple[Conversation, ...]:
+    asked = "\n".join(text for text in (row.text("instruction"), row.text("input", "")) if text)
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": row.text("output")}]
+    return (Conversation(_system(row) + said),)
+
+
+def _of_sharegpt(row: _Row) -> tuple[Conversation, ...]:
+    turns = row.record["conversations"]
+    if not isinstance(turns, list) or not turns:
+        row.fail("'conversations'", turns, "a list of messages")
+    messages = _system(row)
+    for index, turn in enumerate(turns):
+        where = f"conversations[{index}]"
+        if not isinstance(turn, Mapping):
+            row.fail(where, turn, 'an object such as {"from": "human", "value": "..."}')
+        speaker, value = turn.get("from"), turn.get("value")
+        if not isinstance(value, str):
+            row.fail(f"{where}.value", value, "a string")
+        if speaker == "function_call":
+            messages.append({"role": "assistant", "tool_calls": _calls(row, f"{where}.value", value), "content": None})
+        elif speaker in SPEAKERS:
+            messages.append({"role": SPEAKERS[speaker], "content": value})
+        else:
+            row.fail(f"{where}.from", speaker, f"one of {', '.join([*SPEAKERS, 'function_call'])}")
+    return (Conversation(messages, row.tools()),)
+
+
+def _calls(row: _Row, where: str, value: str) -> list[Message]:
+    """Read the calls of a ``function_call`` turn: JSON text of one object, or of a list of them."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        row.fail(where, value, "JSON text of a call with 'name' and 'arguments'")
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        row.fail(where, value, "JSON text of a call with 'name' and 'arguments'")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _of_pair(row: _Row) -> tuple[Conversation, ...]:
+    chosen, rejected = row.messages("chosen", "assistant"), row.messages("rejected", "assistant")
+    if "prompt" in row.record:
+        prompt = row.messages("prompt", "user")
+        first = len(prompt)
+        chosen, rejected = prompt + chosen, prompt + rejected
+    else:
+        # the prompt is what both begin with
+        same = (number for number, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1])
+        first = next(same, min(len(chosen), len(rejected)))
+    if chosen == rejected:
+        row.fail("'rejected'", row.record["rejected"], "another answer than 'chosen'")
+    return tuple(Conversation(messages, row.tools(), first) for messages in (chosen, rejected))
+
+
+def _system(row: _Row) -> list[Message]:
+    text = row.text("system", "")
+    return [{"role": "system", "content": text}] if text else []
+
+
+SHAPES: dict[tuple[str, ...], Callable[[_Row], tuple[Conversation, ...]]] = {
+    ("messages",): _of_messages,
+    ("conversations",): _of_sharegpt,
+    ("chosen", "rejected"): _of_pair,
+    ("prompt", "completion"): _of_prompt,
+    ("instruction", "output"): _of_alpaca,
+}
+"""Keys by which a row is known -> what reads it. The first that matches reads it."""
