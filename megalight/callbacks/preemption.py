@@ -81,9 +81,12 @@ class Preemption(pl.Callback):
             return
         self.preempted = True
         self.saved = str(self._folder(trainer) / f"last-preempted-step={trainer.global_step}.ckpt")
-        if isinstance(trainer.strategy, FolderCheckpoints):
-            trainer.strategy.finish_saves()  # or this save might be left out, because another is under way
+        beside = trainer.strategy if isinstance(trainer.strategy, FolderCheckpoints) else None
+        if beside is not None:
+            beside.finish_saves()  # or this save might be left out, because another is under way
         trainer.save_checkpoint(self.saved)
+        if beside is not None:
+            beside.finish_saves()  # nobody is told of a checkpoint before it is published
         trainer.should_stop = True
         # Lightning would continue until it reaches these minima.
         trainer.fit_loop.epoch_loop.min_steps = trainer.fit_loop.min_epochs = None

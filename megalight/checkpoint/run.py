@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.checkpoint.loading import Checkpoint
+from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.sources.precision import MASTER
 from megalight.checkpoint.view import targets_of
@@ -74,8 +75,7 @@ class Run:
     def rank_state(self) -> dict[str, Any]:
         """Random states, which belong to this rank alone, and the past magnitudes of delayed scaling."""
         state: dict[str, Any] = {"random": self.streams.state_dict()}
-        held = self._histories().items()
-        past = {name: history.past for name, history in held if history.past is not None and history.rolled}
+        past = self._past()
         if past:
             # one tensor, because each is copied to the host on its own
             state[MAGNITUDES] = {"names": list(past), "past": torch.stack(list(past.values()))}
@@ -90,7 +90,8 @@ class Run:
     def group_options(self) -> dict[str, Any]:
         """What belongs to whole parameter groups: options (learning rate, ...), step counters, the names of states.
 
-        Some pipeline stages have no parameter in a group: the first that has one speaks for it.
+        Some pipeline stages have no parameter in a group: the first that has one speaks for it. ``magnitudes`` says
+        whether any stage has past magnitudes of delayed scaling.
         """
         engine, optimizer = self._training
         groups: list[dict[str, Any]] = []
@@ -106,14 +107,15 @@ class Run:
                     "tensors": {name: str(states[name].dtype) for name in sorted(flat)},
                 }
             )
+        histories = bool(self._past())
         pipeline = self.model.mesh.group("pp")
         if pipeline is not None:
             stages: list[Any] = [None] * pipeline.size()
-            dist.all_gather_object(stages, groups, group=pipeline)
-            groups = [
-                next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in zip(*stages, strict=True)
-            ]
-        return {"class": type(optimizer).__name__, "groups": groups}
+            dist.all_gather_object(stages, (groups, histories), group=pipeline)
+            histories = any(past for _, past in stages)
+            same_groups = zip(*(found for found, _ in stages), strict=True)
+            groups = [next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in same_groups]
+        return {"class": type(optimizer).__name__, "groups": groups, MAGNITUDES: histories}
 
     def resume(self, saved: Checkpoint) -> None:
         """Read masters, optimizer state, group options, and what ranks keep on their own. Weights are read before.
@@ -145,21 +147,38 @@ class Run:
         self.resume_rank(saved)
 
     def resume_rank(self, saved: Checkpoint) -> None:
-        """Read random states, and the past magnitudes of delayed scaling."""
-        own = self.model.mesh.global_rank
-        state = saved.rank_state(own)
-        if state is not None:
-            self.streams.load_state_dict(state["random"])
-        missing = self._histories()
-        # Between steps, all ranks that hold a weight have the same magnitudes. Under the layout that was saved, this
-        # rank has all of its own; under others, some rank has them.
-        for rank in (own, *range(saved.world_size)):
-            if not missing:
-                return
-            found = (saved.rank_state(rank) or {}).get(MAGNITUDES, {"names": (), "past": ()})
-            for name, past in zip(found["names"], found["past"], strict=True):
-                if name in missing:
-                    missing.pop(name).restore(past)
+        """Read random states, and the past magnitudes of delayed scaling. All ranks call it together.
+
+        Raises:
+            CheckpointError: on every rank, when a file that any rank reads is damaged; then nothing changes.
+        """
+        own, histories = self.model.mesh.global_rank, self._histories()
+        past: dict[str, Tensor] = {}
+        random: list[dict[str, Any]] = []
+
+        def read() -> None:
+            state = saved.rank_state(own)
+            random.extend([] if state is None else [state["random"]])
+            _add_magnitudes(past, state)
+            # Between steps, all ranks that hold a weight have the same magnitudes. Under the layout that was saved,
+            # this rank has all of its own; under others, some rank has them. Without any, no other file is read.
+            others = range(saved.world_size) if (saved.common.get("optimizer") or {}).get(MAGNITUDES) else ()
+            for rank in others:
+                if histories.keys() <= past.keys():
+                    return
+                _add_magnitudes(past, saved.rank_state(rank))
+
+        # a file is damaged for one rank alone, and the others would wait for it at the next collective
+        Ranks().together(f"reading the states of ranks from {saved.path}", read)
+        for state in random:
+            self.streams.load_state_dict(state)
+        for name in histories.keys() & past.keys():
+            histories[name].restore(past[name])
+
+    def _past(self) -> dict[str, Tensor]:
+        """The past magnitudes of delayed scaling, ``[steps, 3]`` by name, of the histories that have any."""
+        held = self._histories().items()
+        return {name: history.past for name, history in held if history.past is not None and history.rolled}
 
     def _histories(self) -> dict[str, AmaxHistory]:
         """The histories of delayed scaling, by the canonical name of the weight; of a fused one, of its first part."""
@@ -214,6 +233,13 @@ class Run:
 
 def _flat(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape and value.ndim == 1
+
+
+def _add_magnitudes(past: dict[str, Tensor], state: Mapping[str, Any] | None) -> None:
+    """Add what a rank has saved of histories, except of weights that are known."""
+    found = (state or {}).get(MAGNITUDES, {"names": (), "past": ()})
+    for name, values in zip(found["names"], found["past"], strict=True):
+        past.setdefault(name, values)
 
 
 def _way_out(saved: Checkpoint) -> str:

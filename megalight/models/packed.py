@@ -191,8 +191,7 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
         if base is not None and (base in plain or base + BLOCKS in plain):
             continue  # scales come with their values
         if tensor.dtype in EIGHT_BITS:
-            block = tuple(quantised.get("weight_block_size") or (128, 128))
-            found[name] = _block_scaled(name, tensor, plain.get(name + FP8), block, where)
+            found[name] = _block_scaled(name, tensor, plain.get(name + FP8), _block(quantised, where), where)
         elif name.endswith(BLOCKS) and tensor.dtype == "uint8":
             base = name.removesuffix(BLOCKS)
             found[base] = _microscaled(name, tensor, plain.get(base + SCALES), where)
@@ -201,20 +200,33 @@ def stored(entries: Mapping[str, tuple[str, Entry]], config: Mapping[str, Any], 
     return found
 
 
-def _block_scaled(name: str, values: Plain, scales: Plain | None, block: tuple[int, ...], where: str) -> BlockScaled:
+def _block(quantised: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Return rows and columns of a block."""
+    match quantised.get("weight_block_size"):
+        case None:
+            return 128, 128
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case other:
+            raise CheckpointError(
+                f"quantization_config.weight_block_size in {where}/config.json is {other!r}; it must be two positive "
+                "numbers, rows and columns of a block, such as [128, 128]. Correct the file, or download it again."
+            )
+
+
+def _block_scaled(name: str, values: Plain, scales: Plain | None, block: tuple[int, int], where: str) -> BlockScaled:
     if scales is None:
         raise CheckpointError(
             f"{name} in {where} is in {values.dtype} and has no {name.rpartition('.')[2]}{FP8}; only weights with a "
             "scale per block are widened."
         )
-    sizes = len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
-    expected = tuple(-(-n // size) for n, size in zip(values.shape, block, strict=False)) if sizes else ()
+    expected = tuple(-(-n // size) for n, size in zip(values.shape, block, strict=False))
     if len(values.shape) != 2 or scales.shape != expected:
         raise CheckpointError(
             f"{name}{FP8} in {where} has shape {list(scales.shape)}; {list(expected)} is expected for "
             f"{list(values.shape)} in blocks of {list(block)}."
         )
-    return BlockScaled(values, scales, (block[0], block[1]))
+    return BlockScaled(values, scales, block)
 
 
 def _microscaled(name: str, blocks: Plain, scales: Plain | None, where: str) -> Microscaled:

@@ -160,6 +160,14 @@ def test_a_model_in_fp8_is_read_like_its_widened_one(tmp_path: Path) -> None:
             {},
             r"shape \[2, 1\]; \[1, 1\] is expected for \[4, 4\] in blocks of \[128, 128\]",
         ),
+        *(
+            (
+                {"a.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1)},
+                {"quant_method": "fp8", "weight_block_size": size},
+                r"weight_block_size in .*config\.json is .*; it must be two positive numbers",
+            )
+            for size in (128, "128x128", [128], [0, 128], ["128", "128"], {"rows": 128})
+        ),
         ({"c.experts_blocks": torch.zeros(2, 3, 16, dtype=torch.uint8)}, {}, "scales None; MXFP4"),
         ({"b.weight": torch.zeros(2)}, {"quant_method": "gptq"}, "packed by 'gptq'; those packed by fp8"),
     ],

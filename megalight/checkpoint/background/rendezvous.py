@@ -8,7 +8,6 @@ see, so a lock that is not there tells of a death on the same machine only. No t
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from megalight.checkpoint.disk import index
 from megalight.checkpoint.disk.files import FileRecord, dump_json, parse_json, write_all
 from megalight.checkpoint.disk.part import Written
-from megalight.checkpoint.disk.publish import locked
+from megalight.checkpoint.disk.publish import locked, machine
 from megalight.errors import CheckpointError
 
 FOLDER = "parts"
@@ -38,7 +37,7 @@ class Announcement:
         self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         lock = locked(new)
         self._open = [self._descriptor, *([] if lock is None else [lock])]
-        write_all(self._descriptor, f"{_machine()}\n".encode())
+        write_all(self._descriptor, f"{machine()}\n".encode())
         os.rename(new, self._writing)  # locked before it can be seen: without a lock it tells of a death
 
     def tell(self, outcome: Written | str) -> None:
@@ -97,13 +96,7 @@ def _alive(writing: Path, seconds: float) -> bool:
     if lock is None:  # no locks on this file system: its trainer notices its death
         return True
     with open(lock, encoding="utf-8") as file:
-        return file.readline().strip() != _machine()
-
-
-def _machine() -> str:
-    """What is the same for all processes that see each other's locks on any file system: a name of this boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node()
+        return file.readline().strip() != machine()
 
 
 def _plain(written: Written) -> dict[str, object]:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -83,8 +84,8 @@ class Worker:
     def end(self) -> None:
         """Kill it, whatever it does, and wait until it is gone."""
         self.process.kill()
+        # the connection closes with this object: another thread may be looking into it for a report
         self.process.wait()
-        self._connection.close()
 
 
 @dataclass
@@ -133,6 +134,7 @@ class Background:
         self._group = process_group
         self._memory: SharedMemory | None = None
         self._worker: Worker | None = None
+        self._clearing = threading.Lock()
 
     def save(self, path: str | os.PathLike[str], views: Mapping[str, View], **values: Any) -> None:
         """Begin to save ``path``: copy what this rank writes, and return while its worker writes it.
@@ -173,12 +175,8 @@ class Background:
 
     def ready(self) -> bool:
         """Whether the save under way has come to its end. A collective of all ranks, on the host."""
-        if self.pending is None:
-            return False
-        ended, ranks = self._ended(), self._ranks
-        # parts that are written end nothing: rank 0's worker publishes when it has all of them
-        news = ended and (ranks.rank == 0 or self.pending.failed)
-        return ranks.any(news)
+        pending = self.pending
+        return pending is not None and self._news(pending)
 
     def settle(self) -> Pending:
         """Wait until the save under way is published, on all ranks together.
@@ -188,9 +186,8 @@ class Background:
         """
         pending, ranks = self.pending, self._ranks
         assert pending is not None
-        while not self.ready():
-            if self.pending is None:
-                raise CheckpointError(f"saving {pending.path} was aborted.")
+        # of this save, though abort() may forget it meanwhile: the other ranks are in the same collectives
+        while not self._news(pending):
             time.sleep(PERIOD_SECONDS)
 
         def outcome() -> None:
@@ -204,7 +201,7 @@ class Background:
             self._wait_for_ends()
             self._clear(discard=True)
             raise
-        while not self._ended():  # its part is written, as rank 0 knows; its own report is on the way
+        while not self._ended(pending):  # its part is written, as rank 0 knows; its own report is on the way
             time.sleep(PERIOD_SECONDS)
         self._clear(discard=False)
         return pending
@@ -218,7 +215,7 @@ class Background:
         pending, deadline = self.pending, time.monotonic() + LIMIT_SECONDS
         if pending is None:
             return None
-        while not self._ended() and time.monotonic() < deadline:
+        while not self._ended(pending) and time.monotonic() < deadline:
             time.sleep(PERIOD_SECONDS)
         failed = pending.report is None or pending.failed
         if failed:
@@ -228,11 +225,14 @@ class Background:
 
     def abort(self) -> None:
         """Kill this rank's worker at once and forget the save under way. No collective: an in-process restarter calls
-        it. What was published stays; what was not leaves a folder that the next save cleans away.
+        it, in any thread. Who waits in :meth:`settle` is told so. What was published stays; what was not leaves a
+        folder that the next save cleans away.
         """
+        pending = self.pending
+        if pending is not None and pending.report is None:
+            pending.report = Report("it was aborted.", time.time())  # before the worker's death, which is no news then
         self._end_worker()
-        if self.pending is not None:
-            self._clear(discard=True)
+        self._clear(discard=True)
 
     def close(self) -> None:
         """End the worker and free the memory."""
@@ -261,19 +261,25 @@ class Background:
             self._worker = Worker(self._memory)
         self._worker.give(Job(folder, staged.part(ranks.rank), starts, ranks.size, seal))
 
-    def _ended(self) -> bool:
+    def _news(self, pending: Pending) -> bool:
+        """Whether a save has come to its end, on any rank."""
+        ranks = self._ranks
+        # parts that are written end nothing: rank 0's worker publishes when it has all of them
+        return ranks.any(self._ended(pending) and (ranks.rank == 0 or pending.failed))
+
+    def _ended(self, pending: Pending) -> bool:
         """Whether this rank's worker has ended the job."""
-        pending = self.pending
-        assert pending is not None
-        if pending.report is None and self._worker is not None:
-            pending.report = self._worker.report()
+        worker = self._worker
+        report = None if worker is None or pending.report is not None else worker.report()
+        if pending.report is None:  # abort() may have reported since
+            pending.report = report
         return pending.report is not None
 
     def _clear(self, discard: bool) -> None:
-        assert self.pending is not None
-        pending, self.pending = self.pending, None
-        if pending.partial is not None:
-            pending.partial.discard() if discard else pending.partial.release()
+        with self._clearing:
+            pending, self.pending = self.pending, None
+            if pending is not None and pending.partial is not None:
+                pending.partial.discard() if discard else pending.partial.release()
         if self.kind == "per_save":
             self._end_worker()
 

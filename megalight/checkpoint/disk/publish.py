@@ -2,26 +2,40 @@
 
 ``<path>.partial-<token>`` is being written, ``<path>.old-<token>`` was replaced, ``<path>.removed-<token>`` is being
 deleted. A process holds a lock on the folder that it works in, and the operating system drops the lock when the process
-dies. So a folder without a lock is a leftover, and one with a lock is a save under way. No torch in here.
+dies. So a folder without a lock is a leftover, and one with a lock is a save under way. On some file systems a lock is
+not seen by other machines: tokens begin with the machine, so that nobody takes the folder of another for a leftover.
+No torch in here.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk.files import sync_directory
 from megalight.errors import CheckpointError
 
-_TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-(?P<machine>[0-9a-f]{8})[0-9a-f]{8}")
+ABANDONED_SECONDS = 24 * 3600.0
+"""What another machine has not touched for so long, by the clock of the storage, is a leftover."""
+
+
+def machine() -> str:
+    """Return what is the same for all processes that see each other's locks on any file system: a name of this boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node()
 
 
 def local(path: str | os.PathLike[str]) -> Path:
@@ -172,8 +186,9 @@ def publish(folder: Path, path: Path) -> None:
 def clean(path: Path) -> None:
     """Delete what killed saves and removals left in the directory of ``path``.
 
-    A folder that a living process has locked stays. Where the file system has no locks, only leftovers of ``path``
-    itself go. A complete leftover stays as long as its path is missing: it *is* that checkpoint.
+    A folder that a living process has locked stays. Where locks tell nothing (the file system has none, or another
+    machine works in the folder), only leftovers of ``path`` itself go, and those that nobody has touched for a day.
+    A complete leftover stays as long as its path is missing: it *is* that checkpoint.
     """
     for entry in _entries(path.parent):
         match = _TEMPORARY.fullmatch(entry.name)
@@ -183,7 +198,8 @@ def clean(path: Path) -> None:
             descriptor = locked(entry)
         except (BlockingIOError, FileNotFoundError):
             continue
-        if descriptor is not None or match["path"] == path.name:
+        told = descriptor is not None and match["machine"] == _token()
+        if told or match["path"] == path.name or _abandoned(entry):
             _delete(entry)
         if descriptor is not None:
             os.close(descriptor)
@@ -195,7 +211,21 @@ def _entries(directory: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path, state: str) -> Path:
-    return path.with_name(f"{path.name}.{state}-{secrets.token_hex(4)}")
+    return path.with_name(f"{path.name}.{state}-{_token()}{secrets.token_hex(4)}")
+
+
+def _token() -> str:
+    return hashlib.blake2b(machine().encode(), digest_size=4).hexdigest()
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether nobody has written in a folder for long."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder.parent) as file:
+        # the storage stamps both: clocks of machines differ
+        now = os.fstat(file.fileno()).st_mtime
+        newest = max(entry.lstat().st_mtime for entry in (folder, *folder.rglob("*")))
+        return now - newest > ABANDONED_SECONDS
+    return False
 
 
 def _escaped(name: str) -> str:

@@ -7,12 +7,11 @@ it is written for torch, and never read here.
 
 from __future__ import annotations
 
-import io
 import os
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megalight.checkpoint.disk.checksum import blocks as checksummed
 from megalight.checkpoint.disk.checksum import checksum
 from megalight.checkpoint.disk.files import TORCH_METADATA, FileRecord, write_all, write_file
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
@@ -45,19 +43,17 @@ def write_data(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece, parts in zip(pieces, blocks, strict=True):
-            memory = bytearray()
-            for part in parts:  # not join(), which asks for all first: a block is good until the next but one
-                memory += part
-            archive = archived(torch.frombuffer(memory, dtype=getattr(torch, piece.dtype)).view(piece.size))
-            first, last = elements_of(io.BytesIO(archive))
-            data = memoryview(archive)[first:last]
-            sums = tuple(checksum(data[start:stop]) for start, stop in checksummed(len(data)))
-            write_all(descriptor, archive)
-            frames += archive[:first] + archive[last:]
-            chunk = Chunk(piece.offset, piece.size, name, piece.name, position + first, sums)
+            memory, sums, filled = memoryview(bytearray(piece.entry.nbytes)), [], 0
+            for part in parts:  # each is good until the next but one only
+                memory[filled : filled + len(part)] = part
+                sums.append(checksum(part))
+                filled += len(part)
+            archive = Archived(descriptor, torch.frombuffer(memory, dtype=getattr(torch, piece.dtype)).view(piece.size))
+            frames += archive.frame
+            chunk = Chunk(piece.offset, piece.size, name, piece.name, position + archive.first, tuple(sums))
             tensors.append(TensorInfo(piece.name, piece.shape, piece.dtype, (chunk,)))
-            archives.append((piece.name, piece.offset, name, position, len(archive)))
-            position += len(archive)
+            archives.append((piece.name, piece.offset, name, position, archive.size))
+            position += archive.size
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -104,19 +100,37 @@ def torch_path(name: str) -> tuple[str, ...]:
     )
 
 
-def archived(tensor: Tensor) -> bytes:
-    """Return what ``torch.save`` writes for the tensor, without the rest of the memory that it is a view of."""
-    buffer = io.BytesIO()
-    torch.save(tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), buffer)
-    return buffer.getvalue()
+class Archived:
+    """The archive that ``torch.save`` makes of one tensor, passed on to a file. The elements are not copied.
 
+    Args:
+        descriptor: the file; what is written goes behind what is there.
+        tensor: contiguous, on the CPU.
 
-def elements_of(archive: io.BufferedIOBase) -> tuple[int, int]:
-    """Return the first byte of a tensor's elements in an archive of ``torch.save``, and the byte behind the last."""
-    with zipfile.ZipFile(archive) as opened:
-        (info,) = (info for info in opened.infolist() if info.filename.endswith("/data/0"))
-    # a local header has 30 bytes, and then a name and padding, whose lengths stand at its end
-    archive.seek(info.header_offset + 26)
-    name, padding = (int.from_bytes(archive.read(2), "little") for _ in range(2))
-    first = info.header_offset + 30 + name + padding
-    return first, first + info.file_size
+    Attributes:
+        frame: the bytes around the elements.
+        first: place of the first element in the archive.
+        size: bytes of the archive.
+    """
+
+    def __init__(self, descriptor: int, tensor: Tensor) -> None:
+        self.frame = bytearray()
+        self.first = -1
+        self.size = 0
+        self._descriptor = descriptor
+        self._elements = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        torch.save(tensor, self)  # type: ignore[arg-type]
+
+    def write(self, data: memoryview) -> int:
+        """Take the next bytes of the archive."""
+        # torch writes a record from where it lies: the address tells elements from all else
+        if np.frombuffer(data, np.uint8).ctypes.data not in self._elements:
+            self.frame += data
+        elif self.first < 0:
+            self.first = self.size
+        write_all(self._descriptor, data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""

@@ -13,14 +13,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.background import rendezvous
+from megalight.checkpoint.background import rendezvous, saves
 from megalight.checkpoint.background.saves import KINDS, Background, Kind
+from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, wait_until_gone, workers_of
@@ -238,6 +240,32 @@ def test_abort_kills_and_leaves_what_was_there(tmp_path: Path, background: Backg
     assert simple.step_of(path) == 3
 
 
+def test_abort_while_another_thread_settles(
+    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each place where the thread that trains may be."""
+    path, gate = tmp_path / "a.ckpt", tmp_path / "gate"
+    with fault(f"gate:{gate}"):
+        simple.save(path, 1, background)
+    monkeypatch.setattr(saves.time, "sleep", lambda _: background.abort())  # it waits for its worker
+    with pytest.raises(CheckpointError, match="aborted"):
+        background.settle()
+    monkeypatch.undo()
+    together = Ranks.together
+
+    def abort_after(*arguments: Any) -> Any:
+        answers = together(*arguments)
+        background.abort()
+        return answers
+
+    simple.save(path, 2, background)
+    monkeypatch.setattr(Ranks, "together", abort_after)  # all ranks know that it is published
+    assert background.settle().path == path
+    monkeypatch.undo()
+    assert simple.step_of(path) == 2
+    assert not workers_of(os.getpid())
+
+
 def test_signals_of_a_cluster_do_not_end_a_worker(tmp_path: Path, background: Background) -> None:
     gate = tmp_path / "gate"
     with fault(f"gate:{gate}"):
@@ -305,7 +333,7 @@ def test_a_lock_that_is_not_seen_on_other_machines_tells_of_no_death(
     assert rendezvous._alive(writing, 0.0)
     announcement.close()
     assert not rendezvous._alive(writing, 0.0)
-    monkeypatch.setattr(rendezvous, "_machine", lambda: "another")
+    monkeypatch.setattr(rendezvous, "machine", lambda: "another")
     assert rendezvous._alive(writing, 0.0)
 
 

@@ -208,7 +208,7 @@ def test_killed_at_many_random_moments(tmp_path: Path) -> None:
 
 def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     busy = publish.Partial(tmp_path / "busy.ckpt")
-    (tmp_path / "dead.ckpt.partial-0123abcd").mkdir()
+    (tmp_path / f"dead.ckpt.partial-{publish._token()}0123abcd").mkdir()
     simple.save(tmp_path / "a.ckpt", 1)
     assert names(tmp_path) == {"a.ckpt", busy.folder.name}
     busy.discard()
@@ -217,10 +217,28 @@ def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
 
 def test_without_locks_only_leftovers_of_the_same_path_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
-    for name in ("a.ckpt.partial-01234567", "b.ckpt.partial-01234567"):
+    for name in ("a.ckpt.partial-0123456789abcdef", "b.ckpt.partial-0123456789abcdef"):
         (tmp_path / name).mkdir()
     simple.save(tmp_path / "a.ckpt", 1)
-    assert names(tmp_path) == {"a.ckpt", "b.ckpt.partial-01234567"}
+    assert names(tmp_path) == {"a.ckpt", "b.ckpt.partial-0123456789abcdef"}
+
+
+def test_a_folder_of_another_machine_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock may be one that this machine does not see."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(publish, "machine", lambda: "another")
+        partial = publish.Partial(tmp_path / "b.ckpt")
+        partial.release()  # as it looks from here
+    (partial.folder / "data").mkdir()
+    simple.save(tmp_path / "a.ckpt", 1)
+    assert names(tmp_path) == {"a.ckpt", partial.folder.name}
+    old = time.time() - publish.ABANDONED_SECONDS - 60
+    os.utime(partial.folder, (old, old))
+    simple.save(tmp_path / "a.ckpt", 2)
+    assert names(tmp_path) == {"a.ckpt", partial.folder.name}  # somebody has written inside since
+    os.utime(partial.folder / "data", (old, old))
+    simple.save(tmp_path / "a.ckpt", 3)
+    assert names(tmp_path) == {"a.ckpt"}
 
 
 def test_latest_is_the_newest_even_when_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

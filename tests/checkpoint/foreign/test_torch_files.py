@@ -8,6 +8,8 @@ import random
 import re
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,20 @@ def test_blocks_that_share_a_buffer(tmp_path: Path) -> None:
     _, (info,), _ = write_data(tmp_path, "data/0-0.distcp", [piece], [parts])
     start = info.chunks[0].start
     assert (tmp_path / "data/0-0.distcp").read_bytes()[start : start + whole.nbytes] == whole.numpy().tobytes()
+
+
+def test_a_tensor_is_held_once(tmp_path: Path) -> None:
+    """While its archive is made: a worker of a large model has no room for more."""
+    whole = torch.arange(6 * BLOCK // 4, dtype=torch.float32)
+    data = memoryview(whole.numpy()).cast("B")
+    parts = (data[start:stop] for start, stop in blocks(whole.nbytes))
+    piece = Piece("a", tuple(whole.shape), "float32", (0,), tuple(whole.shape))
+    write_data(tmp_path, "data/0-0.distcp", [replace(piece, shape=(1,), size=(1,))], [[data[:4]]])  # loads modules
+    tracemalloc.start()
+    write_data(tmp_path, "data/0-1.distcp", [piece], [parts])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert whole.nbytes < peak < 1.1 * whole.nbytes
 
 
 @pytest.mark.parametrize(
