@@ -18,7 +18,7 @@ from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.sources.precision import MASTER
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
-from megalight.ops.parameter import precision_of
+from megalight.ops.parameter import casts_of
 from megalight.ops.quantize.history import AmaxHistory
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.data_parallel.buffers import FlatParameters
@@ -181,12 +181,17 @@ class Run:
         return {name: history.past for name, history in held if history.past is not None and history.rolled}
 
     def _histories(self) -> dict[str, AmaxHistory]:
-        """The histories of delayed scaling, by the canonical name of the weight; of a fused one, of its first part."""
+        """The histories of delayed scaling, by the canonical name of the weight; of a fused one, of its first part.
+
+        A stack of experts has the pieces of one expert after those of the other, and a history for each expert.
+        """
         found = {}
         for name, parameter in self.model.root.named_parameters():
-            precision = precision_of(parameter)
-            if precision is not None and precision.history is not None:
-                found[self.model.specs[name].pieces[0].name] = precision.history
+            casts = casts_of(parameter)
+            for place, (precision, _) in enumerate(casts):
+                if precision.history is not None:
+                    pieces = self.model.specs[name].pieces
+                    found[pieces[place * len(pieces) // len(casts)].name] = precision.history
         return found
 
     @property

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,10 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, Rotary
+from megalight.nn.moe import Dispatcher, Experts, MoE
 from megalight.ops.common import measuring
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
-from megalight.ops.parameter import known_state, state_of
+from megalight.ops.parameter import known_state, precisions_of, state_of
 from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
 from megalight.parallel.layers import layers_of
@@ -47,14 +50,19 @@ class LowPrecisionOptions:
         first_layers: number of layers at the beginning that keep the weights' own dtype.
         last_layers: number of layers at the end that do.
         modules: patterns of linear layers inside a layer that use low precision (``mlp.*``). Embeddings and the output
-            layer never do.
-        reduce_amax: scales that span features of several ``tp`` ranks agree, so that results do not depend on ``tp``.
+            layer never do, nor does a router. Experts are ``mlp.experts.up`` and ``mlp.experts.down``; the matrices of
+            each are cast on their own.
+        reduce_amax: scales that span features of several ``tp`` (experts: ``etp``) ranks agree, so that results do not
+            depend on it.
             This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees: in
             the first step per cast, later once a step over all ranks that hold the weight or a part of it.
         primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
             with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
             weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
-            values.
+            values. Not for experts.
+        router_padding_for_quantization: fill up the tokens of each expert with zeros to a multiple of 16 (``mxfp8``:
+            32, ``nvfp4``: 128) when they are brought to it. Casts then need no padding of their own.
+        moe_router_padding_for_fp8: the old name. It acts, with a warning.
         emulate: compute products in float64 from the decoded values, on machines without the real products.
 
     Raises:
@@ -71,9 +79,12 @@ class LowPrecisionOptions:
     modules: Sequence[str] = ("*",)
     reduce_amax: bool = False
     primary_weights: bool = False
+    router_padding_for_quantization: bool = False
+    moe_router_padding_for_fp8: bool | None = None
     emulate: bool = False
 
     def __post_init__(self) -> None:
+        self._take_old_names()
         self.schemes()
         self._check_numbers()
         self._check_modules()
@@ -91,6 +102,18 @@ class LowPrecisionOptions:
                 f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
                 "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
             )
+
+    def _take_old_names(self) -> None:
+        if (old := self.moe_router_padding_for_fp8) is None:
+            return
+        warnings.warn(
+            f"LowPrecisionOptions: moe_router_padding_for_fp8={old} is an old name; write "
+            f"router_padding_for_quantization={old}.",
+            FutureWarning,
+            stacklevel=4,
+        )
+        object.__setattr__(self, "router_padding_for_quantization", old)
+        object.__setattr__(self, "moe_router_padding_for_fp8", None)
 
     def schemes(self) -> Recipe:
         """Return the recipe."""
@@ -140,7 +163,8 @@ def apply_low_precision(
         :meth:`~megalight.ops.linear.low_precision.Session.step`.
 
     Raises:
-        ConfigurationError: no layer is left, a pattern matches nothing, or sizes are not divisible.
+        ConfigurationError: no layer is left, a pattern matches nothing, sizes are not divisible, or an option does not
+            go with experts.
         BackendError: the device has no such products.
     """
     # An earlier run may have chosen other layers.
@@ -153,11 +177,12 @@ def apply_low_precision(
             f"first_layers={options.first_layers} and last_layers={options.last_layers} leave none of {total} layers; "
             "lower them."
         )
-    _check_patterns(layers, options.modules)
+    _check_names(_names(layers, mesh), options)
     schemes = options.schemes()
     session = Session(seed)
     # The first step of delayed scaling has no past, so each cast agrees like one by current values.
-    reduce = _maximum(mesh.group("tp")) if options.reduce_amax or schemes.delayed else None
+    agrees = options.reduce_amax or schemes.delayed
+    reduce = {axis: _maximum(mesh.group(axis)) if agrees else None for axis in ("tp", "etp")}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     histories: dict[tuple[str, ...], Reduce | None] = {}
     checked: set[tuple[torch.device, torch.dtype]] = set()
@@ -171,10 +196,9 @@ def apply_low_precision(
         if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:
             for maker in [*_makers(layer), *rotations]:
                 maker.backend = measuring(maker.backend)
-        for name, module in _linears(layer):
+        for name, weight, splits_in, splits_out in _weights(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
-            weight = module.weight
             _check_sizes(f"layers.{index}.{name}", weight, schemes)
             # Once per device and dtype: the answer depends on nothing else.
             if not options.emulate and (weight.device, weight.dtype) not in checked:
@@ -184,24 +208,35 @@ def apply_low_precision(
             if schemes.delayed and holders not in histories:
                 # One function per set of ranks: layers that share it share one all-reduce per step.
                 histories[holders] = _maximum(mesh.group(*holders))
-            state_of(weight).precision = precision = kind(
+            make = partial(
+                kind,
                 schemes,
                 session,
                 emulate=options.emulate,
                 margin=options.margin,
                 history=options.history or STEPS,
                 primary=options.primary_weights,
+                # A row-split layer divides the input features: magnitudes over these need its peers. A column-split one
+                # divides the output features.
                 reduce_amax=(
-                    # A row-split layer divides the input features: magnitudes over these need its peers. A column-split
-                    # one divides the output features.
-                    reduce if isinstance(module, RowLinear) else None,
-                    reduce if isinstance(module, ColumnLinear) else None,
+                    None if splits_in is None else reduce[splits_in],
+                    None if splits_out is None else reduce[splits_out],
                 ),
                 reduce_history=histories.get(holders),
             )
-            if precision.history is not None:
-                # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
-                precision.history.place(weight.device)
+            state, made = state_of(weight), [make() for _ in range(len(weight) if weight.dim() == 3 else 1)]
+            if weight.dim() == 3:
+                state.precisions = tuple(made)
+            else:
+                state.precision = made[0]
+            for precision in made:
+                if precision.history is not None:
+                    # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
+                    precision.history.place(weight.device)
+        if options.router_padding_for_quantization:
+            for experts in layer.modules():
+                if isinstance(experts, Experts) and precisions_of(experts.up) is not None:
+                    experts.dispatcher.alignment = schemes.alignment
     return session
 
 
@@ -209,9 +244,11 @@ def remove_low_precision(model: nn.Module) -> None:
     """Let every weight multiply in its own dtype again, also if an earlier run has changed that."""
     for parameter in model.parameters():
         if (state := known_state(parameter)) is not None:
-            state.precision = None
+            state.precision = state.precisions = None
     # Modules that measured would go on for nobody.
     for module in model.modules():
+        if isinstance(module, Dispatcher):
+            module.alignment = 1
         if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
             module.backend = measuring(module.backend, wanted=False)
 
@@ -225,27 +262,75 @@ def _makers(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation]:
     return norms + [module for module in layer.modules() if isinstance(module, Activation)]
 
 
-def _linears(layer: nn.Module) -> list[tuple[str, Linear | ColumnLinear | RowLinear]]:
-    modules = layer.named_modules()
-    return [(name, module) for name, module in modules if isinstance(module, Linear | ColumnLinear | RowLinear)]
+class _Weight(NamedTuple):
+    """A weight that can multiply in low precision.
+
+    Attributes:
+        name: its name inside the layer, as patterns see it.
+        weight: ``[out, in]``, or ``[E, out, in]`` of experts.
+        splits_in, splits_out: mesh axis over which its input or output features are divided.
+    """
+
+    name: str
+    weight: Tensor
+    splits_in: str | None = None
+    splits_out: str | None = None
 
 
-def _check_patterns(layers: dict[int, nn.Module], patterns: Sequence[str]) -> None:
-    names = dict.fromkeys(name for layer in layers.values() for name, _ in _linears(layer))
-    for pattern in patterns:
-        if layers and not fnmatch.filter(names, pattern):
+def _weights(layer: nn.Module) -> Iterator[_Weight]:
+    # A shared expert's gate has one output feature. No product in 8 bits has so few.
+    gates = [module.shared_gate for module in layer.modules() if isinstance(module, MoE)]
+    for name, module in layer.named_modules():
+        if isinstance(module, Experts):
+            yield _Weight(f"{name}.up", module.up, splits_out="etp")
+            yield _Weight(f"{name}.down", module.down, splits_in="etp")
+        elif isinstance(module, ColumnLinear):
+            yield _Weight(name, module.weight, splits_out="tp")
+        elif isinstance(module, RowLinear):
+            yield _Weight(name, module.weight, splits_in="tp")
+        elif isinstance(module, Linear) and not any(module is gate for gate in gates):
+            yield _Weight(name, module.weight)
+
+
+def _names(layers: dict[int, nn.Module], mesh: ParallelMesh) -> dict[str, bool]:
+    """Return the names of weights in the layers of all pipeline stages, and whether they are of experts."""
+    own = {name: weight.dim() == 3 for layer in layers.values() for name, weight, *_ in _weights(layer)}
+    stages = [own]
+    # Dense layers and layers with experts may be on different stages: all must come to the same answer.
+    if (group := mesh.group("pp")) is not None:
+        stages = [own] * group.size()
+        dist.all_gather_object(stages, own, group=group)
+    return {name: stacked for stage in stages for name, stacked in stage.items()}
+
+
+def _check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> None:
+    chosen: set[str] = set()
+    for pattern in options.modules:
+        if not (matching := fnmatch.filter(names, pattern)):
             raise ConfigurationError(
                 f"pattern {pattern!r} matches no linear layer inside a layer; there are {', '.join(names) or 'none'}."
                 + nearest(pattern, names)
             )
+        chosen.update(matching)
+    experts = [name for name in names if names[name] and name in chosen]
+    if options.primary_weights and experts:
+        raise ConfigurationError(
+            f"primary_weights=True stores a weight as codes with one scale, and {', '.join(experts)} have one for each "
+            "expert. Leave the experts out with modules=..., or leave out primary_weights."
+        )
+    if options.router_padding_for_quantization and not any(name.endswith(".up") for name in experts):
+        raise ConfigurationError(
+            "router_padding_for_quantization=True, but no experts multiply in low precision here. Leave it out, or "
+            "add their layers to modules=..."
+        )
 
 
 def _check_sizes(name: str, weight: Tensor, schemes: Recipe) -> None:
     multiple = max(schemes.weight.multiple, schemes.weight_t.multiple)
-    if any(size % multiple for size in weight.shape):
+    if any(size % multiple for size in weight.shape[-2:]):
         raise ConfigurationError(
-            f"{name} has a weight of {tuple(weight.shape)} on this rank, and recipe {schemes.name!r} needs multiples "
-            f"of {multiple}. Change the sizes or tp, or leave the layer out with modules=..."
+            f"{name} has a weight of {tuple(weight.shape[-2:])} on this rank, and recipe {schemes.name!r} needs "
+            f"multiples of {multiple}. Change the sizes or tp (experts: etp), or leave the layer out with modules=..."
         )
 
 

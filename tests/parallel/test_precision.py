@@ -10,17 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialise
-from megalight.ops.parameter import precision_of
+from megalight.nn.moe import Experts, SharedConfig
+from megalight.ops.parameter import casts_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
-from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
+from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.step import Step
+from megalight.types import PackedSequences
 from tests.parallel.expert.model import CONFIG, build
 from tests.parallel.expert.test_coupling import Task, micro_batches
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -32,10 +36,10 @@ WIDE = replace(CONFIG, hidden_size=64, head_dim=16, ffn_hidden_size=64)
 STEPS = 3
 
 
-def _experts_on_one_device(replicas: int) -> tuple[list[float], dict[str, Any]]:
-    model, task = build(WIDE).double(), Task()
+def _experts_on_one_device(replicas: int, options: LowPrecisionOptions) -> tuple[list[float], dict[str, Any]]:
+    model, task = build(WIDE, ffn_hidden_size=64).double(), Task()
     initialise(model, 3, prefix="model.")
-    session = apply_low_precision(model, OPTIONS, ParallelMesh())
+    session = apply_low_precision(model, options, ParallelMesh())
     batches = [batch for replica in range(replicas) for batch in micro_batches(replica)]
     tokens = sum(float(task.loss_tokens(batch)) for batch in batches)
     losses = []
@@ -51,16 +55,15 @@ def _experts_on_one_device(replicas: int) -> tuple[list[float], dict[str, Any]]:
     return losses, canonical(model, {name: p.grad for name, p in model.named_parameters()})
 
 
-def _experts(degrees: dict[str, int]) -> dict[str, float]:
+def _experts(degrees: dict[str, int], options: LowPrecisionOptions) -> dict[str, float]:
     """Three steps of a model with experts, without an update between them."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
-    root = build(WIDE).double().to("meta")
-    options = ParallelOptions(sequence_parallel=mesh.tp > 1)
-    model = ParallelModel.build(root, mesh, options, seed=3)
-    session = apply_low_precision(root, OPTIONS, mesh, specs=model.specs)
+    root = build(WIDE, ffn_hidden_size=64).double().to("meta")
+    model = ParallelModel.build(root, mesh, ParallelOptions(sequence_parallel=mesh.tp > 1), seed=3)
+    session = apply_low_precision(root, options, mesh, specs=model.specs)
     step = Step(model, Task())
     step.engine = engine_over([model], [model.parameters()], DataParallel(level="no_shard"))
-    wanted, gradients = _experts_on_one_device(mesh.dp)
+    wanted, gradients = _experts_on_one_device(mesh.dp, options)
     errors = {}
     for number in range(STEPS):
         step.engine.zero_grad()
@@ -72,9 +75,26 @@ def _experts(degrees: dict[str, int]) -> dict[str, float]:
     return errors | {name: relative_error(found["model." + name], gradients[name]) for name in gradients}
 
 
-@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "ep": 2}])
-def test_steps_with_experts_equal_one_device(degrees: dict[str, int]) -> None:
-    for errors in run(_experts, 2 * degrees.get("tp", 1), degrees):
+DENSE = replace(OPTIONS, modules=("attention.*", "mlp.gate_up", "mlp.down"))
+EXPERTS_ALONE = replace(OPTIONS, modules=("mlp.experts.*",))
+PADDED = replace(EXPERTS_ALONE, history=None, router_padding_for_quantization=True, recipe="mxfp8")
+TP2 = {"tp": 2, "ep": 2}
+ROWS = [
+    # Where ep joins replicas, an expert sees several micro-batches at once, and scales by all of them. So only dense
+    # layers can be compared there.
+    pytest.param({"ep": 2}, DENSE, id="ep2"),
+    pytest.param(TP2, OPTIONS, id="tp2ep2"),
+    pytest.param(TP2, replace(EXPERTS_ALONE, recipe="rowwise", history=None), id="rowwise"),
+    pytest.param(TP2, replace(EXPERTS_ALONE, recipe="blockwise", history=None), id="blockwise"),
+    pytest.param(TP2, PADDED, id="mxfp8"),
+    pytest.param({"tp": 2, "etp": 2}, replace(PADDED, recipe="tensorwise", reduce_amax=True), id="etp2"),
+    pytest.param({"tp": 2, "etp": 2}, EXPERTS_ALONE, id="etp2 delayed"),
+]
+
+
+@pytest.mark.parametrize(("degrees", "options"), ROWS)
+def test_steps_with_experts_equal_one_device(degrees: dict[str, int], options: LowPrecisionOptions) -> None:
+    for errors in run(_experts, 4 if options is OPTIONS else 2, degrees, options):
         wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
         assert not wrong, wrong
 
@@ -126,3 +146,66 @@ def test_replicas_of_an_expert_agree_and_other_experts_keep_their_own() -> None:
     for found in run(_apart, 4):
         assert len(found) == 3
         assert all(found.values()), found
+
+
+def _padded() -> list[tuple[list[int], int]]:
+    """Rows of each expert that is here, for each dispatcher; and alignments without low precision."""
+    found = []
+    for dispatcher in ("all_to_all", "all_gather"):
+        mesh = ParallelMesh(2, dist.get_rank(), ep=2)
+        root = build(WIDE, ffn_hidden_size=64).double().to("meta")
+        model = ParallelModel.build(root, mesh, ParallelOptions(expert=ExpertOptions(dispatcher)), seed=3)
+        apply_low_precision(root, PADDED, mesh, specs=model.specs)
+        experts = next(module for module in root.modules() if isinstance(module, Experts))
+        rows: list[int] = []
+
+        def note(module: Any, args: Any, rows: list[int] = rows) -> None:
+            rows += [*args[0].sizes, *args[0].offsets.tolist(), len(args[0].tokens)]
+
+        experts.register_forward_pre_hook(note)
+        with torch.no_grad():
+            root(torch.arange(12) % 7, PackedSequences.of_lengths([7, 5]))
+        remove_low_precision(root)
+        found.append((rows, experts.dispatcher.alignment))
+    return found
+
+
+def test_rows_of_each_expert_are_padded() -> None:
+    for found in run(_padded, 2):
+        for (one, two, end, last, rows), alignment in found:
+            assert (end, last) == (one, one + two)
+            assert one % 32 == two % 32 == 0 < rows == last
+            assert alignment == 1
+
+
+def test_experts_take_part() -> None:
+    def marked(**options: Any) -> list[str]:
+        model = build(WIDE, ffn_hidden_size=64, shared=SharedConfig(ffn_hidden_size=32, gate=True))
+        apply_low_precision(model, LowPrecisionOptions(emulate=True, **options), ParallelMesh())
+        return [name for name, parameter in model.named_parameters() if casts_of(parameter)]
+
+    assert marked(modules=("mlp.experts.*", "mlp.shared*")) == [
+        "layers.1.mlp.experts.up",
+        "layers.1.mlp.experts.down",
+        "layers.1.mlp.shared.gate_up.weight",
+        "layers.1.mlp.shared.down.weight",
+    ]
+    assert not any("router" in name or "shared_gate" in name for name in marked())
+    with pytest.warns(FutureWarning, match="moe_router_padding_for_fp8=True is an old name; write router_padding_for"):
+        old = LowPrecisionOptions(moe_router_padding_for_fp8=True)
+    assert old == LowPrecisionOptions(router_padding_for_quantization=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "match"),
+    [
+        ({"primary_weights": True}, 64, "mlp.experts.up, mlp.experts.down have one for each expert. Leave the experts"),
+        ({"modules": ("attention.*",), "router_padding_for_quantization": True}, 64, "no experts multiply in low"),
+        ({}, 40, r"mlp.experts.down has a weight of .64, 40. on this rank.*multiples of 16.*etp"),
+        ({"modules": ("mlp.expert.*",)}, 64, "matches no linear layer.*mlp.experts.up"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(options: Any, width: int, match: str) -> None:
+    model = build(replace(WIDE, ffn_hidden_size=64), ffn_hidden_size=width)
+    with pytest.raises(ConfigurationError, match=match):
+        apply_low_precision(model, LowPrecisionOptions(emulate=True, **options), ParallelMesh())

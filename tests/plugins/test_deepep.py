@@ -68,6 +68,7 @@ def answers(dispatcher: Any, rank: int, etp: int, count: int, first: int) -> lis
     copies, memo = dispatcher.dispatch(hidden, routes, count)
     ends = copies.offsets.tolist()
     assert copies.sizes is None or list(copies.sizes) == torch.tensor([0, *ends]).diff().tolist()
+    assert not any(end % dispatcher.alignment for end in ends)
     expert = first + torch.searchsorted(copies.offsets, torch.arange(len(copies.tokens)), right=True)
     factor = (copies.probs * (expert + 1) / etp).unsqueeze(1)
     out = dispatcher.combine((copies.tokens * factor).bfloat16()[: len(copies.tokens)], memo)
@@ -75,12 +76,15 @@ def answers(dispatcher: Any, rank: int, etp: int, count: int, first: int) -> lis
     return [out.detach(), *torch.autograd.grad((out * cotangent).sum(), wanted)]
 
 
-def _dispatched(name: str, degrees: dict[str, int], in_turns: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _dispatched(
+    name: str, degrees: dict[str, int], in_turns: bool, alignment: int = 1
+) -> tuple[list[Tensor], list[Tensor]]:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     count = EXPERTS // mesh.ep
     found: list[list[Tensor]] = []
     with stand_in():
         dispatcher = DISPATCHERS[name](Shared(mesh, expert=ExpertOptions(name, multiprocessors=12)))
+        dispatcher.alignment = alignment
 
         def compute() -> None:
             found.append(answers(dispatcher, mesh.global_rank, mesh.etp, count, mesh.rank("ep") * count))
@@ -101,6 +105,12 @@ def test_outputs_and_gradients_are_those_of_one_device(name: str, ranks: int, de
         for actual, expected in zip(found, wanted, strict=True):
             assert actual.dtype == expected.dtype
             assert actual.equal(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_each_expert_are_padded(name: str) -> None:
+    for found, wanted in run(_dispatched, 2, name, {"ep": 2}, False, 16):
+        assert all(actual.equal(expected) for actual, expected in zip(found, wanted, strict=True))
 
 
 def test_messages_in_turns() -> None:

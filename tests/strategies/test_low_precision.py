@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.models.gpt.config import AttentionConfig
+from megalight.models.gpt.config import AttentionConfig, GPTConfig
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialise
+from megalight.nn.moe import MoEConfig
 from megalight.ops.common import AMAX
 from megalight.ops.linear.low_precision import Session
 from megalight.ops.parameter import precision_of
@@ -94,10 +95,12 @@ def test_zero_bubble_pipelines_wait_with_weight_gradients() -> None:
     assert_same_run(run(train, 2, options, layout)[0], expected)
 
 
-def _delayed(layout: dict[str, Any], stop: int, resume: str | None = None, save: str | None = None) -> Any:
+def _delayed(
+    layout: dict[str, Any], stop: int, resume: str | None = None, save: str | None = None, config: GPTConfig = CONFIG
+) -> Any:
     """Train until ``stop``, where few past steps are in the history; return losses, and the histories at the end."""
     options = LowPrecisionOptions("delayed", history=3, emulate=True)
-    losses, module = Losses(), WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    losses, module = Losses(), WithData(config, optimizer=ADAM, seed=SEED)
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
     module.steps = 5
     runner = trainer(
@@ -129,6 +132,23 @@ def test_a_resume_goes_on_with_the_scales_of_past_steps(tmp_path: Path) -> None:
     ((found, past),) = run(_delayed, 1, {}, 5, path)
     np.testing.assert_allclose(found, whole[3:], rtol=1e-9)
     assert past == history
+
+
+def test_experts_have_histories_of_their_own_under_any_layout(tmp_path: Path) -> None:
+    """A run on one rank goes on with the experts divided over two, and each finds the history of its own expert."""
+    config = replace(CONFIG, moe=MoEConfig(num_experts=4, ffn_hidden_size=32, pattern=(False, True)))
+    path = str(tmp_path / "a.ckpt")
+    ((whole, history),) = run(_delayed, 1, {}, 5, None, None, config)
+    run(_delayed, 1, {}, 3, None, path, config)
+    layout = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
+    experts: set[str] = set()
+    for found, past in run(_delayed, 2, layout, 5, path, None, config):
+        np.testing.assert_allclose(found, whole[3:], rtol=1e-9)
+        for name, steps in past.items():
+            np.testing.assert_allclose(steps, history[name], rtol=1e-5)
+        experts |= {name for name in past if "experts" in name}
+    assert len(experts) == 8
+    assert len({str(history[name]) for name in experts}) == 8
 
 
 class Seed(pl.Callback):

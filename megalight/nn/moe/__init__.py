@@ -8,6 +8,7 @@ from megalight.nn.moe.config import SharedConfig as SharedConfig
 from megalight.nn.moe.dispatch import Dispatcher as Dispatcher
 from megalight.nn.moe.dispatch import Grouped as Grouped
 from megalight.nn.moe.dispatch import LocalDispatcher as LocalDispatcher
+from megalight.nn.moe.dispatch import aligned as aligned
 from megalight.nn.moe.experts import Experts as Experts
 from megalight.nn.moe.jitter import Jitter as Jitter
 from megalight.nn.moe.layer import MoE as MoE

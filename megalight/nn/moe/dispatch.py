@@ -22,7 +22,7 @@ class Grouped:
             last of them are read by no one.
         probs: ``[R]``, the weight of each copy, with gradient.
         offsets: ``[E]`` int32, on the device: where the copies of each expert end.
-        sizes: the number of copies of each expert, if the host knows it.
+        sizes: the number of rows of each expert, if the host knows it: of copies, and of the zeros after them.
     """
 
     tokens: Tensor
@@ -36,9 +36,12 @@ class Dispatcher(nn.Module, ABC):
 
     Attributes:
         pads: whether it can give each expert a fixed number of rows.
+        alignment: the number of rows of each expert is a multiple of this, filled up with zeros, for products in 8 or 4
+            bits.
     """
 
     pads: ClassVar[bool] = True
+    alignment: int = 1
 
     @abstractmethod
     def dispatch(
@@ -59,6 +62,11 @@ class Dispatcher(nn.Module, ABC):
         """``[R, h] -> [T, h]``: add up the outputs of each token's copies. Their weights are already applied."""
 
 
+def aligned(rows: int, alignment: int) -> int:
+    """Return ``rows``, rounded up to a multiple."""
+    return -(-rows // alignment) * alignment
+
+
 class LocalDispatcher(Dispatcher):
     """All experts are on this device. Copies of one expert keep the order of the tokens."""
 
@@ -67,10 +75,11 @@ class LocalDispatcher(Dispatcher):
     ) -> tuple[Grouped, Permutation]:
         """Return the copies for all experts. The host does not wait for the device."""
         # Offsets stay on the device. Their values decide nothing on the host.
-        where = permutation(routes.experts, num_experts, capacity=capacity)
+        room = None if capacity is None else aligned(capacity, self.alignment)
+        where = permutation(routes.experts, num_experts, alignment=self.alignment, capacity=room)
         tokens, probs = permute(hidden, where, routes.probs)
         assert probs is not None
-        return Grouped(tokens, probs, where.offsets), where
+        return Grouped(tokens, probs, where.offsets, None if room is None else [room] * num_experts), where
 
     def combine(self, outputs: Tensor, memo: Permutation) -> Tensor:
         """Add up the outputs of each token's copies."""

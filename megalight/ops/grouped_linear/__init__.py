@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
+from megalight.ops.grouped_linear import low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, Spec, choose
 from megalight.ops.linear.deferred import queue_for
-from megalight.ops.linear.inputs import save_input, saved_input
-from megalight.ops.parameter import main_grad_of, state_of
+from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.parameter import main_grad_of, precisions_of, state_of
 from megalight.registry import BackendRegistry
 
 __all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear"]
@@ -33,7 +34,7 @@ def grouped_linear(
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
     is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
-    kept.
+    kept. If the weight has precisions (:mod:`megalight.ops.linear.low_precision`), its products use those.
 
     Args:
         x: ``[R, in]``, rows grouped by expert.
@@ -46,9 +47,13 @@ def grouped_linear(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     # Evaluation: no graph, and no note of the input is needed.
+    precisions = precisions_of(weight)
     if not torch.is_grad_enabled():
+        if precisions is not None:
+            return low_precision.product(low_precision.split(x, offsets, sizes), weight, precisions, len(x))
         return _product(x, weight, offsets, sizes, True, backend)
-    out: Tensor = apply(_GroupedLinear, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
+    kind = _GroupedLinear if precisions is None else _LowPrecisionGroupedLinear
+    out: Tensor = apply(kind, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
     return out
 
 
@@ -121,4 +126,53 @@ class _GroupedLinear(torch.autograd.Function):
             queue.put(weight, grad_y, lambda: lambda: held, partial(add_weight_gradient, offsets=offsets, sizes=sizes))
         else:
             add_weight_gradient(weight, grad_y, x, offsets, sizes)
+        return grad_x, None, None, None, None
+
+
+class _LowPrecisionGroupedLinear(torch.autograd.Function):
+    """Grouped products by the precisions of the experts. The first product has the host wait for unknown sizes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, sizes: tuple[int, ...] | None, backend: str
+    ) -> Tensor:
+        experts = precisions_of(weight)
+        assert experts is not None
+        parts = low_precision.split(x, offsets, sizes)
+        ctx.weight, ctx.experts, ctx.rows = weight, experts, len(x)
+        # From the slices: the backward need not wait for sizes again.
+        ctx.offsets, ctx.sizes = offsets, list(map(len, parts))
+        needed = ctx.needs_input_grad[1]
+        # As for dense layers: a recipe takes less memory than codes, and is cast again in the backward.
+        if not needed or recipe_of(x) is not None:
+            save_input(ctx, x, needed)
+            return low_precision.product(parts, weight, experts, len(x))
+        y, casts = low_precision.product_and_cast(parts, weight, experts, len(x))
+        save_cast(ctx, casts)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        weight, experts = ctx.weight, ctx.experts
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        grads = low_precision.split(grad_y.contiguous(), ctx.offsets, ctx.sizes)
+        grad_x = low_precision.input_gradient(grads, weight, experts, ctx.rows) if need_x else None
+        if not need_weight:
+            return grad_x, None, None, None, None
+        x = saved_input(ctx)
+        if isinstance(x, Tensor):
+            x = low_precision.split(x.detach(), ctx.offsets, ctx.sizes)
+        if main_grad_of(weight) is None:
+            return grad_x, low_precision.weight_gradient(grads, x, weight, experts), None, None, None
+        if (queue := queue_for(weight)) is not None:
+            # The parts, not the gradient: casts are noted on them, so that the second product uses those of the first.
+            queue.put(
+                weight,
+                grad_y,
+                lambda: lambda: x,
+                lambda weight, _, x: low_precision.add_weight_gradient(weight, grads, x, experts),
+            )
+        else:
+            low_precision.add_weight_gradient(weight, grads, x, experts)
         return grad_x, None, None, None, None

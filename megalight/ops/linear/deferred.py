@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megalight.ops.linear import wgrad
 from megalight.ops.parameter import main_grad_of
-from megalight.ops.quantize import Quantized
 
-Begin: TypeAlias = Callable[[], Callable[[], Tensor | Quantized]]
-"""Starts to get an input (by a collective, for example); the returned function waits for it."""
+Begin: TypeAlias = Callable[[], Callable[[], Any]]
+"""Starts to get an input (by a collective, for example); the returned function waits for it. The input is a tensor, or
+cast."""
 
-Add: TypeAlias = Callable[[Tensor, Tensor, Tensor | Quantized], None]
+Add: TypeAlias = Callable[[Tensor, Tensor, Any], None]
 """Adds the gradient of ``(weight, grad_y, x)`` to the weight's main gradient, and reports it."""
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megalight.ops.note import Note, annotate
-from megalight.ops.quantize import Quantized
 
 
 @dataclass(eq=False)
@@ -76,8 +75,7 @@ def save_cast(ctx: Any, x_t: Saveable) -> None:
     ctx.save_for_backward(*x_t.tensors)
 
 
-def saved_input(ctx: Any) -> Tensor | Quantized:
-    """In the backward: return the input that :func:`save_input` or :func:`save_cast` has kept."""
+def saved_input(ctx: Any) -> Any:
+    """In the backward: return the input that :func:`save_input` has kept, or what :func:`save_cast` has."""
     saved = ctx.saved_tensors
-    x: Tensor | Quantized = saved[0] if ctx.make_input is None else ctx.make_input(*saved)
-    return x
+    return saved[0] if ctx.make_input is None else ctx.make_input(*saved)

@@ -46,6 +46,12 @@ class Recipe:
     delayed: bool = False
 
     @property
+    def alignment(self) -> int:
+        """Number of tokens of which products of experts get multiples, if they are padded: 16, 32 or 128."""
+        # 128 for 4 bits: whole blocks of scales and of rotated tokens (Megatron-core takes 128 for NVFP4, too).
+        return 128 if self.x.format == "e2m1" else self.x_t.multiple
+
+    @property
     def one_scale(self) -> bool:
         """Whether each matrix has a single scale."""
         return self.x.tile == (0, 0)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.nn.moe import Dispatcher, Grouped
+from megalight.nn.moe import Dispatcher, Grouped, aligned
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert.exchange import HostCounts, exchange
@@ -76,10 +76,14 @@ class AllToAllDispatcher(Dispatcher):
         rows = sum(send)
         tokens, probs = exchange((tokens[:rows], probs[:rows]), group, send, receive)
         # Rows came rank by rank; grouped products need them expert by expert.
-        groups = permutation(experts_of(received, sum(here)), num_experts, rows=sum(here))
+        sizes_here = [aligned(count, self.alignment) for count in here]
+        groups = permutation(
+            experts_of(received, sum(here)), num_experts, alignment=self.alignment, rows=sum(sizes_here)
+        )
         tokens, weights = permute(tokens, groups, probs.unsqueeze(1))
         assert weights is not None
-        return Grouped(tokens, weights, groups.offsets, here), _Sent(replace(copies, rows=rows), send, receive, groups)
+        sent = _Sent(replace(copies, rows=rows), send, receive, groups)
+        return Grouped(tokens, weights, groups.offsets, sizes_here), sent
 
     def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
         """Send the outputs back, and add up those of each token."""

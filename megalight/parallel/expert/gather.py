@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.nn.moe import Dispatcher, Grouped
+from megalight.nn.moe import Dispatcher, Grouped, aligned
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.collectives import all_gather, reduce_scatter, start_all_gather
@@ -47,11 +47,12 @@ class AllGatherDispatcher(Dispatcher):
         # experts of other ranks, and none, lie outside of [0, num_experts)
         experts = torch.where(experts < 0, -1, experts - self.shared.mesh.rank("ep") * num_experts)
         if capacity is not None:
-            sizes = [most * group.size()] * num_experts
-            where = permutation(experts, num_experts, capacity=sizes[0])
+            sizes = [aligned(most * group.size(), self.alignment)] * num_experts
+            where = permutation(experts, num_experts, alignment=self.alignment, capacity=sizes[0])
         else:
-            sizes = torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts).tolist()
-            where = permutation(experts, num_experts, rows=sum(sizes))
+            counts = torch.bincount(experts[(experts >= 0) & (experts < num_experts)], minlength=num_experts)
+            sizes = [aligned(count, self.alignment) for count in counts.tolist()]
+            where = permutation(experts, num_experts, alignment=self.alignment, rows=sum(sizes))
         tokens, weights = permute(everyone, where, probs)
         assert weights is not None
         return Grouped(tokens, weights, where.offsets, sizes), (where, len(hidden))

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.nn.moe import Grouped
+from megalight.nn.moe import Grouped, aligned
 from megalight.ops.common import apply, once_differentiable
+from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
+from megalight.parallel.expert.all_to_all import experts_of
 from megalight.parallel.expert.gather import largest
 from megalight.plugins.deepep.dispatcher import PACKAGE, PackageDispatcher
 
@@ -67,7 +69,7 @@ class HybridEPDispatcher(PackageDispatcher):
 
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
-    ) -> tuple[Grouped, tuple[_Trip, int, torch.dtype]]:
+    ) -> tuple[Grouped, tuple[_Trip, Permutation | None, int, torch.dtype]]:
         """Return the copies for this rank's experts."""
         rows, routes = self.prepared(hidden, routes, num_experts)
         # The package gathers the maps of all ranks, which must have one size: pad with tokens that have no expert.
@@ -77,12 +79,23 @@ class HybridEPDispatcher(PackageDispatcher):
         trip = _Trip(_buffer(self.group, rows.shape[1], num_experts, self.occupied), num_experts)
         tokens, weights = apply(_Dispatch, F.pad(rows, missing), F.pad(probs, missing), F.pad(chosen, missing), trip)
         assert trip.sizes is not None
-        offsets = trip.sizes.cumsum(0).to(hidden.device, torch.int32)
-        return Grouped(tokens, weights, offsets, trip.sizes.tolist()), (trip, len(hidden), hidden.dtype)
+        sizes = trip.sizes.tolist()
+        where = None
+        if self.alignment > 1:
+            # The package's rows follow each other without a gap: bring each expert's to a multiple.
+            experts, sizes = (
+                experts_of(trip.sizes[None].to(hidden.device), sum(sizes)),
+                [aligned(n, self.alignment) for n in sizes],
+            )
+            where = permutation(experts, num_experts, alignment=self.alignment, rows=sum(sizes))
+            tokens, weights = permute(tokens, where, weights.unsqueeze(1))
+        offsets = torch.tensor(sizes).cumsum(0).to(hidden.device, torch.int32)
+        return Grouped(tokens, weights, offsets, sizes), (trip, where, len(hidden), hidden.dtype)
 
-    def combine(self, outputs: Tensor, memo: tuple[_Trip, int, torch.dtype]) -> Tensor:
+    def combine(self, outputs: Tensor, memo: tuple[_Trip, Permutation | None, int, torch.dtype]) -> Tensor:
         """Add up the outputs of all ranks for each token."""
-        trip, own, dtype = memo
+        trip, where, own, dtype = memo
+        outputs = outputs if where is None else unpermute(outputs, where)
         out: Tensor = apply(_Combine, outputs.to(torch.bfloat16), trip)
         return out[:own].to(dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.nn.moe import Grouped
+from megalight.nn.moe import Grouped, aligned
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
@@ -70,10 +70,11 @@ class DeepEPDispatcher(PackageDispatcher):
         received, weights = apply(_Dispatch, rows, routes.probs, routes.experts, total, trip)
         assert trip.experts is not None
         assert trip.sizes is not None
-        where = permutation(trip.experts, num_experts, rows=sum(trip.sizes))
+        sizes = [aligned(count, self.alignment) for count in trip.sizes]
+        where = permutation(trip.experts, num_experts, alignment=self.alignment, rows=sum(sizes))
         tokens, probs = permute(received, where, weights)
         assert probs is not None
-        return Grouped(tokens, probs, where.offsets, trip.sizes), (trip, where, hidden.dtype)
+        return Grouped(tokens, probs, where.offsets, sizes), (trip, where, hidden.dtype)
 
     def combine(self, outputs: Tensor, memo: tuple[_Trip, Permutation, torch.dtype]) -> Tensor:
         """Add up the outputs of this rank for each received row, then those of all ranks for each token."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
-from megalight.ops.parameter import precision_of
+from megalight.ops.parameter import casts_of
 from megalight.parallel.graphs.arguments import recordable
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import tensors_of, with_tensors
@@ -132,7 +132,7 @@ class TransformerEngineGraphs:
             for _, module in lane.modules:
                 module.__dict__.pop("forward", None)
                 for parameter in module.parameters():
-                    if (precision := precision_of(parameter)) is not None:
+                    for precision, _ in casts_of(parameter):
                         precision.release()
 
     def _forward(self, lane: Lane, place: int, *args: Any, **kwargs: Any) -> Any:
@@ -161,8 +161,8 @@ class TransformerEngineGraphs:
             parameters = list(module.parameters())
             self.engine.sync_parameters(self.engine.homes_of(parameters))
             for parameter in parameters:
-                if (precision := precision_of(parameter)) is not None:
-                    precision.refresh(parameter)
+                for precision, matrix in casts_of(parameter):
+                    precision.refresh(matrix)
 
     def _note(self, lane: Lane, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
