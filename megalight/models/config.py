@@ -56,8 +56,9 @@ class InitConfig:
 
     Attributes:
         std: standard deviation.
-        scale_residual: whether to divide ``std`` by ``sqrt(2 num_layers)`` in the projections that write to the
-            residual stream, so that its variance does not grow with depth (GPT-2).
+        scale_residual: whether to divide ``std`` by the square root of the number of sublayers (two per transformer
+            layer) in the projections that write to the residual stream, so that its variance does not grow with depth
+            (GPT-2).
     """
 
     std: float = 0.02
@@ -66,9 +67,9 @@ class InitConfig:
     def __post_init__(self) -> None:
         require(self.std > 0, f"init.std is {self.std}; it must be above 0.")
 
-    def residual_std(self, num_layers: int) -> float:
+    def residual_std(self, num_sublayers: int) -> float:
         """Return the standard deviation of the projections that write to the residual stream."""
-        return float(self.std / (2 * num_layers if self.scale_residual else 1) ** 0.5)
+        return float(self.std / (num_sublayers if self.scale_residual else 1) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,12 @@ class ModelConfig:
     @property
     def residual_std(self) -> float:
         """Initial standard deviation of the projections that write to the residual stream."""
-        return self.init.residual_std(self.num_layers)
+        return self.init.residual_std(self.num_sublayers)
+
+    @property
+    def num_sublayers(self) -> int:
+        """Number of additions to the residual stream."""
+        return 2 * self.num_layers
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested values for JSON and YAML."""

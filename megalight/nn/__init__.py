@@ -12,6 +12,7 @@ from megalight.nn.latent_attention import LatentAttention as LatentAttention
 from megalight.nn.latent_attention import SharedHead as SharedHead
 from megalight.nn.layer import TransformerLayer as TransformerLayer
 from megalight.nn.linear import Linear as Linear
+from megalight.nn.mamba2 import Mamba2 as Mamba2
 from megalight.nn.masked_lm import MaskedLMHead as MaskedLMHead
 from megalight.nn.mlp import MLP as MLP
 from megalight.nn.mlp import Activation as Activation
@@ -20,6 +21,7 @@ from megalight.nn.norm import RMSNorm as RMSNorm
 from megalight.nn.pooler import Pooler as Pooler
 from megalight.nn.pooler import SequenceHead as SequenceHead
 from megalight.nn.post_norm import PostNormLayer as PostNormLayer
+from megalight.nn.residual import ResidualLayer as ResidualLayer
 from megalight.nn.rotary import Rotary as Rotary
 from megalight.nn.rotary import RotaryTable as RotaryTable
 from megalight.nn.short_conv import CausalConv as CausalConv

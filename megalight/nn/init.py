@@ -8,7 +8,7 @@ dims are flattened. Values are float32, drawn on the given device. On one device
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -28,6 +28,27 @@ class Normal:
 
     std: float
 
+    def tile(self, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+        """Draw a tile in float32, on the generator's device."""
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
+        return values.mul_(self.std)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform distribution between ``low`` and ``high``, then an element-wise ``function`` of it (None: none)."""
+
+    low: float
+    high: float
+    function: Callable[[Tensor], Tensor] | None = None
+
+    def tile(self, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+        """Draw a tile in float32, on the generator's device."""
+        values = torch.rand(shape, generator=generator, dtype=torch.float32, device=generator.device)
+        values = values.mul_(self.high - self.low).add_(self.low)
+        # on the whole tile, so that a part of it gets the same bits
+        return values if self.function is None else self.function(values)
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -36,7 +57,7 @@ class Constant:
     value: float
 
 
-Initializer: TypeAlias = Normal | Constant
+Initializer: TypeAlias = Normal | Uniform | Constant
 
 
 def key(seed: int, name: str, *more: int) -> int:
@@ -72,11 +93,10 @@ def draw(
             generator.manual_seed(key(seed, name, top, left))
             # the whole tile is drawn, also for a small box: values depend on their place in the generator's sequence
             extent = min(TILE, rows - top), min(TILE, columns - left)
-            tile = torch.randn(extent, generator=generator, dtype=torch.float32, device=device)
+            tile = initializer.tile(extent, generator)
             first, last = max(top, row), min(top + extent[0], row + height)
             out[first - row : last - row, place] = tile[first - top : last - top][:, inside]
-    # Scaled after all tiles are there: one pass, in float32.
-    return out.mul_(initializer.std).view(size)
+    return out.view(size)
 
 
 def _columns(

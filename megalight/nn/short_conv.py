@@ -1,38 +1,76 @@
-"""The gated short convolution of LFM2: a mixer that sees only the last few tokens."""
+"""Causal convolutions, and the gated short convolution of LFM2: a mixer that sees only the last few tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.errors import LayoutError
-from megalight.nn.canonical import Section
+from megalight.nn.canonical import Section, joined
 from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
 from megalight.nn.state import SequenceRows, Slots
-from megalight.ops.common import wide
+from megalight.ops.causal_conv import causal_conv
 from megalight.types import PackedSequences
 
 
 class CausalConv(nn.Module):
-    """``y[t] = sum_j weight[:, k - 1 - j] * x[t - j]`` for each channel. Before the start of a sequence, ``x`` is 0.
+    """``y[t] = sum_j weight[:, k - 1 - j] * x[t - j] + bias`` for each channel. Before a sequence, ``x`` is 0.
 
     Half dtypes are summed in float32.
 
+    Args:
+        channels: number of channels, or named sections of them; their sizes add up to the number.
+        kernel: number of tokens that the convolution sees, ``k``.
+        bias: whether to add a bias.
+        silu: whether to return ``silu(y)``.
+        initializer: of weight and bias. By default, the standard deviation is ``1 / sqrt(k)``, which keeps the
+            variance.
+        backend: backend of the op.
+
     Attributes:
-        weight: ``[channels, k]``. The last column is for the token itself. The initial standard deviation is
-            ``1 / sqrt(k)``, which keeps the variance.
+        weight: ``[channels, k]``. The last column is for the token itself.
+        bias: ``[channels]``, or None.
+        sections: the named sections, or None.
     """
 
-    def __init__(self, channels: int, kernel: int) -> None:
+    def __init__(
+        self,
+        channels: int | Sequence[Section],
+        kernel: int,
+        *,
+        bias: bool = False,
+        silu: bool = False,
+        initializer: Initializer | None = None,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, kernel))
-        self.initializers: dict[str, Initializer] = {"weight": Normal(kernel**-0.5)}
+        self.sections: tuple[Section, ...] | None = None if isinstance(channels, int) else tuple(channels)
+        count = channels if isinstance(channels, int) else sum(section.size for section in channels)
+        self.silu, self.backend = silu, backend
+        self.weight = nn.Parameter(torch.empty(count, kernel))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(count)) if bias else None)
+        drawn = initializer or Normal(kernel**-0.5)
+        self.initializers: dict[str, Initializer] = {"weight": drawn, "bias": drawn}
 
-    def forward(self, x: Tensor, sequences: PackedSequences, state: SequenceRows | None = None) -> Tensor:
-        """``[T, channels] -> [T, channels]``. The state holds the last ``k - 1`` inputs of each sequence.
+    def forward(
+        self,
+        x: Tensor,
+        sequences: PackedSequences,
+        state: SequenceRows | None = None,
+        select: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """``[T, channels] -> [T, channels]``.
+
+        Args:
+            x: the inputs.
+            sequences: how the tokens divide into sequences.
+            state: holds the last ``k - 1`` inputs of each sequence. None: there are no earlier tokens.
+            select: takes the rows of weight and bias that belong to the channels in ``x``. None: all.
 
         Raises:
             LayoutError: the tokens are only a part of their sequences.
@@ -42,53 +80,46 @@ class CausalConv(nn.Module):
                 "a convolution needs whole sequences, and these tokens are only a part of theirs. Give it whole "
                 "sequences, or use a model without convolutions."
             )
-        # columns as a list, the token's own first
-        # Wider than half: the sum has `k` terms.
-        taps = self.weight.to(wide(x.dtype)).flip(1).unbind(1)
-        inputs = _earlier(x, sequences, len(taps)) if state is None else _continued(x, sequences, len(taps), state)
-        # The token's own term first. The order of the sum is the same with and without a
-        # state, and so are its bits.
-        y = taps[0] * inputs[0]
-        for tap, earlier in zip(taps[1:], inputs[1:], strict=True):
-            y = y + tap * earlier
-        return y.to(x.dtype)
+        take = select or (lambda rows: rows)
+        weight, bias = take(self.weight), None if self.bias is None else take(self.bias)
+        if state is None:
+            return causal_conv(x, weight, bias, sequences, silu=self.silu, backend=self.backend)
+        # each sequence gets its earlier inputs back, and their outputs are dropped
+        x, sequences, new = _with_earlier(x, sequences, weight.shape[1] - 1, state)
+        return causal_conv(x, weight, bias, sequences, silu=self.silu, backend=self.backend)[new]
+
+    def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the sections; each name replaces the module's name. See :mod:`megalight.nn.canonical`."""
+        shape = tuple(getattr(self, local).shape)
+        if self.sections is None:
+            yield joined(path, local), shape
+        for section in self.sections or ():
+            yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])
 
     def extra_repr(self) -> str:
         """Return channels and width, for printing."""
         return f"{self.weight.shape[0]}, kernel={self.weight.shape[1]}"
 
 
-def _earlier(x: Tensor, sequences: PackedSequences, count: int) -> list[Tensor]:
-    """Return ``x[t - j]`` for every token ``t`` and each ``j < count``, with 0 before the start of its sequence."""
-    places = sequences.positions[:, None]
-    # shift the packed tokens as one sequence, then clear places that crossed the start of their own sequence
-    shifted = [F.pad(x, (0, 0, j, 0))[: len(x)].masked_fill(places < j, 0) for j in range(1, count)]
-    # A token near the start of its sequence would see the last tokens of the one before.
-    return [x, *shifted]
+def _with_earlier(
+    x: Tensor, sequences: PackedSequences, kept: int, state: SequenceRows
+) -> tuple[Tensor, PackedSequences, Tensor]:
+    """Put the ``kept`` earlier inputs of each sequence before its new ones, and update the state.
 
-
-def _continued(x: Tensor, sequences: PackedSequences, count: int, state: SequenceRows) -> list[Tensor]:
-    """Return the same for continued sequences. Earlier inputs come from the state, which is then updated."""
-    kept = count - 1
+    Returns:
+        the rows ``[T + n kept, channels]``, their sequences, and the places ``[T]`` of the new rows.
+    """
     before = state.read((kept, x.shape[1]), x)
-    # One tensor, so that a single index finds a row wherever it lies.
-    # rows: the ``kept`` earlier inputs of every sequence, then all new tokens
-    rows = torch.cat([before.flatten(0, 1), x])
-    starts = sequences.cu_seqlens[:-1].long()
-    numbers = torch.arange(len(starts), device=x.device)
-
-    def at(sequence: Tensor, place: Tensor) -> Tensor:
-        """Return rows by sequence and place among its new tokens. Negative places are earlier inputs."""
-        new, old = len(starts) * kept + starts[sequence] + place, (sequence + 1) * kept + place
-        return rows[torch.where(place >= 0, new, old)]
-
-    last = torch.arange(-kept, 0, device=x.device)
-    # Written before the outputs are formed, from the same rows: the next pass continues
-    # after the last new token.
-    state.write(at(numbers[:, None], sequences.sizes[:, None] + last))
-    sequence = sequences.expand(numbers)
-    place = torch.arange(len(x), device=x.device) - starts[sequence]
-    return [x, *(at(sequence, place - j) for j in range(1, count))]
+    numbers = torch.arange(len(before), device=x.device)
+    offsets = torch.arange(kept, device=x.device)
+    new = torch.arange(len(x), device=x.device) + kept * (sequences.expand(numbers) + 1)
+    old = sequences.cu_seqlens[:-1].long() + kept * numbers
+    rows = x.new_empty(len(x) + before.shape[0] * kept, x.shape[1])
+    rows[new], rows[old[:, None] + offsets] = x, before
+    ends = sequences.cu_seqlens[1:].long() + kept * numbers
+    # The next pass continues after the last new token; a short pass leaves some of the earlier inputs in the state.
+    state.write(rows[ends[:, None] + offsets])
+    return rows, PackedSequences.of_lengths([kept + length for length in sequences.lengths], x.device), new
 
 
 class ShortConv(nn.Module):

@@ -13,6 +13,7 @@ from megalight.models.gpt.config import LatentConfig as LatentConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
 from megalight.models.gpt.config import PositionConfig as PositionConfig
 from megalight.models.gpt.config import TemperatureConfig as TemperatureConfig
+from megalight.models.gpt.mamba_config import MambaConfig as MambaConfig
 from megalight.models.gpt.model import GPT as GPT
 from megalight.models.gpt.model import Output as Output
 from megalight.models.gpt.plan import gpt_plan as gpt_plan

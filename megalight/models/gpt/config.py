@@ -8,11 +8,13 @@ from typing import Literal
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
 from megalight.models.config import ModelConfig, require, require_choice
+from megalight.models.gpt.layer_pattern import check_pattern, spread
+from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
 from megalight.ops.rotary import RotaryScaling
 
-MIXERS = ("attention", "latent_attention", "conv")
+MIXERS = ("attention", "latent_attention", "conv", "mamba")
 """The mixers that a layer can have."""
 
 
@@ -197,7 +199,7 @@ class BackendConfig:
     """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
 
     Attributes:
-        attention, norm, rotary, activation, experts, cross_entropy: a backend's name.
+        attention, norm, rotary, activation, experts, cross_entropy, conv, scan: a backend's name.
     """
 
     attention: str = "auto"
@@ -206,6 +208,8 @@ class BackendConfig:
     activation: str = "auto"
     experts: str = "auto"
     cross_entropy: str = "auto"
+    conv: str = "auto"
+    scan: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +223,15 @@ class GPTConfig(ModelConfig):
         mlp_bias: whether the MLP has biases.
         tie_embeddings: whether the head and the word embedding share one weight.
         embedding_multiplier: factor of the word embedding.
-        mixer_pattern: the mixers of the layers, repeated over the depth: ``attention``, ``latent_attention`` (MLA) or
-            ``conv`` (a gated short convolution). ``[conv, conv, attention]`` means two layers with ``conv``, then one
-            with ``attention``.
+        mixer_pattern: the mixers of the layers, repeated over the depth: ``attention``, ``latent_attention`` (MLA),
+            ``conv`` (a gated short convolution) or ``mamba`` (Mamba-2). ``[conv, conv, attention]`` means two layers
+            with ``conv``, then one with ``attention``.
+        layer_pattern: the layers of a hybrid model, one symbol each: ``M`` (Mamba-2), ``*`` (the attention of
+            ``mixer_pattern``), ``-`` (MLP), ``E`` (experts). Each is a single residual sublayer. Empty: every layer
+            is a mixer and an MLP.
+        attention_ratio, mlp_ratio: fractions of the layers that are attention and MLP, to make ``layer_pattern``
+            from; the others are Mamba-2. If both are given, their numbers must agree with it.
+        mamba: sizes of Mamba-2.
         latent: sizes of ``latent_attention``. It decides over the sizes of heads in place of ``head_dim``.
         conv_kernel: number of tokens that a convolution sees.
         logit_softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
@@ -239,6 +249,10 @@ class GPTConfig(ModelConfig):
     embedding_multiplier: float = 1.0
     logit_softcap: float | None = None
     mixer_pattern: tuple[str, ...] = ("attention",)
+    layer_pattern: str = ""
+    attention_ratio: float = 0.0
+    mlp_ratio: float = 0.0
+    mamba: MambaConfig | None = None
     latent: LatentConfig | None = None
     conv_kernel: int = 3
     norm: NormConfig = field(default_factory=NormConfig)
@@ -253,6 +267,7 @@ class GPTConfig(ModelConfig):
         require(bool(self.mixer_pattern), "mixer_pattern is empty; give one entry per layer of the pattern.")
         for mixer in self.mixer_pattern:
             require_choice("an entry of mixer_pattern", mixer, MIXERS)
+        self._check_layers()
         if self.latent is not None:
             self._check_latent(self.latent)
             # Heads of latent attention have both kinds of features.
@@ -299,6 +314,42 @@ class GPTConfig(ModelConfig):
         )
         require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
 
+    def _check_layers(self) -> None:
+        """Make the pattern of a hybrid model from its ratios, and check it."""
+        if self.attention_ratio or self.mlp_ratio:
+            made = spread(self.num_layers, self.attention_ratio, self.mlp_ratio)
+            pattern = self.layer_pattern or made
+            require(
+                all(pattern.count(symbol) == made.count(symbol) for symbol in "*-"),
+                f"layer_pattern {pattern!r} has {pattern.count('*')} attention and {pattern.count('-')} MLP layers, "
+                f"but attention_ratio={self.attention_ratio} and mlp_ratio={self.mlp_ratio} give {made.count('*')} and "
+                f"{made.count('-')}. Leave out the ratios, or the pattern.",
+            )
+            object.__setattr__(self, "layer_pattern", pattern)
+        mixers = set(self.mixer_pattern)
+        if self.layer_pattern:
+            check_pattern(self.layer_pattern, self.num_layers)
+            require(
+                len(mixers) == 1 and not mixers & {"mamba", "conv"},
+                f"mixer_pattern is {list(self.mixer_pattern)} with a layer_pattern, whose symbol * it gives a meaning; "
+                "it must be one kind of attention.",
+            )
+            symbols = set(self.layer_pattern)
+            mixers = {"mamba"} if "M" in symbols else set()
+            require(
+                ("E" in symbols) == (self.moe is not None),
+                f"layer_pattern {self.layer_pattern!r} and moe disagree: set moe exactly if there are layers E.",
+            )
+            require(
+                self.moe is None or all(self.moe.pattern),
+                "moe.pattern is set with a layer_pattern, whose symbol E chooses the layers; leave moe.pattern out.",
+            )
+        require(
+            ("mamba" in mixers) == (self.mamba is not None),
+            "layers with Mamba-2 (M in layer_pattern, or mamba in mixer_pattern) and the setting mamba belong "
+            "together; give both, or none.",
+        )
+
     def _check_latent(self, latent: LatentConfig) -> None:
         require(
             "latent_attention" in self.mixer_pattern,
@@ -330,13 +381,25 @@ class GPTConfig(ModelConfig):
             "latent attention; leave them out.",
         )
 
-    def mixer_of(self, layer: int) -> str:
-        """Return the name of the mixer of the layer with this index."""
-        return self.mixer_pattern[layer % len(self.mixer_pattern)]
+    def mixer_of(self, layer: int) -> str | None:
+        """Return the name of the mixer of the layer with this index; None if the layer is a feed-forward layer."""
+        symbol = self.layer_pattern[layer] if self.layer_pattern else "*"
+        return {"M": "mamba", "*": self.mixer_pattern[layer % len(self.mixer_pattern)]}.get(symbol)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether the layer with this index has a feed-forward layer, dense or of experts."""
+        return not self.layer_pattern or self.layer_pattern[layer] in "-E"
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer with this index has experts."""
+        if self.layer_pattern:
+            return self.layer_pattern[layer] == "E"
         return self.moe is not None and self.moe.pattern[layer % len(self.moe.pattern)]
+
+    @property
+    def num_sublayers(self) -> int:
+        """Number of additions to the residual stream."""
+        return self.num_layers if self.layer_pattern else super().num_sublayers
 
     @property
     def expert_ffn_hidden_size(self) -> int:

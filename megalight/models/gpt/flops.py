@@ -22,7 +22,10 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
     outputs = (2 if config.attention.output_gate else 1) * config.num_heads * config.head_dim
     attention = h * (qkv_size + outputs)
     # A convolution has three projections in and one out, each `h x h`.
-    mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel)}
+    mixers = {"attention": attention, "conv": h * (4 * h + config.conv_kernel), None: 0}
+    if (mamba := config.mamba) is not None:
+        mixers["mamba"] = h * (2 * mamba.inner_size + mamba.conv_size + mamba.num_heads)
+        mixers["mamba"] += mamba.conv_size * mamba.conv_kernel
     if (latent := config.latent) is not None:
         queries = config.num_heads * config.head_dim
         mixers["latent_attention"] = (
@@ -43,12 +46,13 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
             experts += h if moe.shared.gate else 0
         experts += projections * h * width
     layers = range(config.num_layers)
-    return sum(mixers[config.mixer_of(i)] + (experts if config.has_experts(i) else dense) for i in layers)
+    feed_forward = [0 if not config.has_mlp(i) else experts if config.has_experts(i) else dense for i in layers]
+    return sum(feed_forward) + sum(mixers[config.mixer_of(i)] for i in layers)
 
 
 def _vector_parameters(config: GPTConfig, active: bool) -> int:
     """Return the number of norm weights and biases in all layers."""
-    norms = 2 * _norm_parameters(config, config.hidden_size)
+    norms = config.num_sublayers * _norm_parameters(config, config.hidden_size)
     attention = 0
     if config.attention.qk_norm:
         heads = config.num_heads + config.num_kv_heads if config.attention.qk_norm_whole else 2
@@ -69,12 +73,20 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
         each = config.expert_ffn_hidden_size * wide + config.hidden_size if moe.bias else 0
         experts = (moe.router.top_k if active else moe.num_experts) * each
         experts += moe.num_experts if moe.router.bias else 0
-    layers = sum(experts if config.has_experts(layer) else mlp for layer in range(config.num_layers))
-    return config.num_layers * norms + layers + len(_attention_layers(config)) * attention
+    with_mlp = filter(config.has_mlp, range(config.num_layers))
+    layers = sum(experts if config.has_experts(layer) else mlp for layer in with_mlp)
+    if (mamba := config.mamba) is not None:
+        each = 3 * mamba.num_heads + mamba.inner_size + (mamba.conv_size if mamba.conv_bias else 0)
+        layers += len(_mamba_layers(config)) * each
+    return norms + layers + len(_attention_layers(config)) * attention
 
 
 def _attention_layers(config: GPTConfig) -> list[int]:
-    return [layer for layer in range(config.num_layers) if "attention" in config.mixer_of(layer)]
+    return [layer for layer in range(config.num_layers) if "attention" in (config.mixer_of(layer) or "")]
+
+
+def _mamba_layers(config: GPTConfig) -> list[int]:
+    return [layer for layer in range(config.num_layers) if config.mixer_of(layer) == "mamba"]
 
 
 def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
@@ -95,16 +107,34 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
 
     Each weight of projections, convolutions and the head counts six operations; of the experts, only those that a
     token passes through. Attention counts six for each query feature, each value feature and visible key:
-    with a causal mask, half of the sequence on average; with a window, less. Not counted: the embedding (a look-up) and
-    recomputation.
+    with a causal mask, half of the sequence on average; with a window, less. The scan of Mamba-2 counts as its chunked
+    products; see :func:`_scan_products`. Not counted: the embedding (a look-up) and recomputation.
     """
     matmul = _matmul_parameters(config, True) + config.vocab_size * config.hidden_size
     windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
     keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
     value_dim = config.head_dim if config.latent is None else config.latent.value_dim
+    scans = len(_mamba_layers(config)) * _scan_products(config)
     # Six for each: two operations for each multiply-add, once forward and twice backward. Scores use the width
     # of keys, and outputs that of values.
-    return 6.0 * matmul + 6.0 * config.num_heads * (config.head_dim + value_dim) * keys
+    return 6.0 * (matmul + scans) + 6.0 * config.num_heads * (config.head_dim + value_dim) * keys
+
+
+SCAN_CHUNK = 128
+"""Tokens per chunk in the count of the scan's products, whatever a kernel's chunks are."""
+
+
+def _scan_products(config: GPTConfig) -> float:
+    """Return multiplications per token of the scan in chunks (https://arxiv.org/abs/2405.21060, section 6).
+
+    Within a chunk, a token meets half of the chunk's tokens on average: products of ``b`` and ``c`` in each group, and
+    of the result with ``x`` in each head. Between chunks, each head's token is added to its state, and reads it.
+    """
+    mamba = config.mamba
+    if mamba is None:
+        return 0.0
+    within = SCAN_CHUNK / 2 * (mamba.num_groups * mamba.state_size + mamba.inner_size)
+    return within + 2 * mamba.inner_size * mamba.state_size
 
 
 def _mean_visible_keys(length: int, window: int | None) -> float:

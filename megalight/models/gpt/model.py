@@ -23,6 +23,8 @@ from megalight.nn import (
     LayerNorm,
     Linear,
     LMHead,
+    Mamba2,
+    ResidualLayer,
     RMSNorm,
     Rotary,
     ShortConv,
@@ -127,10 +129,35 @@ def build_conv(config: GPTConfig, index: int) -> ShortConv:
     return ShortConv(config.hidden_size, config.conv_kernel, std=config.init.std, proj_std=config.residual_std)
 
 
+def build_mamba(config: GPTConfig, index: int) -> Mamba2:
+    """Build the Mamba-2 mixer of a layer. All are the same."""
+    mamba = config.mamba
+    assert mamba is not None
+    return Mamba2(
+        config.hidden_size,
+        mamba.num_heads,
+        mamba.head_dim,
+        mamba.state_size,
+        mamba.num_groups,
+        conv_kernel=mamba.conv_kernel,
+        conv_bias=mamba.conv_bias,
+        norm_groups=mamba.norm_groups,
+        norm_eps=config.norm.eps,
+        steps=mamba.step_range,
+        step_floor=mamba.step_floor,
+        std=config.init.std,
+        proj_std=config.residual_std,
+        conv_backend=config.backends.conv,
+        scan_backend=config.backends.scan,
+        norm_backend=config.backends.norm,
+    )
+
+
 MIXERS: dict[str, tuple[str, Callable[[GPTConfig, int], nn.Module]]] = {
     "attention": ("attention", build_attention),
     "latent_attention": ("attention", build_latent_attention),
     "conv": ("conv", build_conv),
+    "mamba": ("mamba", build_mamba),
 }
 """Name in ``mixer_pattern`` -> name of the layer's submodule, and function that builds the mixer of a layer index."""
 
@@ -177,13 +204,20 @@ def build_experts(config: GPTConfig) -> MoE:
     return MoE(router, experts, shared, Linear(config.hidden_size, 1, std=std) if moe.shared.gate else None)
 
 
-def build_layer(config: GPTConfig, index: int) -> TransformerLayer:
-    """Build the layer with this global index."""
-    name, build = MIXERS[config.mixer_of(index)]
-    mlp = build_experts(config) if config.has_experts(index) else build_mlp(config)
+def build_layer(config: GPTConfig, index: int) -> TransformerLayer | ResidualLayer:
+    """Build the layer with this global index: mixer and MLP, or one of them in a model with a ``layer_pattern``."""
+    sublayers: list[tuple[str, nn.Module]] = []
+    if (mixer := config.mixer_of(index)) is not None:
+        name, build = MIXERS[mixer]
+        sublayers.append((name, build(config, index)))
+    if config.has_mlp(index):
+        sublayers.append(("mlp", build_experts(config) if config.has_experts(index) else build_mlp(config)))
     # Two modules, not one twice: each has a weight of its own.
-    norms = build_norm(config, config.hidden_size), build_norm(config, config.hidden_size)
-    return TransformerLayer(norms[0], build(config, index), norms[1], mlp, name=name, dropout=config.dropout.hidden)
+    norms = [build_norm(config, config.hidden_size) for _ in sublayers]
+    name, inner = sublayers[0]
+    if len(sublayers) == 1:
+        return ResidualLayer(norms[0], inner, name=name, dropout=config.dropout.hidden)
+    return TransformerLayer(norms[0], inner, norms[1], sublayers[1][1], name=name, dropout=config.dropout.hidden)
 
 
 def build_embedding(config: GPTConfig) -> TokenEmbedding:

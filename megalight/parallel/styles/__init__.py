@@ -7,6 +7,7 @@ from megalight.parallel.styles.column import Column as Column
 from megalight.parallel.styles.context_region import ContextRegion as ContextRegion
 from megalight.parallel.styles.dropout import Dropout as Dropout
 from megalight.parallel.styles.expert import Expert as Expert
+from megalight.parallel.styles.head_exchange import HeadExchange as HeadExchange
 from megalight.parallel.styles.head_region import HeadRegion as HeadRegion
 from megalight.parallel.styles.replicated import Replicated as Replicated
 from megalight.parallel.styles.routing import Routing as Routing

@@ -1,4 +1,4 @@
-"""Modules that process every channel separately."""
+"""Modules that process every channel, or every group of channels, separately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megalight.parallel.tensor import split
 class Channels(Style):
     """A module whose parameters have one row per channel (a depthwise convolution); each rank holds its channels' rows.
 
-    Use it after a layer with the style :class:`~.column.Column`, which provides all tokens of these channels.
+    If the module states ``sections``, each is divided on its own, in whole units. With ``group_size``, groups stay
+    whole. Use it after a layer with the style :class:`~.column.Column`, which provides all tokens of these channels.
     """
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
@@ -31,9 +32,11 @@ class Channels(Style):
             LayoutError: ``tp`` does not divide the channels, or the module does not state its initial values.
         """
         stated = getattr(module, "initializers", {})
+        sections, group = getattr(module, "sections", None), getattr(module, "group_size", 1)
 
         def rule(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            return split.along(parts[0], 0, mesh)
+            units = [section.units for section in sections] if sections else [shape[0] // group]
+            return split.output_features(parts, units, mesh)
 
         for local, parameter in module._parameters.items():
             if parameter is not None and local not in stated:

@@ -132,7 +132,7 @@ def replicas_of(units: int, tp: int, name: str, *, may_share: bool = True) -> in
     degrees = [d for d in range(1, max(units, tp) + 1) if units % d == 0 or (may_share and d % units == 0)]
     below = [d for d in degrees if d <= tp][-4:]
     raise LayoutError(
-        f"{name} consists of {units} units (heads, or features), and tp={tp}: {rule}. "
+        f"{name} consists of {units} units (heads, groups, or features), and tp={tp}: {rule}. "
         f"Choose tp from {', '.join(map(str, below))}, or change the model."
     )
 

@@ -1,0 +1,57 @@
+"""Patterns of hybrid models: one symbol per layer, each a single residual sublayer."""
+
+from __future__ import annotations
+
+from megalight.models.config import require
+
+SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+"""Symbol -> what the layer is."""
+
+
+def check_pattern(pattern: str, num_layers: int) -> None:
+    """Check symbols and length of a pattern.
+
+    Raises:
+        ConfigurationError: a symbol is unknown, or the pattern is not as long as the model is deep.
+    """
+    known = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in SYMBOLS.items())
+    for place, symbol in enumerate(pattern):
+        require(
+            symbol in SYMBOLS, f"layer_pattern has the unknown symbol {symbol!r} for layer {place}; known: {known}."
+        )
+    require(
+        len(pattern) == num_layers,
+        f"layer_pattern has {len(pattern)} symbols and num_layers is {num_layers}; give one symbol for each layer.",
+    )
+
+
+def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> str:
+    """Return a pattern with these fractions of attention and MLP layers, spread evenly; the others are Mamba-2.
+
+    Attention lies between equal runs of other layers, so the first and the last layer are not attention. MLP layers
+    replace Mamba-2 layers, so that equal runs of these come before each.
+
+    Raises:
+        ConfigurationError: a ratio is negative, or both leave no layer for Mamba-2.
+    """
+    attention, mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
+    require(
+        attention_ratio >= 0 and mlp_ratio >= 0 and attention + mlp < num_layers,
+        f"attention_ratio={attention_ratio} and mlp_ratio={mlp_ratio} of {num_layers} layers; they must be at least 0 "
+        "and leave layers for Mamba-2. Lower one of them.",
+    )
+    pattern = ["M"] * num_layers
+    _place(pattern, list(range(num_layers)), "*", (num_layers - attention) / (attention + 1), attention)
+    free = [layer for layer in range(num_layers) if pattern[layer] == "M"]
+    _place(pattern, free, "-", (len(free) - mlp) / mlp if mlp else 0.0, mlp)
+    return "".join(pattern)
+
+
+def _place(pattern: list[str], free: list[int], symbol: str, run: float, count: int) -> None:
+    """Put ``count`` symbols at free places, each after a run of ``run`` others on average."""
+    left = run
+    for layer in free:
+        if left < 0.5 and count:
+            pattern[layer], left, count = symbol, left + run, count - 1
+        else:
+            left -= 1

@@ -1,0 +1,51 @@
+"""RMS norm of a gated input, in groups of features (Mamba-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import serve_all
+from megalight.ops.gated_norm import reference
+from megalight.registry import Backend, BackendRegistry, remembered
+
+
+class Spec(NamedTuple):
+    """A request to the norm: device type, dtypes of input and weight, and features that are normalised together."""
+
+    device: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    size: int
+
+
+GATED_NORM: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("gated_norm")
+REGISTRIES = (GATED_NORM,)
+EXAMPLE = Spec("cpu", torch.bfloat16, torch.bfloat16, 1024)
+
+GATED_NORM.register(Backend("reference", reference.gated_norm, 0, serve_all))
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+    return GATED_NORM.select(spec, backend).fn
+
+
+def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, *, backend: str = "auto") -> Tensor:
+    """``u / sqrt(mean(u^2) + eps) * weight`` with ``u = y * silu(z)``, the mean over each group of features.
+
+    Half dtypes are computed in float32.
+
+    Args:
+        y: ``[T, size]``.
+        z: ``[T, size]``. Rows may lie apart in memory.
+        weight: ``[size]``.
+        group_size: features of a group, a divisor of ``size``.
+        eps: added to the mean square.
+        backend: a backend's name, or ``auto``.
+    """
+    spec = Spec(y.device.type, y.dtype, weight.dtype, group_size)
+    return _choose(spec, backend)(y, z, weight, group_size, eps)

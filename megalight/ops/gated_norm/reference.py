@@ -1,0 +1,19 @@
+"""The gated norm in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.ops.common import wide
+
+
+def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """See :func:`megalight.ops.gated_norm.gated_norm`."""
+    dtype = wide(y.dtype)
+    gated = y.to(dtype) * F.silu(z.to(dtype))
+    groups = gated.view(*gated.shape[:-1], -1, group_size)
+    normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    out: Tensor = (normed.flatten(-2) * weight.to(dtype)).to(y.dtype)
+    return out

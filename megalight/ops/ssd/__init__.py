@@ -1,0 +1,88 @@
+"""The scan of Mamba-2 (SSD, https://arxiv.org/abs/2405.21060), within packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import serve_all
+from megalight.ops.ssd import reference
+from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.types import PackedSequences
+
+
+class Spec(NamedTuple):
+    """A request to the scan.
+
+    Attributes:
+        device: device type.
+        dtype: dtype of ``x``, ``b`` and ``c``.
+        head_dim: ``P``.
+        state_size: ``N``.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    state_size: int
+
+
+SSD: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("ssd")
+REGISTRIES = (SSD,)
+EXAMPLE = Spec("cpu", torch.bfloat16, 64, 128)
+
+SSD.register(Backend("reference", reference.ssd, 0, serve_all))
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+    return SSD.select(spec, backend).fn
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    sequences: PackedSequences,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """``s[t] = exp(dt[t] a) s[t - 1] + dt[t] x[t] b[t]^T`` and ``y[t] = s[t] c[t] + d x[t]``; ``s`` begins at 0.
+
+    Each head has its own state ``s [P, N]``. Every sequence begins anew. Half dtypes are summed in float32.
+
+    Args:
+        x: ``[T, H, P]``.
+        dt: ``[T, H]``, the step sizes, above 0.
+        a: ``[H]``, below 0.
+        b: ``[T, G, N]``; ``H / G`` neighbouring heads share each.
+        c: ``[T, G, N]``.
+        d: ``[H]``.
+        sequences: how the tokens divide into sequences, which are whole.
+        backend: a backend's name, or ``auto``.
+
+    Returns:
+        ``[T, H, P]`` in the dtype of ``x``.
+    """
+    spec = Spec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
+    return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions)
+
+
+def ssd_continued(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    sequences: PackedSequences,
+    states: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Continue sequences from their states ``[n, H, P, N]``; return outputs and states, as in :func:`ssd`."""
+    return reference.continued(x, dt, a, b, c, d, sequences.lengths, states)

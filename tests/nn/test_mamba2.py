@@ -1,0 +1,185 @@
+"""Mamba-2: equal to its recurrence token by token, within sequences alone, and continued from its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalight.errors import ConfigurationError
+from megalight.inference import Cache
+from megalight.models.gpt import GPT, GPTConfig, MambaConfig
+from megalight.models.gpt.layer_pattern import spread
+from megalight.nn import LayerContext, Mamba2
+from megalight.nn.canonical import parts
+from megalight.nn.init import initialise
+from megalight.types import PackedSequences
+
+LENGTHS = [5, 1, 40, 9]
+MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 4, "num_groups": 2}
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "vocab_size": 11,
+    "max_sequence_length": 64,
+}
+
+
+def mixer(groups: int = 2, norm_groups: int = 2) -> Mamba2:
+    built = Mamba2(12, 4, 3, 5, groups, norm_groups=norm_groups, std=0.5, proj_std=0.5).double()
+    initialise(built, 1)
+    return built
+
+
+def by_loop(mixer: Mamba2, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Token by token, head by head, from the formulas alone."""
+    scan, conv, outputs = mixer.scan, mixer.conv, []
+    z, rows, steps = torch.split(hidden @ mixer.in_proj.weight.T, [12, conv.weight.shape[0], 4], -1)
+    kernel, groups = conv.weight.shape[1], (rows.shape[1] - 12) // 10
+    for gate, part, step in zip(z.split(lengths), rows.split(lengths), steps.split(lengths), strict=True):
+        state = hidden.new_zeros(4, 3, 5)
+        for t in range(len(part)):
+            seen = sum(conv.weight[:, kernel - 1 - j] * part[t - j] for j in range(min(kernel, t + 1)))
+            x, b, c = F.silu(seen + conv.bias).split([12, groups * 5, groups * 5])
+            x, b, c = x.view(4, 3), b.view(groups, 5), c.view(groups, 5)
+            ys = []
+            new = []
+            for head in range(4):
+                group, dt = head // (4 // groups), torch.log1p((step[t, head] + scan.dt_bias[head]).exp())
+                decay = (-scan.A_log[head].exp() * dt).exp()
+                new.append(decay * state[head] + dt * torch.outer(x[head], b[group]))
+                ys.append(new[-1] @ c[group] + scan.D[head] * x[head])
+            state, y = torch.stack(new), torch.cat(ys) * gate[t] * torch.sigmoid(gate[t])
+            normed = [u / (u.square().mean() + 1e-5).sqrt() for u in y.split(mixer.norm.group_size)]
+            outputs.append(mixer.proj.weight @ (torch.cat(normed) * mixer.norm.weight))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("groups", "norm_groups"), [(1, 1), (2, 2), (4, 1)])
+def test_equals_the_recurrence(groups: int, norm_groups: int) -> None:
+    torch.manual_seed(0)
+    built = mixer(groups, norm_groups)
+    hidden = torch.randn(sum(LENGTHS), 12, dtype=torch.float64, requires_grad=True)
+    found = built(hidden, LayerContext(PackedSequences.of_lengths(LENGTHS)))
+    expected = by_loop(built, hidden, LENGTHS)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    factor = torch.randn_like(found)
+    tensors = [hidden, *built.parameters()]
+    gradients = [torch.autograd.grad((y * factor).sum(), tensors) for y in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 1e-11 * other.norm()
+
+
+def test_sequences_are_alone() -> None:
+    """What an earlier sequence holds changes nothing in a later one."""
+    built, context = mixer(), LayerContext(PackedSequences.of_lengths([33, 37]))
+    hidden = torch.randn(70, 12, dtype=torch.float64)
+    other = torch.cat([1e3 * hidden[:33] + 1, hidden[33:]])
+    torch.testing.assert_close(built(hidden, context)[33:], built(other, context)[33:], rtol=1e-10, atol=1e-10)
+
+
+def test_is_continued_from_its_state() -> None:
+    """Pass by pass, several tokens at a time, slots in any order and used again."""
+    torch.manual_seed(0)
+    built = mixer()
+    cache = Cache(torch.nn.ModuleDict({"0": built}), 3, 60)
+    rows = {slot: torch.empty(0, 12, dtype=torch.float64) for slot in range(3)}
+    for slots, counts in [([0, 1, 2], [2, 36, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]:
+        sequences = cache.extend(slots, counts, "cpu")
+        new = torch.randn(sum(counts), 12, dtype=torch.float64)
+        found = built(new, LayerContext(sequences), cache.states["0"])
+        for slot, part in zip(slots, new.split(counts), strict=True):
+            rows[slot] = torch.cat([rows[slot], part])
+        whole = [built(rows[slot], LayerContext(PackedSequences.of_lengths([len(rows[slot])]))) for slot in slots]
+        expected = torch.cat([out[-count:] for out, count in zip(whole, counts, strict=True)])
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    cache.lengths[1] = 0  # another sequence takes the slot
+    new = torch.randn(2, 12, dtype=torch.float64)
+    found = built(new, LayerContext(cache.extend([1], [2], "cpu")), cache.states["0"])
+    expected = built(new, LayerContext(PackedSequences.of_lengths([2])))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_initial_values() -> None:
+    built = Mamba2(8, 4000, 1, 2, 1).float()
+    initialise(built.requires_grad_(False), 3)
+    steps, decays = F.softplus(built.scan.dt_bias), built.scan.A_log.exp()
+    assert 1e-3 * 0.999 <= float(steps.min()) < 1.01e-3
+    assert 0.099 < float(steps.max()) <= 0.1 * 1.001
+    assert abs(float(steps.log().mean()) - torch.tensor([1e-3, 0.1]).log().mean()) < 0.1
+    assert 1 <= float(decays.min()) < 1.1
+    assert 15.9 < float(decays.max()) <= 16.001
+    assert bool((built.scan.D == 1).all())
+    assert float(built.conv.weight.abs().max()) <= 0.5
+    assert abs(float(built.conv.weight.std()) - 0.5 / 3**0.5) < 0.01
+    floored = Mamba2(8, 100, 1, 2, 1, step_floor=0.05).requires_grad_(False)
+    initialise(floored, 3)
+    assert abs(float(F.softplus(floored.scan.dt_bias).min()) - 0.05) < 1e-6
+
+
+def test_exponents_stay_in_float32() -> None:
+    built = mixer().float().to(torch.bfloat16)
+    assert {p.dtype for p in built.scan.parameters()} == {torch.float32}
+    assert built.in_proj.weight.dtype == torch.bfloat16
+    out = built(torch.randn(6, 12).bfloat16(), LayerContext(PackedSequences.of_lengths([6])))
+    assert out.dtype == torch.bfloat16
+    assert {p.dtype for p in built.double().scan.parameters()} == {torch.float64}
+
+
+def test_canonical_names() -> None:
+    names = [part.name for part in parts(torch.nn.ModuleDict({"mamba": mixer()}))]
+    sections = [f"mamba.{name}.weight" for name in ("z", "x", "B", "C", "dt")]
+    convolutions = [f"mamba.conv_{name}.{kind}" for kind in ("weight", "bias") for name in ("x", "B", "C")]
+    scan = [f"mamba.scan.{name}" for name in ("A_log", "dt_bias", "D")]
+    assert names == [*sections, *convolutions, *scan, "mamba.norm.weight", "mamba.proj.weight"]
+
+
+def test_layers_of_a_pattern() -> None:
+    config = GPTConfig(**SIZES, layer_pattern="M*-M", mamba=MambaConfig(**MAMBA))
+    assert [layer.names[1] for layer in GPT(config).layers.values()] == ["mamba", "attention", "mlp", "mamba"]
+    assert config == GPTConfig.from_dict(config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("layers", "attention", "mlp", "pattern"),
+    [
+        (8, 0.25, 0.0, "MM*MM*MM"),
+        (9, 1 / 9, 0.0, "MMMM*MMMM"),
+        (10, 0.2, 0.3, "MM-*M-*MM-"),
+        (4, 0.0, 0.5, "M-M-"),
+    ],
+)  # fmt: skip
+def test_ratios(layers: int, attention: float, mlp: float, pattern: str) -> None:
+    assert spread(layers, attention, mlp) == pattern
+    ratios = {"attention_ratio": attention, "mlp_ratio": mlp}
+    config = GPTConfig.from_dict({**SIZES, "num_layers": layers, **ratios, "mamba": MAMBA})
+    assert config.layer_pattern == pattern
+    assert config == GPTConfig.from_dict(config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layer_pattern": "MX*-", "mamba": MAMBA}, r"unknown symbol 'X' for layer 1; known: M \(Mamba-2\)"),
+        ({"layer_pattern": "M*-", "mamba": MAMBA}, "has 3 symbols and num_layers is 4"),
+        ({"layer_pattern": "M*-M"}, "belong together"),
+        ({"mamba": MAMBA}, "belong together"),
+        ({"layer_pattern": "M*-E", "mamba": MAMBA}, "set moe exactly if there are layers E"),
+        ({"layer_pattern": "M*-M", "mamba": MAMBA, "mixer_pattern": ["conv"]}, "must be one kind of attention"),
+        ({"layer_pattern": "M**M", "mamba": MAMBA, "attention_ratio": 0.25}, "has 2 attention and 0 MLP layers"),
+        ({"mamba": MAMBA, "attention_ratio": 0.5, "mlp_ratio": 0.5}, "leave layers for Mamba-2"),
+        ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "num_groups": 3}}, "not a multiple of mamba.num_groups 3"),
+        ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "norm_groups": 3}}, "not a multiple of mamba.norm_groups 3"),
+        ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "conv_kernel": 1}}, "conv_kernel is 1"),
+        ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "step_range": [0.1, 0.01]}}, "step_range is"),
+        ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "state_size": 0}}, "state_size is 0"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        GPTConfig.from_dict({**SIZES, **settings})
