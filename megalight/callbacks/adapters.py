@@ -45,6 +45,7 @@ class Adapters(pl.Callback):
                 f"{type(module).__name__} is a plain LightningModule, which has built its layers already; adapters "
                 "need a MegalightModule, whose build_model makes the model. Derive from it, or leave Adapters out."
             )
+        # Called before processes start, and again in each of them.
         if self.transform not in module.transforms:
             module.transforms.append(self.transform)
         if not self.save_base and module.initial_weights() is None:

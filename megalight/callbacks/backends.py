@@ -25,6 +25,8 @@ class UseBackends(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set the backends, before the model is built."""
+        # Before the model is built, because modules choose their backend as they are made,
+        # or at their first call.
         use_backends(**self.names)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

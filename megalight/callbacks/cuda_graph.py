@@ -121,16 +121,20 @@ class CUDAGraph(pl.Callback):
         self._end(trainer)
         self.reasons, self._graphs = [], None
         self._level = logging.WARNING if trainer.is_global_zero else logging.INFO
+        # Tests record with a recorder of their own, on any device.
         if self.recorder is None and strategy.root_device.type != "cuda":
             self._refuse(f"there are no CUDA graphs on {strategy.root_device.type}")
             return
         self._recorder = self.recorder or CUDARecorder(strategy.root_device)
+        # Now, because parameters, gradients and communicators belong to the stream on
+        # which they are first used.
         self._recorder.enter()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Refuse or take over the steps. It acts before the first step, when other callbacks have added their hooks."""
+        # Once per run: callbacks whose hooks matter have all run `on_train_start` by now.
         if self._recorder is None or self._graphs is not None or self.reasons:
             return
         strategy = _strategy(trainer)
@@ -186,6 +190,7 @@ class CUDAGraph(pl.Callback):
         )
 
         def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            # Seeded outside of the graph. Inside, generators only advance.
             for streams in self._streams:
                 streams.begin()
             for chunk in strategy.chunks:
@@ -213,6 +218,7 @@ class CUDAGraph(pl.Callback):
         )
 
         def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+            # Seeded once a step, outside of the graphs that draw from them.
             for streams in self._streams:
                 streams.begin()
             graphs.begin_step(len(micro_batches))
@@ -222,6 +228,7 @@ class CUDAGraph(pl.Callback):
 
     def _generators(self, strategy: MegatronStrategy) -> list[torch.Generator]:
         """Return all random generators of a step, besides torch's default ones."""
+        # Several chunks share a stream, and each generator is registered once.
         own = [generator for streams in self._streams for generator in streams.persistent.values()]
         return own + strategy.precision.generators
 
@@ -248,6 +255,7 @@ class CUDAGraph(pl.Callback):
             )
         log.log(self._level, "CUDAGraph: steps run eagerly: %s.", reason)
 
+    # Taken away first, so that a second call, after an error in this one, does nothing.
     def _end(self, trainer: pl.Trainer) -> None:
         recorder, self._recorder = self._recorder, None
         streams, self._streams = self._streams, []
@@ -260,6 +268,7 @@ class CUDAGraph(pl.Callback):
                 steps_recorded(chunk, False)
             _strategy(trainer).run_steps_by(run_passes)
             self._graphs.close()
+        # Last: graphs are closed on the stream on which they were recorded.
         recorder.leave()
 
 
@@ -285,6 +294,8 @@ def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
 
         return property(read)
 
+    # A class of its own, because properties work on classes only. `__dict__` is shared,
+    # so nothing else differs.
     watched: type[pl.Trainer] = type(kind.__name__, (kind,), {name: counter(name) for name in COUNTERS})
     second = watched.__new__(watched)
     second.__dict__ = trainer.__dict__
@@ -294,6 +305,7 @@ def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
         yield
     finally:
         module.trainer = trainer
+        # The instance's attributes hid the class's methods, and are removed again.
         del module.log, module.log_dict
         reasons += dict.fromkeys(found)
 

@@ -61,7 +61,9 @@ class EMA(pl.Callback):
         """Allocate the average if the checkpoint holds one. Its values are read later, with the optimizer state."""
         masters, states = _masters(trainer), _states(trainer)
         if self._restored:
+            # Of the same shards as the masters, so that loading fills the part that this rank holds.
             states[STATE] = [torch.empty_like(master) for master in masters]
+        # Another fit of the same model keeps its average. One with other shards cannot.
         elif [average.shape for average in states.get(STATE, [])] != [master.shape for master in masters]:
             states.pop(STATE, None)
             self.updates = 0
@@ -79,15 +81,18 @@ class EMA(pl.Callback):
     ) -> None:
         """Update the average if this batch ended an optimizer step."""
         step = trainer.global_step
+        # Batches that only accumulate do not change the weights.
         if step == self._step:
             return
         self._step = step
         if step < self.start_step or (self.updates and (step - self.start_step) % self.every_n_steps):
             return
         masters, averages = _masters(trainer), _states(trainer)[STATE]
+        # The first update copies: an average that began at zero would need a correction.
         if self.updates == 0:
             torch._foreach_copy_(averages, masters)
         else:
+            # One launch for all shards: `average += (1 - decay) * (weights - average)`.
             torch._foreach_lerp_(averages, masters, 1 - self.decay)
         self.updates += 1
 
@@ -140,11 +145,13 @@ class EMA(pl.Callback):
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         engine.sync_parameters()  # an all-gather of the last step may still read the masters
         for master, average in zip(_masters(trainer), _states(trainer)[STATE], strict=True):
+            # In pieces, because a whole copy would take as much memory as the masters.
             for start in range(0, master.numel(), SWAP_ELEMENTS):
                 here, there = master[start : start + SWAP_ELEMENTS], average[start : start + SWAP_ELEMENTS]
                 kept = here.clone()
                 here.copy_(there)
                 there.copy_(kept)
+        # Parameters follow, so that evaluation and export see the average too.
         engine.publish()
         engine.sync_parameters()
 

@@ -43,9 +43,11 @@ class ExpertLoads(pl.Callback):
         """Let the routers count, and learn the layers of other pipeline stages."""
         self._routers = {_label(name): m for name, m in pl_module.named_modules() if isinstance(m, Router)}
         for router in self._routers.values():
+            # Routers count only where somebody reads the counts.
             router.observed = True
         own = {label: self._columns(router) for label, router in self._routers.items()}
         found = [own]
+        # Each stage has routers of its own layers, and all of them log equal names.
         if (group := _stages(trainer)) is not None:
             found *= group.size()
             dist.all_gather_object(found, own, group=group)
@@ -65,11 +67,13 @@ class ExpertLoads(pl.Callback):
             return
         rows = {label: self._row(router) for label, router in self._routers.items() if router.loads is not None}
         device = pl_module.device
+        # Zeros for layers of other stages, so that the sum over stages is each layer's own row.
         empty = {label: torch.zeros(len(names), dtype=torch.float64) for label, names in self._names.items()}
         values = torch.cat([rows.get(label, zeros.to(device)) for label, zeros in empty.items()])
         if (group := _stages(trainer)) is not None:
             dist.all_reduce(values, group=group)  # each layer is on one stage
         names = [f"experts_{label}/{name}" for label, columns in self._names.items() for name in columns]
+        # Tensors on the device: Lightning reads them when a logger asks.
         pl_module.log_dict(dict(zip(names, values, strict=True)), batch_size=1)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -85,6 +89,7 @@ class ExpertLoads(pl.Callback):
         loads, dropped = router.loads, router.dropped
         assert loads is not None
         assert dropped is not None
+        # 1 is the mean load, whatever the number of tokens.
         relative = loads / loads.mean()
         first = [relative.max(), relative.min(), dropped.sum() / loads.sum(), *router.losses.values()]
         return torch.cat([torch.stack(first), relative]) if self.each else torch.stack(first)

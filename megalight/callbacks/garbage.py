@@ -41,9 +41,12 @@ class GarbageCollection(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collect, freeze the remaining objects, and disable automatic collection."""
+        # A second fit may begin without the end of the first.
         self._restore()
         self._holding, self._enabled, self._collected = True, gc.isenabled(), trainer.global_step
+        # Collected first, so that `freeze` keeps only what is alive.
         self._collect()
+        # No collection but ours: ranks would wait for each other's at different moments.
         gc.disable()
         gc.freeze()
 
@@ -78,6 +81,7 @@ class GarbageCollection(pl.Callback):
     def _restore(self) -> None:
         if self._holding:
             self._holding = False
+            # Frozen objects would never be collected again.
             gc.unfreeze()
             if self._enabled:
                 gc.enable()

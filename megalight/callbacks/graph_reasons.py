@@ -26,12 +26,14 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def of_environment(on_gpu: bool) -> Iterator[str]:
     """Yield reasons in the environment of the process."""
     for name in ALLOCATOR:
+        # The value may be spelt with spaces and capitals.
         if "expandable_segments:true" in "".join(os.environ.get(name, "").split()).lower():
             yield f"{name} switches expandable_segments on, whose memory may move; take it out"
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         yield "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel; unset it"
     if torch.is_anomaly_enabled():
         yield "detect_anomaly reads every gradient on the host; switch it off"
+    # A graph can hold work of the device only.
     if on_gpu and dist.is_initialized() and not speaks("nccl"):
         yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
 
@@ -96,6 +98,7 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
 
 def of_hooks_in(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     """Yield hooks inside parts and on their parameters, which a replay skips. Hooks on a part itself still run."""
+    # Hooks of the part itself run around its replay.
     for name, module in parts:
         yield from of_hooks((f"{name}.{part}", child) for part, child in module.named_modules() if part)
     yield from of_parameter_hooks(pair for name, module in parts for pair in module.named_parameters(name))
@@ -137,6 +140,7 @@ def of_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterat
     found = [
         name
         for name, parameter in parameters
+        # Hooks of both kinds run in the backward of autograd, which a replay does not enter.
         for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
         if not all(map(is_ours, (hooks or {}).values()))
     ]

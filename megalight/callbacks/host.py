@@ -20,6 +20,7 @@ class HostGather:
         self.group: dist.ProcessGroup | None = None
         if self.world_size == 1:
             return
+        # Our strategies have such a group already, and share it.
         if isinstance(trainer.strategy, Collectives):
             self.group = trainer.strategy.host_group()
         elif dist.get_backend() != "gloo":

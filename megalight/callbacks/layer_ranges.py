@@ -33,6 +33,7 @@ def layers_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     for name, child in children.items():
         if isinstance(child, CONTAINERS):
             found |= {f"{prefix}{name}.{member}": layer for member, layer in child.named_children()}
+        # Modules beside a list of layers (an embedding, a head) count as one each.
         elif stack and not layers_of(child):
             found[f"{prefix}{name}"] = child
         else:
@@ -48,7 +49,9 @@ def watch(modules: Iterable[nn.Module], listener: LayerListener) -> list[Callabl
     removals: list[Callable[[], None]] = []
     for module in modules:
         for name, layer in layers_of(module).items():
+            # Before other hooks, so that waits in these count for the layer.
             before = layer.register_forward_pre_hook(partial(_before, listener, name), prepend=True)
+            # Also after an error, or the range would stay open.
             after = layer.register_forward_hook(partial(_after, listener, name), always_call=True)
             removals += [before.remove, after.remove]
     return removals
@@ -63,6 +66,7 @@ def _after(listener: LayerListener, name: str, layer: nn.Module, inputs: Any, ou
     if torch.compiler.is_compiling():
         return
     listener.end(name)
+    # One tensor is enough: its gradient is complete when the next layer's backward has ended.
     tensor = next((tensor for tensor in _tensors(output) if tensor.requires_grad), None)
     if tensor is not None:
         tensor.register_hook(lambda gradient: listener.backward(name))  # type: ignore[no-untyped-call]

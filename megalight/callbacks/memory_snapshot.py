@@ -53,11 +53,13 @@ class MemorySnapshot(pl.Callback):
             raise ConfigurationError(
                 f"MemorySnapshot needs a CUDA device, but this run is on {device.type}; remove the callback."
             )
+        # Stacks of Python only: those of C++ take long to resolve.
         torch.cuda.memory._record_memory_history(max_entries=self.max_entries, stacks="python")
         self._recording = True
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write the snapshot if the error, or one of its causes, is a lack of device memory."""
+        # While the error is handled, the memory is still as it was.
         if self._recording and ran_out(exception):
             try:
                 exception.add_note(f"(snapshot and history of the memory: {self._save(trainer)})")
@@ -88,5 +90,6 @@ def ran_out(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and FULL.search(str(error))):
             return True
+        # Lightning and others wrap errors, and the lack of memory may be a cause further down.
         error = error.__cause__ or error.__context__
     return False

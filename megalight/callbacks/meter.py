@@ -103,6 +103,8 @@ class StepMeter:
         if isinstance(batch, TokenBatch):
             rows, self._sequence_length = batch.tokens.shape
             report = getattr(trainer.strategy, "report", None)
+            # The global number of samples, if the strategy knows it. Else all ranks are taken
+            # to have equal batches.
             samples = report.num_samples if report is not None else rows * trainer.world_size
             self._tokens += samples * self._sequence_length
 
@@ -114,9 +116,11 @@ class StepMeter:
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         host = torch.empty(len(tensors), pin_memory=self.device.type == "cuda")
         if tensors:
+            # One copy for all values, into page-locked memory: it runs beside the next step.
             scalars = [value.detach().to(self.device, torch.float32, non_blocking=True) for value in tensors.values()]
             host.copy_(torch.stack(scalars), non_blocking=True)
         now = self._now()
+        # Closed while the clock stands still, a window has no open segment.
         segments = [*self._segments, *([(self._begun, now)] if self._begun is not None else [])]
         steps = step - self.last_step
         waited = 0.0 if self._wait is None else self._wait.take()
@@ -128,6 +132,7 @@ class StepMeter:
         """Return the oldest window if the device has finished it, else None. With ``wait``, wait for the device."""
         if not self._pending:
             return None
+        # The last event is the latest, as events of a stream pass in order.
         last = self._pending[0].segments[-1][1]
         if self.device.type == "cuda":
             if wait:
@@ -160,12 +165,15 @@ class DataWait:
     def __init__(self, trainer: pl.Trainer) -> None:
         loop: Any = trainer.fit_loop.epoch_loop
         self._seconds = 0.0
+        # Lightning calls these around `next()`. Attributes of the instance hide its methods, and
+        # are removed in `stop`.
         before, after = loop._on_before_fetch, loop._on_after_fetch
 
         def begin() -> None:
             self._begun = time.perf_counter()
             before()
 
+        # The wait begins before Lightning's own timer, and ends behind it.
         def end() -> None:
             after()
             self._seconds += time.perf_counter() - self._begun

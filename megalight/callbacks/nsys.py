@@ -44,6 +44,7 @@ class NsysWindow(pl.Callback):
     ) -> None:
         """Start recording before the first step of the window."""
         if not self._recording and trainer.global_rank in self.ranks and self.window.begins(trainer.global_step):
+            # The device first finishes what was queued before the window.
             torch.cuda.synchronize()
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             self._recording = True

@@ -44,6 +44,7 @@ class Ranges:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._threads = threading.local()
+        # Labels are made once: formatting a text for each span would cost more than the mark.
         self._labels: dict[tuple[str, tuple[int, ...]], str] = {}
         self._layer: Any = None
 
@@ -58,6 +59,7 @@ class Ranges:
 
     def end(self, name: str) -> None:
         """End the range of a span."""
+        # The first layer has no layer before it whose backward would end its range.
         if name in ("backward", "input_gradient"):
             self._end_layer()
         stack = self._stack()

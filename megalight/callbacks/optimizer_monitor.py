@@ -31,6 +31,7 @@ class OptimizerMonitor(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Log the values of the step that comes, under its number."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # The step that comes has the next number, under which Lightning logs.
         if not every or (trainer.global_step + 1) % every:
             return
         rate = learning_rate(trainer)
@@ -57,6 +58,7 @@ def gradient_norm(trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | N
     if isinstance(strategy, MeshStrategy):
         logged = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         return None if logged or strategy.engine is None else strategy.engine.grad_norm()
+    # Gradients of 16-bit precision are still scaled here.
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not str(trainer.precision).startswith("16")
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if known and gradients else None

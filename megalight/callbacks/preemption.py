@@ -63,8 +63,10 @@ class Preemption(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace Lightning's signal handlers, which save and communicate inside the handler."""
         self.preempted, self.saved, self._told, self._checked = False, None, False, trainer.global_step
+        # Signals are checked on the host: a device collective would wait for all queued steps.
         if trainer.world_size > 1 and self._group is None and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
+        # Python allows handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in self.signals}
         else:
@@ -76,6 +78,7 @@ class Preemption(pl.Callback):
         """Every few optimizer steps, check the flags of all ranks; save and stop if one is set."""
         if trainer.global_step - self._checked < self.every_n_steps or self.preempted:
             return
+        # By steps, not by batches: all ranks come here at the same step.
         self._checked = trainer.global_step
         if not self._agree(trainer):
             return
@@ -106,10 +109,12 @@ class Preemption(pl.Callback):
         self._restore()
 
     def _handle(self, number: int, frame: Any) -> None:
+        # Nothing else: code in a handler may interrupt a collective or a write.
         self._told = True
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
+            # None stands for a handler that Python has not set.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
 

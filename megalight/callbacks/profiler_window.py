@@ -118,10 +118,12 @@ class ProfilerWindow(StepSpans):
         """Start the profiler before the first step of the warm-up."""
         step = trainer.global_step
         if self._listener is not None and self._profiler is None and self.window.begins(step, self.warmup):
+            # A window at the very start has less warm-up than was asked for.
             warmup = self.window.start - step if step <= self.window.start else self.warmup
             self._first, self._step = step + warmup, step
             self._profiler = self._start(trainer, warmup)
             self._listen(trainer)
+        # Steps that the trace holds are those that were begun.
         self._seen = step
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -137,6 +139,7 @@ class ProfilerWindow(StepSpans):
             if self._step == self._first + self.window.steps:
                 self._write(trainer)
                 return
+            # The profiler counts optimizer steps, and its schedule tells which of them it records.
             self._profiler.step()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -171,6 +174,7 @@ class ProfilerWindow(StepSpans):
         if profiler is None:
             return
         self._stop()
+        # After our ranges have ended: an open one would be missing in the trace.
         profiler.stop()
         if self._seen < self._first:
             log.warning("training ended in the profiler's warm-up, before step %d: no trace written.", self._first)

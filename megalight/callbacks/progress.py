@@ -68,6 +68,7 @@ class StepProgress(TQDMProgressBar):
     ) -> None:
         """Note the learning rate of this step: at its end, the schedule has advanced already."""
         rate = learning_rate(trainer)
+        # A copy: the optimizer's tensor changes in place.
         self._rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def on_train_batch_end(
@@ -80,6 +81,7 @@ class StepProgress(TQDMProgressBar):
         if self._due(trainer):
             self._marked, self._marked_step = time.monotonic(), trainer.global_step
             self._meter.close(trainer.global_step, self._values(trainer, outputs))
+        # What has arrived belongs to an earlier step, and is shown as such.
         if (window := self._meter.poll()) is not None:
             self._window = window
             self._tell(trainer, pl_module, batch_idx)
@@ -92,6 +94,7 @@ class StepProgress(TQDMProgressBar):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the metrics of validation and restart the clock."""
+        # Not the parent's method, which reads all metrics, and waits for the device.
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
         if self._meter is not None:
@@ -157,6 +160,7 @@ class StepProgress(TQDMProgressBar):
             print(f"step {self._window.step}{total}  {texts}", flush=True)
             return
         bar: Tqdm = self.train_progress_bar
+        # By batches, as the bar's length counts them.
         bar.n = batch_idx + 1
         bar.set_postfix(self.get_metrics(trainer, module))
 
@@ -187,5 +191,6 @@ def last_step(trainer: pl.Trainer) -> int | None:
     passes = trainer.max_epochs
     counts = [trainer.max_steps] if trainer.max_steps > 0 else []
     if passes is not None and passes > 0 and batches != float("inf"):
+        # Several limits: the first one that is reached ends the run.
         counts.append(math.ceil(batches / trainer.accumulate_grad_batches) * passes)
     return min(counts, default=None)

@@ -88,9 +88,11 @@ class Retention(pl.Callback):
 
     def on_checkpoint_written(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Remove what no rule keeps, on rank 0. The strategy calls this when a checkpoint is complete."""
+        # A checkpoint `last` comes beside one with a number, and says nothing new.
         if not trainer.is_global_zero or Path(path).name.startswith("last"):
             return
         for each in self.removable(Path(path).parent):
+            # By the strategy, so that other callbacks hear of it.
             trainer.strategy.remove_checkpoint(str(each.path))
             log.info("removed %s (step %d)", each.path, each.step)
 
@@ -101,6 +103,7 @@ class Retention(pl.Callback):
         keep |= {each.path for each in found if each.step in self.milestones}
         if self.every_n_steps is not None:
             keep |= {each.path for each in found if each.step % self.every_n_steps == 0}
+        # NaN is not equal to itself, and compares with nothing.
         measured = [each for each in found if each.metric is not None and each.metric == each.metric]
         measured.sort(key=lambda each: (each.metric or 0.0) * (1 if self.mode == "min" else -1))
         keep |= {each.path for each in measured[: self.best]}
@@ -116,5 +119,6 @@ class Retention(pl.Callback):
             return []
         noted = common.get(ENTRY, {})
         step = common.get("global_step")
+        # A metric of another name cannot be compared.
         metric = noted.get("metric") if noted.get("monitor") == self.monitor else None
         return [Kept(path, step, metric)] if isinstance(step, int) else []

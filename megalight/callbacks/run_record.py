@@ -48,9 +48,11 @@ def log_folder(trainer: pl.Trainer) -> str | None:
     other's files. Here those runs have the folders in which ModelCheckpoint puts their checkpoints.
     """
     logger = trainer.loggers[0] if trainer.loggers else None
+    # These have folders of their own, which Lightning knows.
     if logger is None or logger.save_dir is None or isinstance(logger, CSVLogger | TensorBoardLogger):
         folder: str | None = pl.Trainer.log_dir.fget(trainer)  # type: ignore[attr-defined]
         return folder
+    # Loggers name versions by number or by text.
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return trainer.strategy.broadcast(os.path.join(logger.save_dir, str(logger.name), version))
 

@@ -42,6 +42,7 @@ class StepSpans(pl.Callback, ABC):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to listen."""
+        # A second fit may begin without the end of the first.
         self._finish()
         self._listener = self.listener(trainer, pl_module)
         self._foreign = not isinstance(trainer.strategy, MeshStrategy)
@@ -115,6 +116,7 @@ class StepSpans(pl.Callback, ABC):
 
     def _end(self, name: str) -> None:
         """End a span if it is open, together with the spans inside it."""
+        # Spans nest: what began inside must end first.
         while name in self._open:
             self._end_last()
 
@@ -132,6 +134,7 @@ class StepSpans(pl.Callback, ABC):
         self._stops = []
 
     def _finish(self) -> None:
+        # In this order: the ends of open spans must still reach the listener.
         self._end_all()
         self._stop()
         self._listener = None

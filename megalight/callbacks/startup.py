@@ -13,6 +13,7 @@ IMPORTED = time.time()
 def program_start() -> float:
     """Return the start of this process in seconds since the epoch (to 10 ms). Not on Linux: :data:`IMPORTED`."""
     try:
+        # After the name of the program, which is in brackets and may contain blanks.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = float(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine was started
         return time.time() - (float(Path("/proc/uptime").read_text().split()[0]) - ticks)

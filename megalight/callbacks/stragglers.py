@@ -96,12 +96,14 @@ class Stragglers(TimedSteps):
     def row(self, trainer: pl.Trainer, seconds: dict[str, float]) -> Worker:
         """Return this rank's own work."""
         mesh = getattr(trainer.strategy, "mesh", None)
+        # Waiting for a neighbour is not a rank's own work.
         own = sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get("receive", 0.0)
         stage = 0 if mesh is None else int(mesh.rank("pp"))
         return Worker(trainer.global_rank, own, stage, f"{platform.node()}/{trainer.local_rank}")
 
     def report(self, trainer: pl.Trainer, times: Times, rows: list[Worker]) -> None:
         """Log the slowest rank, and warn if it is too slow."""
+        # The first step has allocations and compilation, which differ between ranks.
         if times.first:
             return
         self.latest = slowest(rows)[: self.show]
@@ -131,6 +133,7 @@ def slowest(workers: list[Worker]) -> list[Slow]:
     Ranks whose others have no work are left out.
     """
     stages: dict[int, list[float]] = {}
+    # Sorted once for each stage, so that a median without one rank is a look at two places.
     for worker in sorted(workers, key=lambda worker: worker.seconds):
         stages.setdefault(worker.stage, []).append(worker.seconds)
     medians = [median_of_others(stages[worker.stage], worker.seconds) for worker in workers]

@@ -56,6 +56,7 @@ def whole_model(module: pl.LightningModule) -> nn.Module:
     """Return the one-device model: built again without memory, or the module itself if it builds none."""
     if not isinstance(module, MegalightModule):
         return module
+    # On meta, and with the state of the generator kept: the run's values do not change.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = module.build_model()
         apply_transforms(model, module.transforms)
@@ -63,6 +64,7 @@ def whole_model(module: pl.LightningModule) -> nn.Module:
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> int:
+    # By identity: a tied parameter counts once.
     return sum(parameter.numel() for parameter in {id(parameter): parameter for parameter in parameters}.values())
 
 

@@ -71,6 +71,7 @@ class Throughput(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start measuring."""
+        # Other ranks take as long, so one rank measures.
         self._meter = StepMeter(trainer.strategy.root_device) if trainer.is_global_zero else None
         if self._meter is not None:
             self._meter.start(trainer.global_step, trainer)
@@ -112,6 +113,7 @@ class Throughput(pl.Callback):
             self._meter = None
 
     def _write(self, trainer: pl.Trainer, module: pl.LightningModule, wait: bool = False) -> None:
+        # Several windows may have ended since the last call.
         while self._meter is not None and (window := self._meter.poll(wait)) is not None:
             for logger in trainer.loggers:
                 logger.log_metrics(rates(window, trainer, module, self.peak_tflops), step=window.step - 1)
@@ -132,6 +134,7 @@ def rates(
         return figures
     speed = window.tokens / window.seconds
     figures |= {"tokens_per_s": speed, "tokens_per_s_per_device": speed / devices}
+    # FLOPs of attention grow with the length, so it is part of the question.
     flops = flops_per_token(module, window.sequence_length)
     if flops is None:
         return figures
@@ -157,6 +160,7 @@ def peak_of(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    # Whole words: "H20" must not match "H200".
     return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 

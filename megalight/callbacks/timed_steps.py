@@ -66,10 +66,12 @@ class TimedSteps(StepSpans):
         """Close the window if it has enough steps."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._table is not None:
+            # Old events are read as they pass. A long window would hold thousands otherwise.
             self._table.settle()
         steps = trainer.global_step - self._closed
         every = self.every_n_steps or max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
         if self._table is not None and steps and (self._first or steps >= every):
+            # The window before this one: the device has finished it by now, so nothing waits.
             self._report(trainer)
             self._end_all()
             self._pending = self._table.close(trainer.global_step, steps, self._first)
@@ -91,6 +93,7 @@ class TimedSteps(StepSpans):
         if times is None:
             return
         assert self._gather is not None
+        # A collective on the host, in the same step on all ranks.
         rows = self._gather(self.row(trainer, times.seconds()))
         if trainer.is_global_zero:
             self.report(trainer, times, rows)

@@ -66,6 +66,7 @@ class Timers(TimedSteps):
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TimerTable:
         """Create new timers, and log the time that the run needed to start."""
         table = super().listener(trainer, pl_module)
+        # Before the first step, after everything that a start includes.
         if "train" not in self._stamps:  # only for the first fit of this process
             self._stamps["train"] = time.time()
             assert self._gather is not None
@@ -77,6 +78,7 @@ class Timers(TimedSteps):
     def report(self, trainer: pl.Trainer, times: Times, rows: list[Any]) -> None:
         """Log a window."""
         prefix = "time/first/" if times.first else "time/"
+        # Pipeline stages have other parts: the first one receives no activations.
         names = dict.fromkeys(name for row in rows for name in row)
         figures: dict[str, float] = {}
         for name in names:

@@ -65,6 +65,7 @@ class TransformersExport(pl.Callback):
         weights = family(pl_module.family).weights
         if weights is None:
             raise ConfigurationError(f"transformers has no models like those of the family {pl_module.family}.")
+        # Raises if `transformers` cannot express the model.
         weights.write_config(pl_module.config, None)
 
     def on_checkpoint_written(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
@@ -85,6 +86,7 @@ class TransformersExport(pl.Callback):
 
     def _export(self, path: str) -> None:
         dtype = None if self.dtype is None else DTYPES[self.dtype]
+        # All ranks together. Each reads the checkpoint back, so no rank gathers the model.
         export(open_model(path, ema=self.ema), folder_of(path), dtype=dtype, overwrite=True)
         log.info("exported %s to %s", path, folder_of(path))
 

@@ -48,6 +48,7 @@ class StepWindow:
         If the first window begins at a step below ``ahead``, step 0 counts.
         """
         if self.every is None or step + ahead < self.start + self.every:
+            # The first window may begin before so many steps were done.
             return step == max(self.start - ahead, 0)
         return (step + ahead - self.start) % self.every == 0
 
