@@ -41,6 +41,7 @@ class TokenBuffer:
         """Store the rows ``[T, ...]`` of the new tokens; return the rows ``[Tk, ...]`` of all tokens so far."""
         step = self._cache.step
         if self._rows is None:
+            # As large as all sequences can become, so that addresses stay fixed.
             self._rows = rows.new_empty(self._cache.num_slots * self._cache.capacity, *rows.shape[1:])
         # Write before read: the new tokens attend to themselves too.
         self._rows[step.write] = rows
@@ -125,6 +126,7 @@ class Cache:
             DataError: a slot would have more than ``capacity`` tokens.
         """
         past = [self.lengths[slot] for slot in slots]
+        # Checked before lengths change: an error leaves the cache as it was.
         totals = [before + count for before, count in zip(past, counts, strict=True)]
         if max(totals) > self.capacity:
             raise DataError(
@@ -133,6 +135,7 @@ class Cache:
             )
         for slot, total in zip(slots, totals, strict=True):
             self.lengths[slot] = total
+        # Lengths are host numbers, so nothing waits for the device.
         new, keys = PackedSequences.of_lengths(counts, device), PackedSequences.of_lengths(totals, device)
         positions = _offset(new, past)
         # Slot s owns rows s * capacity to (s + 1) * capacity.

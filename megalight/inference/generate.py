@@ -91,6 +91,7 @@ def _steps(
         seed = generator.seed()
         generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
     # Room for the longest prompt and its completion, in every slot.
+    # Slots belong to prompts, not to places in the batch: a prompt that ends leaves the others where they are.
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens
@@ -109,6 +110,7 @@ def _steps(
         yield step
         left -= 1
         # completed prompts leave the batch; the others continue with their newest token
+        # `left` is 0 in the last step, and ends all of them.
         active = [prompt for prompt, token in step.items() if token != eos_id and left]
         fresh = [[step[prompt]] for prompt in active]
 
@@ -124,6 +126,7 @@ def _last_logits(
     """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
+        # End to end, without padding: prompts of any lengths run in one pass.
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
         logits = model(tokens, sequences, states=cache.states, rows=sequences.cu_seqlens[1:].long() - 1).logits
@@ -134,6 +137,7 @@ def _last_logits(
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set all modules to evaluation mode (no dropout), and restore the mode of each module afterwards."""
+    # Module by module, as some may be in evaluation mode while others train.
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -40,6 +40,7 @@ class ParallelGPT(nn.Module):
 
     def __init__(self, model: ParallelModel) -> None:
         super().__init__()
+        # In a list of modules, so that modes and `.to` reach the chunks.
         self.chunks = nn.ModuleList(model.chunks)
         self.mesh = model.mesh
         self.device = model.device
@@ -95,6 +96,7 @@ class ParallelGPT(nn.Module):
         """Return the number of the replica's first rank, on all its ranks."""
         group = self.mesh.group(*REPLICA_AXES)
         if group is None:
+            # Over the whole replica, because its ranks sample the same tokens.
             return number
         box = [number]
         dist.broadcast_object_list(box, self.mesh.ranks(*REPLICA_AXES)[0], group, device=self.device)
@@ -106,6 +108,7 @@ class ParallelGPT(nn.Module):
 
     def accompany(self) -> None:
         """Take part in another replica's forward pass with one dummy token."""
+        # The shortest sequence that takes part in every collective of the layers.
         self(torch.zeros(1, dtype=torch.long, device=self.device), PackedSequences.of_lengths([1], self.device))
 
     def _from_last_stage(self, logits: Sequence[Tensor], count: int) -> Tensor:

@@ -39,6 +39,7 @@ class Sampling:
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Set ``[N, V]`` to ``-inf`` except for the ``k`` largest of each row. Values equal to the ``k``-th are kept."""
+    # Beyond the vocabulary, `k` means all tokens.
     least = logits.topk(min(k, logits.shape[-1])).values[..., -1:]
     return logits.masked_fill(logits < least, -torch.inf)
 
@@ -48,10 +49,12 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
     The token that crosses the threshold is kept, so every row keeps at least one token.
     """
+    # Stable, so that ranks with equal logits order equal values alike.
     ordered, order = logits.sort(descending=True, stable=True)
     probabilities = ordered.softmax(-1)
     # The probability of all tokens before each one, in descending order.
     before = probabilities.cumsum(-1) - probabilities
+    # Back to the order of the vocabulary.
     dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= p)
     return logits.masked_fill(dropped, -torch.inf)
 

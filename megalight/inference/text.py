@@ -125,9 +125,11 @@ class TextGenerator:
             seed: seed of the sampling. None gives other results each time.
         """
         eod = self.tokenizer.eod_id
+        # An empty prompt still needs a token to continue from.
         ids = [self.tokenizer.encode(text) or ([] if eod is None else [eod]) for text in prompts]
         generator = None
         if seed is not None:
+            # On the model's device, where samples are drawn.
             generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
         completions = generate(
             self.model,
@@ -139,6 +141,7 @@ class TextGenerator:
             eos_id=eod,
             generator=generator,
         )
+        # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]
 
 
