@@ -76,11 +76,14 @@ class Adam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters. If ``closure`` is given, it is called first and its result is returned."""
         loss = None
+        # The closure runs backward, and `step` itself runs without gradients.
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
+                # No gradient: the batch was skipped, or the parameter is not used. Moments then stay as
+                # they are, as in torch.
                 if parameter.grad is not None:
                     self._update(parameter, group)
         # The factor is that of this step's clipping.
@@ -113,6 +116,7 @@ class Adam(Optimizer):
             step=state["step"] if group["capturable"] else state["step"].item(),
             decoupled=group["decoupled_weight_decay"],
             grad_scale=self.grad_scale,
+            # Written while the new values are in registers, instead of by a second pass over the masters.
             out=self.copies.get(parameter),
             backend=self.backend,
         )

@@ -75,5 +75,6 @@ class AdamConfig:
             self.decoupled_weight_decay,
             backend=self.backend,
         )
+        # A schedule without a length gets that of the run.
         schedule = self.schedule and self.schedule.for_run(max_steps)
         return optimizer, schedule.build(optimizer) if schedule else None

@@ -29,6 +29,7 @@ class GroupRule:
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter usually decays: biases, norms and other one-dimensional parameters do not."""
+    # A norm's weight and a bias have few elements. Decay would pull them to 0, where they do nothing.
     return parameter.ndim > 1 and not name.endswith("bias")
 
 
@@ -74,6 +75,7 @@ def parameter_groups(
         seen.add(id(parameter))
         names.append(name)
         matches = (index for index, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern))
+        # The first match counts, so special rules come before general ones.
         index = next(matches, -1)
         fixed = index >= 0 and rules[index].weight_decay is not None
         members[index, fixed or decay_all or decays(name, parameter)].append(parameter)
@@ -87,6 +89,7 @@ def parameter_groups(
         groups.append(
             {
                 "params": members[index, decay],
+                # A scheduler multiplies the rate of each group, so that the scale lasts for the whole run.
                 "lr": lr * rule.lr_scale,
                 "weight_decay": factor if decay else 0.0,
                 "name": "/".join(filter(None, (rule.pattern, "decay" if decay else "no_decay"))),

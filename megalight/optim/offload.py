@@ -24,6 +24,7 @@ def offload_to_cpu(optimizer: Optimizer) -> None:
     homes = _homes.setdefault(optimizer, {})
     for parameter in _parameters(optimizer):
         homes.setdefault(parameter, parameter.device)
+        # Only masters that are copies move. Others are the parameters with which the model computes.
         if (own := known_state(parameter)) is not None and own.master_copy:
             parameter.grad = None
             # `.data`: optimizers find their state by the tensor object, so the object must stay.
@@ -49,6 +50,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _move_state(optimizer: Optimizer, parameter: Tensor, device: torch.device) -> None:
     state = optimizer.state.get(parameter, {})
+    # State of one number is read by the host, or counted on a device.
     for value in state.values():
         if isinstance(value, Tensor) and value.ndim:
             value.data = value.data.to(device)

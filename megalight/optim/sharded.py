@@ -64,6 +64,8 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
             "If it does, set elementwise = True on the class. If not, use an optimizer such as megalight.optim.Adam, "
             "or another strategy."
         )
+    # First its own parameters get the state back, on all ranks together: the two engines
+    # may cut it differently.
     if (earlier := sharding_of(optimizer)) is not None:
         earlier.end()
     _check_groups(optimizer, engine)
@@ -110,6 +112,7 @@ class Sharding:
             optimizer.register_load_state_dict_pre_hook(enter),
             optimizer.register_load_state_dict_post_hook(leave),
         ]
+        # Only our Adam has a kernel that scales and rounds.
         if isinstance(optimizer, Adam):
             self._handles.append(_fuse(optimizer, engine))
 
@@ -137,6 +140,7 @@ class Sharding:
             handle.remove()
         del self.optimizer.__dict__[SHARDING]
         if isinstance(self.optimizer, Adam):
+            # These are buffers of the engine, which may be freed after this.
             self.optimizer.copies = {}
         for bucket in self.engine.buckets:
             state = self.optimizer.state.pop(bucket.shard.master, {})
@@ -150,6 +154,7 @@ class Sharding:
 
     def _enter(self) -> None:
         if self.changed:
+            # Groups still hold the masters: `_leave` never ran.
             if _same(self.optimizer.param_groups[0]["params"], self._masters[0]):
                 return  # an earlier step failed half-way
             raise ConfigurationError(
@@ -214,6 +219,7 @@ def _check_groups(optimizer: Optimizer, engine: DataParallelEngine) -> None:
                 f"{info.name} is in group {number} of the optimizer, but in group {info.group} of the engine; build "
                 "both from the same groups."
             )
+    # What is left in `home` belongs to no parameter of the engine.
     foreign = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"] if id(p) in home)
     if foreign:
         raise ConfigurationError(
