@@ -45,6 +45,7 @@ def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
         exact = []
     if not exact or min(exact) <= 0:
         raise DataError(f"blend weights are {list(weights)}; each must be a number above 0.")
+    # `lcm` of Python's integers: denominators of long decimals exceed 64 bits.
     common = int(np.lcm.reduce([part.denominator for part in exact], dtype=object))
     scaled = [int(part * common) for part in exact]
     divisor = int(np.gcd.reduce(scaled, dtype=object))
@@ -67,18 +68,21 @@ def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] 
     behind: list[float] = [weight if room else -math.inf for weight, room in zip(weights, left, strict=True)]
     seen: dict[tuple[float, ...], int] = {}
     for step in range(num_samples):
+        # The state can repeat only after a whole number of rounds. Checked once a round, as it costs a look-up.
         if limits is None and step % total == 1 % total and step:
             # The state is a tuple of integers, so it repeats. After a repeated state the same samples follow.
             start = seen.setdefault(tuple(behind), step)
             if start < step:
                 index[step:] = np.resize(index[start:step], num_samples - step)
                 break
+        # `index` finds the first maximum, so ties go to the data set that is named first.
         best = behind.index(max(behind))
         index[step] = best
         behind[best] -= total
         left[best] -= 1
         if not left[best]:
             behind[best] = -math.inf
+        # After step 0 nobody gains: the formula counts from `max(i, 1)`.
         if step:
             behind = [have + weight for have, weight in zip(behind, weights, strict=True)]
     return index
@@ -107,6 +111,7 @@ def requested_sizes(weights: Sequence[int], index: NDArray[np.int16]) -> list[in
 def longest_blend(weights: Sequence[int], sizes: Sequence[int]) -> NDArray[np.int16]:
     """The longest blend in which no data set repeats a sample."""
     total = sum(weights)
+    # The data set that runs out first ends the blend.
     bound = min(size * total // weight for size, weight in zip(sizes, weights, strict=True)) + len(weights)
     while True:
         index = blend_index(weights, bound)
@@ -141,6 +146,7 @@ class BlendedDataset(Generic[ItemT]):
     def __init__(self, datasets: Sequence[Samples[ItemT]], index: NDArray[np.int16] | None = None) -> None:
         sizes = [len(dataset) for dataset in datasets]
         if index is None:
+            # An empty data set gets a weight, and a limit of 0 keeps it out.
             live = [max(size, 1) for size in sizes]
             index = blend_index(live, sum(sizes), sizes)
         taken = np.bincount(index, minlength=len(sizes)).tolist()

@@ -40,6 +40,7 @@ def build_once(
     Raises:
         DataError: the folder cannot be written.
     """
+    # Sorted keys: the same facts give the same name, whatever order they come in.
     text = json.dumps({"label": label, **description}, sort_keys=True, indent=1)
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     place = Path(folder)
@@ -65,6 +66,7 @@ def build_once(
 
 def _load(entry: Path, text: str) -> Arrays | None:
     try:
+        # The name holds only a part of the hash. The whole description decides.
         if (entry / DESCRIPTION).read_text(encoding="utf-8") != text:
             return None
         # Plain arrays over the map: slices of numpy's memmap class are several times slower.
@@ -79,6 +81,7 @@ def _publish(entry: Path, text: str, arrays: Arrays) -> None:
         temporary.chmod(0o755)  # mkdtemp makes it private, but users share caches
         for name, array in arrays.items():
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
+        # The description comes last, so that an entry without it is not complete.
         (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         try:

@@ -94,6 +94,7 @@ class Corpus:
         """
         if self.meta is not None:
             highest = self.meta.max_token_id
+        # As large as is read in a moment. An unknown corpus of any size should not delay a start by minutes.
         elif 0 < self.data.num_tokens <= SCAN_LIMIT:
             highest = int(self.data.tokens.max())
         else:

@@ -40,6 +40,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype that Megatron-LM chooses: uint16 for vocabularies below 65500, else int32."""
+    # The limit is Megatron-LM's, and leaves a few ids free below 65536.
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -106,6 +107,7 @@ class IndexedDataset:
             raise DataError(f"{path} has dtype code {code}; known codes are {sorted(DTYPES)}. {again}")
         self.dtype = DTYPES[code]
         size = HEADER.size + 12 * num_sequences + 8 * num_documents
+        # The modes are optional, so two sizes are right.
         if len(buffer) not in (size, size + num_sequences):
             raise DataError(
                 f"{path} has {len(buffer)} bytes, but {num_sequences} sequences and {num_documents} document entries "
@@ -127,6 +129,7 @@ class IndexedDataset:
     def _check(self, path: Path, byte_offsets: NDArray[np.int64], bin_size: int, again: str) -> None:
         if len(self) and int(self.lengths.min()) < 0:
             raise DataError(f"{path} has a sequence length of {int(self.lengths.min())}; lengths are >= 0. {again}")
+        # int64: the bytes of all sequences exceed 32 bits. The lengths are int32.
         ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
         total = int(ends[-1]) if len(self) else 0
         if len(self) and (byte_offsets[0] != 0 or not np.array_equal(byte_offsets[1:], ends[:-1])):
@@ -170,6 +173,7 @@ class IndexedDataset:
         if not 0 <= offset <= stop <= size:
             raise IndexError(f"tokens {offset} to {stop} of sequence {index}, which has {size}.")
         start = int(self.starts[index])
+        # A view: the sample copies it when it converts the ids.
         return self.tokens[start + offset : start + stop]
 
 
@@ -209,6 +213,7 @@ class IndexedWriter:
         sizes = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), dtype=np.int32)
         if int(sizes.sum(dtype=np.int64)) != len(tokens):
             raise DataError(f"lengths sum to {int(sizes.sum(dtype=np.int64))}, but {len(tokens)} tokens were given.")
+        # In the file's own dtype no id can be too large.
         if self.dtype.kind in "iu" and len(tokens) and tokens.dtype != self.dtype:
             info = np.iinfo(self.dtype)
             low, high = int(tokens.min()), int(tokens.max())
@@ -257,8 +262,10 @@ class IndexedWriter:
                 "be merged. Prepare one of them again with the other's tokenizer."
             )
         with open(paths(prefix)[0], "rb") as source:
+            # As bytes, in large blocks: the ids need no conversion, because dtypes are equal.
             shutil.copyfileobj(source, self._file, 16 << 20)
         self._lengths.append(other.lengths)
+        # Without its first 0: that document begins where the last one ended.
         self._documents.append(other.documents[1:] + self._num_sequences)
         self._modes.append(np.zeros(len(other), np.int8) if other.modes is None else other.modes)
         self._num_sequences += len(other)
@@ -266,6 +273,7 @@ class IndexedWriter:
     def close(self) -> None:
         """Write the index and publish both files. They replace an older pair of this name."""
         self._file.flush()
+        # On disk before it has its name: after a crash, the file is whole or not there.
         os.fsync(self._file.fileno())
         self._file.close()
         lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
@@ -278,6 +286,7 @@ class IndexedWriter:
             file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
             for array in (lengths.astype("<i4"), offsets.astype("<i8"), documents.astype("<i8")):
                 file.write(array.data)
+            # Text has mode 0 alone, and Megatron-LM then writes none.
             if modes.any():
                 file.write(modes.data)
             file.flush()

@@ -41,6 +41,7 @@ class Mixture:
         elif isinstance(data, Mapping):
             mixture = cls(tuple(data), tuple(float(weight) for weight in data.values()))
         else:
+            # Every second entry is a number if there are weights.
             numbers = [_number(item) for item in data[::2]]
             if numbers and numbers[0] is None:
                 mixture = cls(tuple(str(item) for item in data))
@@ -98,6 +99,7 @@ def mix(
     if len(live) == 1:
         return dataset(live[0], num_samples)
     weighted = live[0].weight is not None
+    # Without weights, the sizes are the weights: all parts then end together.
     weights = whole_weights([part.num_tokens if part.weight is None else part.weight for part in live])
     if num_samples is not None:
         folder = cache_dir or os.path.join(os.path.dirname(live[0].corpus.data.prefix), "cache")

@@ -114,6 +114,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         """
 
     def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[Part]]:
+        # Separate data need no division: each is wholly of its split.
         separate = any(value is not None for value in own.values())
         if (data is None) != separate:
             raise ConfigurationError(
@@ -147,6 +148,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         meta = same_tokenizer(self._corpora.values())
         if meta is not None:
             self.eod_id, self.pad_id = meta.eod_id, meta.pad_id
+        # A tokenizer that is given wins, so the data must agree with it.
         if self._tokenizer_path is not None:
             for corpus in self._corpora.values():
                 corpus.check_tokenizer(self.tokenizer)
@@ -220,10 +222,12 @@ class TokenDataModule(pl.LightningDataModule, ABC):
         if trainer is None:
             return 0, 0
         per_step = trainer.accumulate_grad_batches
+        # Every batch has the same size, so the step count tells the position, and no state need be saved.
         if self._whole_run:
             return 0, trainer.global_step * per_step
         batches, limit = self._sampler("train").num_batches, trainer.limit_train_batches
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+        # An epoch may be cut short by `limit_train_batches`, and its last step may have fewer batches.
         turn, step = divmod(trainer.global_step, max(1, math.ceil(batches / per_step)))
         return turn, step * per_step
 
@@ -239,6 +243,8 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             rank=ranks["rank"],
             num_replicas=ranks["num_replicas"],
             start=self._position if name == "train" else None,
+            # Evaluation reads every sample: the last batch is filled up, and the rows that
+            # fill it have no loss.
             pad=name != "train",
             seed=self.seed,
         )
@@ -258,6 +264,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
             num_workers=self.num_workers,
             collate_fn=type(self).collate,
             pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
+            # Workers keep their memory maps over epochs.
             persistent_workers=self.num_workers > 0,
         )
 
@@ -289,6 +296,7 @@ class TokenDataModule(pl.LightningDataModule, ABC):
                     f"data is counted in such batches. Resume with {key}={state_dict[key]}, or start a new run from "
                     "the weights of the checkpoint."
                 )
+        # A warning only: training goes on well with another order, but some samples may come twice.
         if mine and mine["order"] != state_dict["order"]:
             log.warning(
                 "the order of the training data differs from that of the checkpoint (other data, seed, sequence length "

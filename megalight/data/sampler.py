@@ -71,8 +71,12 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         turn, first = self.start() if self.start is not None else (0, 0)
+        # A generator of its own for each pass: the order depends on seed and pass only, so any
+        # process can make it again.
         order = None if turn == 0 else np.random.Generator(np.random.PCG64([self.seed, turn])).permutation(self.total)
         for batch in range(first, self.num_batches):
+            # Each rank takes a run of neighbours, so the batch of all ranks is that of one
+            # rank, in the same order.
             begin = batch * self.global_batch_size + self.rank * self.share
             for sample in range(begin, begin + self.share):
                 if sample >= self.total:

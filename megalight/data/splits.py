@@ -29,6 +29,7 @@ def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
             f"split is {split!r}; give one to three weights >= 0 for train, validation and test, such as '969,30,1'."
         )
     weights += [0.0] * (3 - len(weights))
+    # In floats and in this order, because another rounding would move a document to another split.
     total = sum(weights)
     bound, edges = 0.0, [0]
     for weight in weights:

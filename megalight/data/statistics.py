@@ -15,6 +15,7 @@ CHUNK = 1 << 24
 def token_counts(data: IndexedDataset) -> NDArray[np.int64]:
     """``[highest id + 1]``: how often each token id occurs. Reads all tokens once."""
     counts = np.zeros(0, np.int64)
+    # In chunks, because `bincount` copies what it reads to 64 bits.
     for start in range(0, data.num_tokens, CHUNK):
         counts = add_counts(counts, data.tokens[start : start + CHUNK])
     return counts

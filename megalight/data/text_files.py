@@ -84,6 +84,7 @@ def find(inputs: Sequence[str], form: Format = "auto") -> list[TextFile]:
         DataError: an input names no file.
     """
     found: dict[Path, TextFile] = {}
+    # In the order of the inputs, which is the order of the documents.
     for given in inputs:
         place = Path(given)
         if place.is_dir():
@@ -150,6 +151,7 @@ def blocks(files: Sequence[TextFile], on_bad: OnBad = "raise", skipped: list[str
                 _check(file)
             for piece in _pieces(file):
                 block.append(piece)
+                # A row group has no bytes here, and counts as a whole block.
                 size += len(piece.data) if piece.kind != "parquet" else BLOCK
                 if size >= BLOCK:
                     yield tuple(block)
@@ -188,6 +190,7 @@ def _lines(source: TextFile) -> Iterator[Piece]:
     with cast(BinaryIO, opener(source.path, "rb")) as file:
         line, data = 1, _chunk(file)
         while True:
+            # One chunk ahead, because a piece must say whether it ends its document.
             following = _chunk(file) if data else b""
             last = not following
             # Progress counts bytes of the input: of a compressed file they are only known for the whole.
@@ -201,6 +204,7 @@ def _lines(source: TextFile) -> Iterator[Piece]:
 
 def _chunk(file: BinaryIO) -> bytes:
     data = file.read(BLOCK)
+    # To the end of the line, so that no JSON line and no character is cut.
     return data + file.readline() if len(data) == BLOCK else data
 
 
@@ -235,6 +239,7 @@ def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list
         elif piece.kind == "parquet":
             texts.extend(_column(piece, text_key))
         else:
+            # At line feeds alone, as `_lines` counts them. `splitlines` divides at other characters, too.
             for number, line in enumerate(piece.data.split(b"\n"), piece.first):
                 if not line.strip():
                     continue
@@ -248,6 +253,7 @@ def texts_of(block: Block, text_key: str, on_bad: OnBad = "raise") -> tuple[list
 
 
 def _decode(piece: Piece) -> str:
+    # A mark of byte order may stand at the very beginning of a file.
     data = piece.data.removeprefix(codecs.BOM_UTF8) if piece.first == 1 else piece.data
     try:
         return data.decode("utf-8")

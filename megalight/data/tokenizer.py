@@ -49,6 +49,7 @@ class Tokenizer:
         named: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
+        # Files may ask for truncation and padding, which would lose text here.
         model.no_truncation()
         model.no_padding()
         self._model = model
@@ -135,6 +136,7 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=specials,
+            # Sorted, so that ids do not depend on the order of a set.
             initial_alphabet=sorted(alphabet),
             show_progress=False,
         )
@@ -158,6 +160,8 @@ class Tokenizer:
         Tokenizers with equal identities give each id the same meaning, also if different libraries or versions wrote
         them.
         """
+        # The vocabulary alone does not tell how text is divided. The probe covers spaces,
+        # code, accents and emoji.
         facts = [sorted(self._vocabulary.items(), key=lambda item: (item[1], item[0])), self.encode(PROBE)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -186,6 +190,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, computed on all cores. No special tokens are added."""
+        # Without special tokens: those at the ends of documents are added by `prepare`.
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -221,6 +226,7 @@ class Tokenizer:
         folder, name = (place.parent, place.name) if place.suffix == ".json" else (place, FILE)
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in self.files(name).items():
+            # Under a temporary name first: a reader never sees half a tokenizer.
             temporary = folder / f"{file}.{os.getpid()}.tmp"
             temporary.write_bytes(content)
             os.replace(temporary, folder / file)

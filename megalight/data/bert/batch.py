@@ -52,8 +52,10 @@ class BertBatch:
     def with_rows(self) -> BertBatch:
         """Return the batch with ``rows`` and ``row_counts`` from the labels. On a GPU, this makes the host wait."""
         rows = (self.labels != IGNORED).nonzero().flatten()
+        # No row at all: a model cannot choose among none, and then computes all of them.
         if not len(rows):
             return self
+        # On the host, where the batch is made. `split` then needs no wait for the device.
         counts = tuple(int((part != IGNORED).sum()) for part in torch.split(self.labels, list(self.lengths)))
         return replace(self, rows=rows, row_counts=counts)
 
@@ -78,6 +80,7 @@ class BertBatch:
             counts = self.row_counts[first:last]
             rows = None
             if self.rows is not None and any(counts):
+                # Rows count from the beginning of their own micro-batch.
                 rows = self.rows[places[first] : places[last]] - bounds[first]
             parts.append(
                 replace(

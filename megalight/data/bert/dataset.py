@@ -80,10 +80,12 @@ def make_pair(sentences: Sequence[NDArray[Any]], options: PairOptions, generator
     segments = [_text(sentences[:middle], options), _text(sentences[middle:], options)]
     sizes = _fit(len(segments[0]), len(segments[1]), options.sequence_length - SPECIALS)
     for k, size in enumerate(sizes):
+        # At both ends at random, so that the middle of a text is not seen more often than its ends.
         start = int(generator.binomial(len(segments[k]) - size, 0.5))
         segments[k] = segments[k][start : start + size]
     order = int(generator.integers(2))
     first, second = segments if order == IN_ORDER else segments[::-1]
+    # The separator after the first segment counts to it, and the last one to the second segment.
     tokens = np.concatenate([[words.classify], first, [words.separate], second, [words.separate]])
     types = np.repeat([0, 1], [len(first) + 2, len(second) + 1])
     if tokens.max() >= len(words.special) or tokens.min() < 0:
@@ -104,6 +106,7 @@ def _fit(first: int, second: int, limit: int) -> tuple[int, int]:
     """Return the sizes of two segments after the longer one has lost tokens until both fit into ``limit``."""
     if first + second <= limit:
         return first, second
+    # The shorter segment keeps up to half of the room.
     shorter = min(first, second, limit // 2)
     return (shorter, limit - shorter) if first < second else (limit - shorter, shorter)
 
@@ -198,6 +201,8 @@ class BertDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}.")
         first, last = self.runs[index].tolist()
+        # From seed and number alone: any worker makes the same sample, and a resumed run the
+        # same as an unbroken one.
         generator = np.random.Generator(np.random.PCG64([self.seed, 1, index]))
         return make_pair([self.data.get(k) for k in range(first, last)], self.options, generator)
 

@@ -44,6 +44,7 @@ def runs_of(
         found.append(np.stack([first, last], axis=1))
         first = last
     runs = np.concatenate([np.zeros((0, 2), np.int64), *found])
+    # In the order of the documents, whatever turn found a sample: the order is then that of the text.
     return runs[np.argsort(runs[:, 0], kind="stable")]
 
 
@@ -70,6 +71,7 @@ def sample_runs(
                 f"none of {len(documents) - 1} documents has two sentences, but a sample is a pair. Prepare the data "
                 "with: megalight prepare ... --split-sentences"
             )
+        # Shuffled within a pass, so that no document comes a second time before all have come once.
         passes.append(generator.permutation(runs))
         have += len(runs)
     return np.concatenate(passes)[:num_samples]

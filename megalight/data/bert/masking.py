@@ -30,10 +30,12 @@ def mask_words(
     labels = np.full(len(tokens), IGNORED, np.int64)
     chosen = _choose(tokens, words, probability, generator)
     labels[chosen] = tokens[chosen]
+    # One draw decides: below 0.1 a token is replaced, below 0.2 it is kept, and else it is masked.
     fate = generator.random(len(chosen))
     hidden = tokens.copy()
     hidden[chosen[fate >= KEPT + REPLACED]] = words.mask
     random = chosen[fate < REPLACED]
+    # Special tokens never replace: the model would learn to expect them inside text.
     hidden[random] = generator.choice(words.ordinary, len(random))
     return hidden, labels
 
@@ -46,6 +48,7 @@ def _choose(
     if not len(places):
         return places
     word = np.cumsum(words.starts(tokens))[places]  # number of each token's word; no word goes across a special token
+    # Where the number of the word changes, a word begins.
     firsts = np.flatnonzero(np.diff(word, prepend=-1))
     sizes = np.diff(firsts, append=len(places))
     wanted = max(1, round(probability * len(places)))
@@ -53,6 +56,7 @@ def _choose(
     left = wanted
     order = generator.permutation(len(firsts))
     for index in order.tolist():
+        # Too long for what is left: a later word may still fit.
         if sizes[index] <= left:
             taken.append(index)
             left -= int(sizes[index])

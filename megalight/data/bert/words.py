@@ -57,6 +57,7 @@ class Words:
         vocabulary, size = tokenizer.vocabulary, tokenizer.vocab_size
         wanted = {"begin a sample": CLASSIFY, "end a segment": SEPARATE, "stand for a masked token": MASK}
         classify, separate, mask = (_find(vocabulary, names, purpose) for purpose, names in wanted.items())
+        # Ids that no token has count as special: they are never masked, and replace nothing.
         inner, opens, special = np.zeros(size, bool), np.zeros(size, bool), np.ones(size, bool)
         pieces = any(token.startswith("##") for token in vocabulary)
         letter = _letter_of_bytes if any(token.startswith(SPACE) for token in vocabulary) else str.isalnum
@@ -72,6 +73,7 @@ class Words:
     def starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """``[n]`` ids to ``[n]`` bool: whether a word begins at this token."""
         found = np.ones(len(tokens), bool)
+        # The token before decides as well: after a space or a sign, a letter begins a word.
         found[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])
         return found
 

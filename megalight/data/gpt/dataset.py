@@ -85,12 +85,14 @@ def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sampl
             f"the data holds the token id {int(text.max())}; the vocabulary has {options.vocab_size} tokens. Use the "
             "tokenizer that the data was made with, and a model with its vocabulary size."
         )
+    # A copy, because labels and inputs are changed separately below.
     tokens, labels = text[:-1], text[1:].copy()
     mask = np.ones(s, np.float32)
     mask[max(0, have - 1) :] = 0  # by position: a real token may also have the id 0
     if options.pad_id >= 0:
         mask[labels == options.pad_id] = 0
     if text.min() < 0:
+        # The mask first: afterwards the ids are gone.
         mask[labels < 0] = 0
         labels[labels < 0] = 0
         tokens = np.maximum(tokens, 0)
@@ -149,6 +151,7 @@ class GPTDataset:
         if data.dtype.kind not in "iu":
             raise DataError(f"{data.prefix} holds {data.dtype} values; token ids are integers. Prepare the data again.")
         tokens = int(lengths.sum(dtype=np.int64))
+        # Refused before anything is built or cached.
         try:
             if drop_last_partial:
                 check_one_sample(tokens, options.sequence_length)
@@ -198,6 +201,7 @@ class GPTDataset:
         documents = self.document_index[first : last + 1].tolist()
         get = self.data.get
         if first == last:
+            # One more token than a sample has inputs: the last label.
             return [get(documents[0], start, stop - start + 1)]
         middle = [get(document) for document in documents[1:-1]]
         return [get(documents[0], start), *middle, get(documents[-1], 0, stop + 1)]

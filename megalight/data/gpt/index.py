@@ -104,7 +104,9 @@ def sample_index(lengths: NDArray[np.int32], order: NDArray[np.int32], plan: Sam
     Row ``k + 1`` is also the last token of sample ``k``. The dtype is int32 if that is enough, else int64.
     """
     ends = np.cumsum(lengths[order], dtype=np.int64)
+    # Each sample begins `sequence_length` tokens after the one before, so neighbours share one token.
     targets = np.arange(plan.num_samples + 1, dtype=np.int64) * plan.sequence_length
+    # The last sample may be shorter, and ends with the last token.
     np.minimum(targets, ends[-1] - 1, out=targets)
     rows = np.searchsorted(ends, targets, side="right")
     offsets = targets - ends[rows] + lengths[order[rows]]
@@ -116,6 +118,7 @@ def sample_index(lengths: NDArray[np.int32], order: NDArray[np.int32], plan: Sam
 def shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> IndexArray:
     """``[num_samples]``: the order in which samples are visited. A separate final epoch comes last."""
     total = plan.num_samples
+    # Megatron-LM's limit, with its margin.
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     first = plan.samples_before_final_epoch if plan.separate_final_epoch else total
     parts = [np.arange(0, first, dtype=dtype), np.arange(first, total, dtype=dtype)]
@@ -127,6 +130,7 @@ def shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> IndexArray
 def build(lengths: NDArray[np.int32], documents: range, plan: SamplePlan, seed: int) -> dict[str, IndexArray]:
     """Build the three arrays; returns them by name."""
     # One generator draws documents first, then samples: equality with Megatron-LM depends on this order.
+    # `RandomState` gives the same stream in all versions of numpy.
     random = np.random.RandomState(seed)
     order = document_index(documents, plan, random)
     samples = sample_index(lengths, order, plan)

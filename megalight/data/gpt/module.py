@@ -109,6 +109,7 @@ class GPTDataModule(TokenDataModule):
                 seed=self.seed,
                 label=name,
                 cache_dir=self.cache_dir,
+                # Evaluation reads the last tokens as well, in a padded sample.
                 drop_last_partial=name == "train",
             )
 
