@@ -38,6 +38,7 @@ def find_logs(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     own = [path / name for name in FILES if (path / name).is_file()][:1]
+    # Oldest first: in a resumed run the later part wins.
     folders = sorted({file.parent for name in FILES for file in path.rglob(name)}, key=os.path.getmtime)
     files = own or [next(folder / name for name in FILES if (folder / name).is_file()) for folder in folders]
     if not files:
@@ -60,9 +61,11 @@ def read(files: Iterable[Path]) -> dict[str, Curve]:
     points: dict[str, dict[int, float]] = {}
     for file in files:
         for row in _rows(file):
+            # Rows without a step cannot be drawn. Loggers write some for hyperparameters.
             step = row.pop("step", None)
             for name, value in row.items():
                 if value not in (None, "") and step not in (None, "") and name != "epoch":
+                    # Steps may be written as floats, and a step that comes twice keeps its later value.
                     points.setdefault(name, {})[int(float(step))] = float(value)
     return {name: (sorted(found), [found[step] for step in sorted(found)]) for name, found in points.items()}
 

@@ -68,6 +68,7 @@ def check(verb: str, words: Sequence[str]) -> None:
     signatures.find_module.cache_clear()  # files may have changed since an earlier command of this process
     classes: Classes = {key: signatures.find(path) for key, path in START.items()}
     values: dict[str, Any] = {}
+    # In order: a later class or value replaces an earlier one, as it does for the parser.
     for part in explain.parts(words):
         found = _classes(part, classes)
         # With a class go those of its arguments: the next one may take others by the same names.
@@ -77,6 +78,7 @@ def check(verb: str, words: Sequence[str]) -> None:
             _check(key, value, classes, verb)
         replaced = {above for key in part for above in _above(key)}  # ``data: a`` by ``data: {a: 1, b: 2}``
         values = {key: value for key, value in values.items() if key not in replaced} | part
+    # Nothing is run then, so the values need not fit together.
     if not any(key.partition("=")[0] == "print_config" for key in values):
         rules.check(verb, {key: signatures.read_word(value) for key, value in values.items()}, classes)
 
@@ -98,6 +100,7 @@ def _classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Cl
             found[key] = source
             if not Path(name).is_file():  # a section may be in a file of its own: ``--model=model.yaml``
                 _check_module(key, name)
+    # An entry of a list has a class of its own. That of the list would say nothing about it.
     lists = {above for key in part for above in _above(key) if key[len(above) + 1 :].partition(".")[0].isdigit()}
     return dict.fromkeys(lists & {*before}) | found
 
@@ -129,6 +132,7 @@ def _check(key: str, value: Any, classes: Mapping[str, Source | None], verb: str
         )
         _refuse(verb, explain.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, known))
     prefix = key
+    # The longest prefix with a known class decides. Without one the parser must.
     while (prefix := prefix.rpartition(".")[0]) not in classes:
         if not prefix:
             return

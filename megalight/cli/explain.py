@@ -62,6 +62,7 @@ class Given:
 
     def owner(self, key: str) -> tuple[str, type | None]:
         """Return the longest prefix of ``key`` whose value is a class, and the class."""
+        # The longest prefix wins: the innermost class knows its own arguments.
         parts = key.split(".")
         for end in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:end])
@@ -95,6 +96,7 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
         options: every key that the parser knows.
     """
     known = [_short(option) for option in options]
+    # The parser has no code for its errors, so its texts are read. Tests hold them to its version.
     if match := _UNKNOWN.search(message):
         return _unknown_key(next(group for group in match.groups() if group), given, known)
     if match := _VALUE.search(message):
@@ -106,6 +108,7 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
 
 
 def rules(message: str) -> list[str]:
+    # Nested messages are indented by blanks and dashes.
     """Return the reasons inside a nested message of jsonargparse, without its dumps of types and values."""
     lines = [re.sub(r"^[\s-]+", "", line) for line in message.splitlines()]
     return list(dict.fromkeys(_plain(line) for line in lines if line and not line.startswith(_NOISE)))
@@ -145,6 +148,8 @@ def members(cls: type) -> dict[str, Any]:
         parameters = inspect.signature(init).parameters
         hints = _hints(init)
         for name, parameter in list(parameters.items())[1:]:
+            # Base classes come later in the order of `__mro__`, and must not replace an
+            # argument that was overridden.
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 found.setdefault(name, hints.get(name))
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -260,6 +265,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             continue
         key, equals, value = word.lstrip("-").partition("=")
         following = words[index + 1] if index + 1 < len(words) else ""
+        # `-c` may have its value behind it without a blank, and is the only short option that has one.
         if key.startswith("c") and not word.startswith("--") and key != "c":
             yield "c", word[2:]  # -cFILE
         else:
@@ -298,6 +304,7 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: node} if prefix else {}
     flat: dict[str, Any] = {}
     for name, value in node.items():
+        # Keys with `+` append to a list, and are arguments like others.
         key = str(name).removesuffix("+")  # it appends to a list
         if key == "class_path":
             flat[prefix] = value

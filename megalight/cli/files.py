@@ -47,6 +47,7 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}.") from error
     try:
+        # Composed, not loaded: nodes know their lines, and show a key that stands twice.
         node = yaml.compose(text, yaml.SafeLoader)
         if node is None:
             raise ConfigurationError(f"{path} is empty; after -c, give a file with keys such as trainer, model, data.")
@@ -71,6 +72,7 @@ def _check_keys(node: yaml.Node, path: str, prefix: str = "") -> None:
     lines: dict[str, int] = {}
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
+        # `<<` merges another mapping, and may do so several times.
         if name in lines and name != "<<":
             raise ConfigurationError(
                 f"{path}, line {line}: the key {prefix + name!r} stands there already, in line {lines[name]}. "

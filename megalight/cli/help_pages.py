@@ -67,6 +67,7 @@ def short_help(verb: str) -> str:
     for section, options in OPTIONS.items():
         lines += ["", f"{section}:"]
         for option, meaning in options.items():
+            # Evaluation has no optimizer steps.
             if verb == "fit" or not any(word in option for word in ONLY_FIT):
                 lines.append(f"  {option:<43} {meaning}")
     return "\n".join([*lines, "", f"megalight {verb} --help-all shows every option; docs/commands.md explains."])

@@ -54,12 +54,14 @@ def run(words: Sequence[str]) -> int:
 
     It is 75 for a run that ``Preemption`` stopped: start it again with ``--ckpt_path=auto`` to complete it.
     """
+    # Before anything is parsed: the parser imports what a file names.
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
     load_plugins()
     for family in families():
         family.module()  # imported, so that it can be called by its bare name
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError), _refusals_of_lightning():
         cli = MegalightCLI(args=list(words))
+    # Only after the run: a signal sets the flag at the end of a step.
     stops = (callback for callback in cli.trainer.callbacks if isinstance(callback, Preemption))  # type: ignore[attr-defined]
     return PREEMPTED if any(callback.preempted for callback in stops) else 0
 
@@ -70,6 +72,7 @@ def _refusals_of_lightning() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        # The innermost frame tells who raised: the user's own errors keep their traceback.
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if innermost.f_globals["__name__"].partition(".")[0] != "lightning":
             raise
@@ -139,6 +142,7 @@ class MegalightCLI(LightningCLI):
             return
         words = list(strategies.in_words(sys.argv[1:] if args is None else args))
         verb = getattr(self, "_subcommand_parsers", {}).get(words[0] if words else "", parser)
+        # For error messages of nested parsers, which do not see the command.
         token = _invocation.set(_Invocation(tuple(words), tuple(action.dest for action in verb._actions)))
         try:
             self.config = parser.parse_args(words)
@@ -152,6 +156,7 @@ class MegalightCLI(LightningCLI):
         """Find the checkpoint that ``--ckpt_path=last`` or ``auto`` means, among all runs under the root folder."""
         if self.subcommand is not None:
             config = self.config[self.subcommand]
+            # All ranks look in the same folders. What they find there must be one checkpoint.
             folders = newest.folders_of(config.trainer)
             config.ckpt_path = newest.resolve(config.get("ckpt_path"), self.subcommand, folders)
 

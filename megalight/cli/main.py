@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     try:
+        # Verbs exit by `SystemExit` where a parser ends them. Callers of this function get a code.
         return _dispatch(name, rest)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
@@ -73,11 +74,13 @@ def _train(name: str, rest: list[str]) -> int:
     with reported(f"megalight {name}"):
         from megalight.cli.files import check_files
 
+        # Files first: a file that cannot be read would make every later message wrong.
         check_files(rest)
         if not debugging() and "--help" not in rest:
             from megalight.cli import early
 
             early.check(name, rest)
+    # Torch and Lightning come in only here, seconds later.
     from megalight.cli.lightning import run
 
     return run([name, *rest])

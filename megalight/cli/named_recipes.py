@@ -97,8 +97,10 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     """Make one recipe: the least tensor parallelism with which the model fits; None if none does."""
     config = known.presets[preset]
     lora = purpose == "lora"
+    # Powers of two up to a host of 8 GPUs: tensor parallelism should stay inside one.
     degrees = [degree for degree in (1, 2, 4, 8) if gpus % degree == 0 and _divides(config, degree)]
     for degree in degrees:
+        # Optimizer state is shared by the replicas. Weights and gradients are on each of them.
         each = FROZEN_BYTES if lora else TRAINED_BYTES + SHARDED_BYTES / (gpus // degree)
         if each * parameters / degree <= STATE_BYTES:
             break
@@ -113,6 +115,7 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     if kept > ACTIVATION_BYTES:
         options["recompute"] = {"granularity": "full"}
     else:
+        # The largest power of two that fits, up to 16: larger micro-batches gain nothing.
         fits = 2 ** max(0, min(4, int(ACTIVATION_BYTES // kept).bit_length() - 1))
         options["micro_batch_size"] = min(fits, batch * degree // gpus)
     name = f"{preset}-{purpose}-{gpus}xGPU"
@@ -131,6 +134,7 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     }
     model = {"config": preset, "optimizer": _optimizer(parameters, lora)}
     if lora:
+        # LoRA starts from published weights, whose folder holds the configuration.
         model = {"weights": f"weights/{preset}", "optimizer": model["optimizer"]}
     module, data = known.module(), {"gpt": "gpt.module.GPTDataModule", "bert": "bert.module.BertDataModule"}[known.name]
     return Recipe(

@@ -59,6 +59,7 @@ def newest_in(path: str | os.PathLike[str], said: str = "") -> Path:
         said: what the user wrote, for the log. Empty: nothing is logged.
     """
     folder = Path(path)
+    # A checkpoint itself, a single file, or an address that another part understands.
     if not folder.is_dir() or (folder / manifests.NAME).exists():
         return folder
     found = _newest([folder])
@@ -101,12 +102,14 @@ def _newest_undamaged(places: Iterable[Path]) -> Path | None:
     if launched() and chooser != str(os.getpid()):  # Lightning marks also the process that starts the others
         return _newest(places) if not chooser else Path(path) if path else None
     chosen = None
+    # Newest first, so that the search ends with the first one that is good.
     for _, found in sorted({each for place in places for each in _finished(place)}, reverse=True):
         damage = verify(found) if found.is_dir() else []
         if not damage:
             chosen = found
             break
         _log(f"{found} is damaged and is not used: {damage[0]}")
+    # Told to the processes that come, which must not choose another one.
     os.environ[CHOSEN] = f"{os.getpid()}:{chosen or ''}"
     return chosen
 
@@ -143,6 +146,7 @@ def _finished(root: Path) -> Iterator[tuple[int, Path]]:
         for path in (here / name for name in files if name.endswith(".ckpt") and not name.startswith(".")):
             yield path.stat().st_mtime_ns, path
         deep = len(here.relative_to(root).parts) >= DEPTH
+        # In place: `os.walk` then leaves these folders out.
         names[:] = [] if deep else [name for name in names if not name.startswith(".") and _may_hold(here / name)]
 
 

@@ -62,6 +62,7 @@ def pipeline_of(arguments: argparse.Namespace, degrees: Mapping[str, int] | None
             )
         stages = parse(arguments.layout)
         text = "".join(stages)
+        # The number of layers follows from the string, unless it is to be checked.
         layers = text.count("t") if arguments.layers is None else arguments.layers
         pp = max(len(stages) // vpp, 1) if pp is None else pp
         return PipelineLayout.of_string(arguments.layout, layers, pp, vpp, num_mtp=text.count("m"))
@@ -92,7 +93,9 @@ def print_pipeline(layout: PipelineLayout, arguments: argparse.Namespace) -> Non
     if head is not None and not 0 <= head < math.inf:
         raise LayoutError(f"--head-cost is {head}; it must be a number of layers, 0 or more.")
     costs = None if head is None else [Costs().times(weight) for weight in layout.weights(head)]
+    # Two per rank: the bubble is then that of a step with some, but not many, micro-batches.
     count = 2 * pp if arguments.micro_batches is None else arguments.micro_batches
+    # Before anything is printed, as it may raise.
     drawn = simulate(build(arguments.schedule, pp, vpp, count, arguments.group_size), costs)
     print(f"{layout.num_layers} layers on pp={pp}, vpp={vpp}: {layout}\n{layout.draw()}\n")
     print(f"{count} micro-batches; a backward takes as long as two forwards, half of it for weight gradients")

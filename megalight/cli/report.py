@@ -38,6 +38,7 @@ def debugging() -> bool:
 
 def launch_rank() -> int:
     """Return the rank from the environment of torchrun, SLURM or Lightning's launcher; 0 without a launcher."""
+    # Only numbers: some launchers set these variables to nothing.
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -62,6 +63,7 @@ def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
         return
     # Do not break words: users must be able to copy paths.
     fold = textwrap.TextWrapper(118, break_on_hyphens=False, break_long_words=False)
+    # Folded here, since terminals break words anywhere.
     lines = [piece for line in message.strip().splitlines() for piece in fold.wrap(line) or [""]]
     if len(lines) > MAX_LINES:
         lines = [*lines[:MAX_LINES], "... (add --debug for the whole message)"]
@@ -96,6 +98,7 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:  # the program that reads our output has ended (``megalight inspect ... | head``)
+        # Otherwise Python would report the broken pipe once more when it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except caught as error:
@@ -104,6 +107,7 @@ def reported(prog: str, *kinds: type[Exception]) -> Iterator[None]:
         text = str(error) or type(error).__name__
         if not isinstance(error, MegalightError):
             text += "\n(add --debug for the traceback)"
+        # The message names the flag that the user typed, and not the argument behind it.
         tell(prog, _FLAG_OF_ARGUMENT.sub(r"\1", text), every_rank=not isinstance(error, ALIKE))
         raise SystemExit(2) from error
 

@@ -30,6 +30,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
     if _is_one_of(STRATEGIES, classes.get("trainer.strategy")):
         given = _under("trainer.strategy", values)
         _call(check_degrees, given)
+        # A value of another kind is refused elsewhere, with a better message.
         for name in ("micro_batch_size", "sigterm_every_n_steps"):
             if isinstance(given.get(name), int):
                 check_at_least_one(name, given[name])
@@ -64,6 +65,7 @@ def check_trainer(arguments: Values) -> None:
 
 def _check_data(given: Values) -> None:
     """Check sizes, and that token files are there and whole."""
+    # Imported only for these classes: they need numpy.
     from megalight.data.corpus import Corpus
     from megalight.data.mixture import Mixture
     from megalight.data.sizes import check_sizes
@@ -84,6 +86,7 @@ def _check_checkpoint(verb: str, values: Values) -> None:
     wanted = values.get("ckpt_path")
     if not isinstance(wanted, str) or wanted in newest.LIGHTNINGS or wanted == "auto":
         return
+    # Addresses and registries are not paths, and are left to what opens them.
     if wanted != "last" and not wanted.startswith("registry:") and "://" not in wanted and not Path(wanted).exists():
         newest.check_is_one(Path(wanted))
     callbacks = [

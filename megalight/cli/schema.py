@@ -48,6 +48,7 @@ class Schema:
         self._define(trainer)
         options = self.definitions[_name(trainer)]["properties"]
         options["strategy"] = {"anyOf": [{"type": "string"}, self._classes(STRATEGY, needs_class=False)]}
+        # A strategy may also be a name, which then needs no class.
         callback = self._classes("trainer.callbacks")
         options["callbacks"] = {"anyOf": [{"type": ["string", "null"]}, callback, {"type": "array", "items": callback}]}
         options["callbacks+"] = options["callbacks"]
@@ -97,6 +98,7 @@ class Schema:
             return
         arguments = signatures.members(source)
         definition: dict[str, Any] = {"type": "object", "description": source.summary}
+        # Entered before its arguments are read: a class may hold itself.
         self.definitions[name] = definition
         if arguments is None:
             return

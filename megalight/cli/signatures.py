@@ -126,6 +126,7 @@ class Annotation:
             return True
         if read is None or str(value).lower() in ("null", "none", "~", ""):
             return True  # also where it is not optional: the parser has its own message
+        # `true` is an instance of `int` in Python. For a number it is no valid word.
         number = None if isinstance(value, str) and isinstance(read, bool) else _number(read)
         return (
             (float in self.scalars and number is not None)
@@ -166,6 +167,7 @@ def find_module(name: str) -> Module | None:
         return None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
+    # A module is found by its path below the package. Importing the package to ask it would take seconds.
     path = Path(spec.origin)
     for part in rest:
         if path.name != "__init__.py":
@@ -215,6 +217,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
     ``**kwargs`` adds the arguments of the base classes.
     """
     if depth == 0:
+        # A circle of base classes, or too deep to follow.
         return None
     inits = [node for node in _statements(source.node.body) if "__init__" in _bound(node)]
     init = inits[0] if inits else None
@@ -225,6 +228,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
         if _is_changed(init):
             return None
         arguments = [*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs][1:]
+        # Arguments after `self`, in their order.
         found = {each.arg: annotation(source.module, each.annotation) for each in arguments}
         if init.args.kwarg is None:
             return found
@@ -245,6 +249,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
         above = None if base is None else members(base, depth - 1)
         if above is None:
             return None
+        # Nearer bases win over those above them.
         inherited = {**above, **inherited}
     if init is not None and not inherited:  # nobody above takes any of ``**kwargs``
         return None

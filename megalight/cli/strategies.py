@@ -38,6 +38,7 @@ def in_words(words: Sequence[str]) -> Iterator[str]:
     """Yield the words of a command with ``--trainer.strategy=megatron`` written out."""
     flag = ""
     for word in words:
+        # The value may follow its flag as a word of its own.
         if word == FLAG:
             flag = word
             continue
@@ -58,6 +59,7 @@ def _load(text: str) -> Any:
     value = get_loader("yaml")(text)
     trainer = value.get("trainer") if isinstance(value, dict) else None
     if isinstance(trainer, dict) and (found := of_name(trainer.get("strategy"))):
+        # In place of the name, so that later arguments of the strategy find its class.
         return {**value, "trainer": {**trainer, "strategy": found}}
     return value
 

@@ -48,12 +48,14 @@ class MegalightTrainer(pl.Trainer):
     ) -> None:
         if isinstance(strategy, str):
             check_strategy_name(strategy)
+        # Before Lightning sees the values, because it accepts some of them silently.
         check_values(kwargs)
         kwargs |= dict(within_run(kwargs))
         if logger is None or logger is True:
             logger = "csv,tensorboard" if has("tensorboard") else "csv"
         if isinstance(logger, str):
             logger = named_loggers(logger, kwargs.get("default_root_dir") or ".")
+        # Lightning would requeue inside a signal handler, which the strategy refuses.
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
             kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
@@ -85,6 +87,7 @@ def named_loggers(names: str, root: str) -> list[Logger]:
                 f"trainer.logger = {name!r} is not a known logger.{nearest(name, LOGGERS)} Choose from "
                 f"{', '.join(LOGGERS)} (several with commas), or give the class of a logger, or false."
             )
+        # One version folder for all: the first logger has found a free one.
         loggers.append(LOGGERS[name](root, loggers[0].version if loggers else None))
     return loggers
 

@@ -66,6 +66,7 @@ def benchmarks(places: tuple[Path, ...] | None = None) -> ModuleType:
     Raises:
         ConfigurationError: no folder is a checkout; benchmarks are not part of the installed package.
     """
+    # A checkout has benchmarks beside the package. An installed package has none.
     for place in places if places is not None else (Path(__file__).resolve().parents[3], Path.cwd()):
         if (place / "benchmarks" / "bench.py").is_file():
             if str(place) not in sys.path:

@@ -60,6 +60,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         for name, accepted in (signatures.members(source) or {}).items():
             key = f"{prefix}.{name}"
             values = [str(choice) for choice in accepted.choices] or ["true", "false"] * (bool in accepted.scalars)
+            # Only where nothing else is accepted: a shell offers these values alone.
             choices = values if values and accepted.complete and len(accepted.scalars - {bool}) == 0 else None
             parser.add_argument(f"--{key}", choices=choices, help=said.get(name, "").replace("%", "%%"))
             if accepted.source is not None and accepted.source.is_dataclass:

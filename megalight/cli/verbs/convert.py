@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.models.folder import is_folder
     from megalight.models.gpt import megatron
 
+    # The output's form follows from what the source is, so this comes first.
     arguments.source = newest_in(arguments.source)
     foreign = is_folder(arguments.source) or megatron.is_folder(arguments.source)
     to = arguments.to or ("checkpoint" if foreign else "transformers")

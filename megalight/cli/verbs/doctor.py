@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_pipeline(layout, arguments)
     if degrees or layout:
         return 0
+    # Torch only here: a layout needs none, and is printed at once.
     import torch
 
     from megalight.ops.choice import backends_of

@@ -93,10 +93,12 @@ def _command(program: str, arguments: argparse.Namespace, *, preemption: bool) -
     """Return the command with what the launch decides, unless the user has said it."""
     words = list(arguments.command)
     added = {"--trainer.num_nodes": str(arguments.nodes), "--trainer.devices": str(arguments.gpus)}
+    # Only training resumes from a checkpoint of its own.
     if words[0] == "fit":
         added["--ckpt_path"] = "auto"
         if preemption:
             added["--trainer.callbacks+"] = "megalight.callbacks.Preemption"
+    # What the user says wins.
     said = {word.partition("=")[0] for word in words}
     options = [f"{name}={value}" for name, value in added.items() if name not in said]
     return " \\\n  ".join([f"{program} {shlex.join(words)}", *options])

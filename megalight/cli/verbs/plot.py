@@ -81,6 +81,7 @@ def panels(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> dict[str
 
 def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) -> None:
     """Draw a panel for each title over the optimizer steps. The suffix of ``output`` sets the image format."""
+    # Agg draws into files, on machines without a display.
     require("matplotlib", "megalight plot").use("Agg")
     pyplot = require("matplotlib.pyplot", "megalight plot")
     columns = 1 if len(chosen) == 1 else 2
@@ -115,6 +116,7 @@ def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dic
 
 def comparison(runs: Sequence[Run]) -> list[str]:
     """Return a table of the runs: their losses at the last step that all have, lowest validation loss, mean speed."""
+    # Losses are compared at a step that all runs have: a longer run would win otherwise.
     shared = set.intersection(*(set(run.curves.get("train_loss", ([], []))[0]) for run in runs))
     step = max(shared, default=None)
     titles = ["run", "steps", f"train_loss at {step}" if step is not None else "train_loss", "lowest val_loss"]

@@ -103,4 +103,5 @@ def matching(name: str, pattern: str | None) -> str:
     """Return the input; for a folder, a glob of the files below it that match ``pattern``."""
     if pattern is None or not Path(name).is_dir():
         return name
+    # Escaped, because the name of a folder may hold characters of patterns.
     return str(Path(glob.escape(name)) / "**" / pattern)
