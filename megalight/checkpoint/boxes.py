@@ -33,6 +33,7 @@ def in_threads(work: Callable[[str, Sequence[T]], R], by_file: Iterable[tuple[st
     jobs = []
     with ThreadPoolExecutor(THREADS) as pool:
         for name, items in by_file:
+            # Small jobs at the end keep all threads busy.
             step = max(1, min(JOB, len(items) // (2 * THREADS)))
             jobs += [pool.submit(work, name, items[first : first + step]) for first in range(0, len(items), step)]
     return [job.result() for job in jobs]
@@ -66,11 +67,14 @@ def read_box(
     first, last = hull(size, offset, target.shape)
     nbytes = (last - first) * dtype.itemsize
     place = start + first * dtype.itemsize
+    # No gap between the first and the last element: one read brings all of it.
     whole = last - first == target.numel()
+    # Read straight into the target, with no buffer between.
     if whole and target.is_contiguous() and target.dtype == dtype and target.device.type == "cpu":
         file.read(place, as_bytes(target).numpy().data)
     elif nbytes <= BLOCK:
         run, gap = _run(size, target.shape)
+        # Small gaps are read as well: a read of its own for each run would take longer.
         if whole or gap * dtype.itemsize < GAP:
             file.read(place, file.buffer.data[:nbytes])
             source = torch.from_numpy(file.buffer[:nbytes]).view(dtype).as_strided(target.shape, strides(size))
@@ -78,8 +82,10 @@ def read_box(
             source = _read_runs(file, place, dtype, size, target.shape, run)
         target.copy_(source)
     else:
+        # Along the first dim that can be divided, so that each part is as contiguous as possible.
         dim = next(dim for dim, length in enumerate(target.shape) if length > 1)
         row = strides(size)[dim] * dtype.itemsize
+        # At least two parts, or the recursion would never end.
         step = max(1, min(BLOCK // row, target.shape[dim] // 2))
         for low in range(0, target.shape[dim], step):
             part = target.narrow(dim, low, min(step, target.shape[dim] - low))

@@ -54,6 +54,7 @@ def compare(
 
     everyone = ranks.together(f"loading {where}", check)
 
+    # On rank 0, which knows what all ranks ask for: a rank of a pipeline asks for its own layers only.
     def leftover() -> tuple[str, ...]:
         wanted = {name for names in everyone for name in names}
         return tuple(sorted(name for name in stored if name.startswith(prefix) and name not in wanted))

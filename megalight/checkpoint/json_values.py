@@ -54,12 +54,14 @@ def encode(value: Any, tensors: list[Tensor], path: str = "") -> Any:
     Raises:
         CheckpointError: a value of another type; the message says where in the tree it is and what to do.
     """
+    # The exact type: a subclass would come back as another class.
     kind = type(value)
     if kind in _PLAIN or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
         return [encode(item, tensors, f"{path}[{number}]") for number, item in enumerate(value)]
     if kind is dict:
+        # A key that begins with `$` would be read as a tag.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encode(item, tensors, f"{path}[{key!r}]") for key, item in value.items()}
         pairs = [[key, item] for key, item in value.items()]
@@ -68,6 +70,7 @@ def encode(value: Any, tensors: list[Tensor], path: str = "") -> Any:
         tensors.append(value.detach())
         return {"$tensor": len(tensors) - 1}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        # A copy, as the array may change before it is written.
         array = np.asarray(value)
         tensors.append(torch.from_numpy(array.copy()))
         return {"$array" if kind is np.ndarray else "$number": len(tensors) - 1}
@@ -93,6 +96,7 @@ def decode(value: Any, tensors: list[Tensor], what: str) -> Any:
     tags = [key for key in value if key.startswith("$")]
     if not tags:
         return {key: decode(item, tensors, what) for key, item in value.items()}
+    # The content first: tags may be nested.
     tag, content = tags[0][1:], decode(value[tags[0]], tensors, what)
     try:
         if len(value) > 1:

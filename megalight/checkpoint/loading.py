@@ -43,6 +43,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._root = publish.resolve(path)
+        # Locked before anything is read: another process might remove the checkpoint while it is.
         lock = publish.reading(self._root)
         self._unlock = weakref.finalize(self, _close, lock)
         self.manifest = manifests.read(self._root)
@@ -51,6 +52,7 @@ class Checkpoint:
                 f"checkpoint {path} was written by the scheme {self.manifest.scheme!r}; known: {', '.join(SCHEMES)}. "
                 "Install the plugin that has it, or upgrade Megalight."
             )
+        # Sizes only: contents are verified where they are read.
         manifests.check_files(self._root, self.manifest)
         what = f"{path}/{indices.NAME}"
         self.tensors: dict[str, TensorInfo] = indices.from_json(parse_json(self._bytes(indices.NAME), what), what)
@@ -119,6 +121,7 @@ class Checkpoint:
         present = {name: view for name, view in views.items() if name in self.tensors}
         try:
             with _collectives(f"loading {self.path}"):
+                # DCP plans which rank reads what. Its own formats play no part.
                 load_state_dict(
                     dict(present),
                     storage_reader=Reader(self._root, self.tensors, dict(self.manifest.files)),
@@ -158,6 +161,7 @@ def _collectives(stage: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failure:
+        # The lowest rank, so that all ranks name the same one.
         rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
         if not isinstance(error, Exception):
             raise error from failure

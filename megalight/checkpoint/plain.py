@@ -35,6 +35,7 @@ class PlainRun:
         Args:
             values: plain values to keep along (``step=100``); :meth:`load` returns them.
         """
+        # Weights may still be gathered, and would be read half-way.
         self.engine.sync_parameters()
         run = self._run
         common = {"values": values, "optimizer": run.group_options()}
@@ -51,8 +52,10 @@ class PlainRun:
         saved, run = loading.open(path), self._run
         self.model.clear_padding()
         saved.fill(run.weight_targets(), prefix=self.model.prefix)
+        # Before optimizer state is read: masters from the checkpoint then replace these.
         self.engine.refresh_masters()
         run.resume(saved)
+        # Codes are cast from the masters, which are final now.
         self.engine.recast()
         return dict(saved.common.get("values", {}))
 

@@ -21,6 +21,7 @@ def alone() -> Iterator[ProcessGroup | None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield None
         return
+    # With local synchronisation, since the other ranks do not take part.
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     try:
@@ -55,6 +56,7 @@ class Ranks:
                 raise _failure(stage, [(0, own)]) from own
             return [value]
         answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        # Gathered even after an error here: the others wait for this rank.
         dist.gather_object((None if own is None else _portable(own), value), answers, group=self.group, group_dst=0)
         verdict: list[str | None] = [None]
         if answers is not None:
@@ -62,6 +64,7 @@ class Ranks:
             verdict = [str(_failure(stage, failures)) if failures else None]
         dist.broadcast_object_list(verdict, group=self.group, group_src=0)
         if verdict[0] is not None:
+            # The same text on all ranks. The own error, if there is one, is its cause.
             raise CheckpointError(verdict[0]) from own
         return [] if answers is None else [answer for _, answer in answers]
 

@@ -69,6 +69,7 @@ class Reader(StorageReader):
             info, chunk = self.chunks[item.storage_index]
             width = CODES[info.dtype][1]
             first, last = hull(chunk.size, item.storage_offsets, item.lengths)
+            # Whole blocks, as a checksum covers one. A block that no box touches is not read.
             for number, (start, stop) in enumerate(blocks(prod(chunk.size) * width)):
                 if start < last * width and first * width < stop:
                     place = (chunk.start + start, chunk.start + stop, chunk.sums[number])
@@ -83,6 +84,7 @@ class Reader(StorageReader):
                     except CheckpointError as error:
                         raise CheckpointError(f"{error} They belong to {wanted[name][place]!r}.") from error
 
+        # Verified here, in DCP's planning: an error on one rank stops all of them before memory changes.
         in_threads(verify, ((name, sorted(places)) for name, places in sorted(wanted.items())))
         return plan
 
@@ -101,6 +103,7 @@ class Reader(StorageReader):
                 for item in items:
                     info, chunk = self.chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()
+                    # Straight into the memory of the view, whatever its device and strides.
                     read_box(file, chunk.start, getattr(torch, info.dtype), chunk.size, item.storage_offsets, target)
                     planner.commit_tensor(item, target)
 

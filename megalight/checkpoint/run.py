@@ -66,6 +66,7 @@ class Run:
             tensors = {name: t for name, t in tensors.items() if self.model.specs[name].pieces[0].name in only}
             # a bucket holds parameters that are trained, or frozen ones
             flat = [b for b in flat if any(piece.name in only for spec, _ in b.shard.slots for piece in spec.pieces)]
+        # Codes need their scales to mean anything, so masters are written in their place.
         weights = [bucket.weights.to(bucket.layout.kind.param_dtype) for bucket in flat]
         states = [State("", weights, [bucket.shard for bucket in flat])] if flat else []
         if optimizer:
@@ -97,6 +98,7 @@ class Run:
         groups: list[dict[str, Any]] = []
         for index, group in enumerate(optimizer.param_groups):
             options = {name: value for name, value in group.items() if name != "params"}
+            # A rank may have no element of a group. Another one of the pipeline then speaks for it.
             shards = [shard for shard in engine.shards if shard.group == index]
             states = optimizer.state.get(shards[0].master, {}) if shards else {}
             flat = {name for name, value in states.items() if _flat(value, shards[0].master)}
@@ -134,6 +136,7 @@ class Run:
                 f"{saved.path} was trained with {options['class']} in {len(groups)} parameter groups; this run uses "
                 f"{kind} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load the weights alone."
             )
+        # Room first, since the views of the states are filled below.
         self._make_states(groups)
         held = Contents({}, self.model.specs, self.model.mesh, list(self._states()))
         views = {_found(name, saved): view for name, view in SCHEMES[saved.scheme](held).items()}
@@ -143,6 +146,7 @@ class Run:
                 f"{saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
                 f"{_way_out(saved)}"
             )
+        # Not strict: weights are in the checkpoint too, and were read before.
         saved.fill(targets_of(views), strict=False)
         self.resume_rank(saved)
 
@@ -214,6 +218,7 @@ class Run:
         engine, optimizer = self._training
         shards = engine.shards
         copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
+        # Masters in the parameters' own memory are the weights, and are saved as such.
         yield State(MASTER, [shard.master for shard in copies], copies)
         held = [(shard, optimizer.state[shard.master]) for shard in shards]
         for name in sorted({name for shard, state in held for name in state if _flat(state[name], shard.master)}):
@@ -229,10 +234,13 @@ class Run:
             group.update(saved["options"])
         for shard in engine.shards:
             states, saved = optimizer.state[shard.master], groups[shard.group]
+            # State of earlier steps in this process would be mixed with what was saved.
             states.clear()
             for name, value in saved["scalars"].items():
+                # A copy for each shard: counters are updated in place.
                 states[name] = value.clone() if isinstance(value, Tensor) else value
             for name, dtype in saved["tensors"].items():
+                # Zeros, because padding is not in the checkpoint and must stay finite.
                 states[name] = torch.zeros_like(shard.master, dtype=DTYPES[dtype])
 
 

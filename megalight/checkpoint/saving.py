@@ -84,13 +84,16 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         )
 
     def finish() -> None:
+        # The manifest is written last. A folder without it is not a checkpoint.
         seal_of(path, staged).close(folder, parts)
         started[0].publish()
 
     try:
+        # Rank 0 makes the folder before others write into it.
         folder = ranks.first(f"starting to save {path}", begin)
         parts = ranks.together(f"saving {path}", write_mine)
         ranks.first(f"publishing {path}", finish)
+    # Also on an interrupt: a half-written folder must not stay.
     except BaseException as error:
         for partial in started:
             partial.discard()

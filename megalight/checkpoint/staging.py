@@ -90,12 +90,14 @@ def stage(
         CheckpointError: on every rank, when any rank has a value that cannot be kept.
     """
     ranks = Ranks(process_group)
+    # States of other ranks first: this rank's own replaces one of the same number.
     states = {**(other_ranks or {}), **({} if rank_state is None else {ranks.rank: rank_state})}
 
     staged: list[Staged] = []
 
     def collect() -> None:
         small: dict[str, bytes | Path] = {}
+        # Whole files come from rank 0 only, as they are the same on all ranks.
         if ranks.rank == 0:
             small |= json_values.files("common", dict(common or {}), "common")
             for name, source in (files or {}).items():
@@ -115,6 +117,7 @@ def stage(
 def _copied(views: Mapping[str, View], allocate: Allocate) -> dict[str, View]:
     """The boxes that this rank writes, copied end to end into one piece of host memory."""
     written = [(name, box) for name, view in views.items() for box in view.boxes if box.write]
+    # Aligned, because each copy is viewed in its own dtype.
     sizes = [-(-box.data.nbytes // ALIGNMENT) * ALIGNMENT for _, box in written]
     memory = allocate(sum(sizes))
     boxes: dict[str, list[Box]] = {}
@@ -122,6 +125,7 @@ def _copied(views: Mapping[str, View], allocate: Allocate) -> dict[str, View]:
     start = 0
     for (name, box), size in zip(written, sizes, strict=True):
         copy = memory[start : start + box.data.nbytes].view(box.data.dtype).view(box.data.shape)
+        # Not waited for one by one: copies of all boxes are queued before the wait below.
         copy.copy_(box.data, non_blocking=True)
         boxes.setdefault(name, []).append(Box(box.offset, copy))
         devices.add(box.data.device)

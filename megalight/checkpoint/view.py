@@ -60,6 +60,7 @@ class View(Tensor):
     @staticmethod
     def __new__(cls, name: str, shape: Sequence[int], boxes: Sequence[Box]) -> View:
         """A view over ``boxes`` (at least one; all of one dtype)."""
+        # A wrapper without memory. Its dtype and shape are those of the whole tensor.
         view: View = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=boxes[0].data.dtype, device=boxes[0].data.device
         )
@@ -67,6 +68,7 @@ class View(Tensor):
         view.boxes = tuple(boxes)
         if len({box.data.dtype for box in boxes}) > 1:
             raise CheckpointError(f"{name!r} is held in several dtypes; hold all parts of a tensor in one.")
+        # DCP knows a box by its offset alone.
         if len({box.offset for box in boxes}) < len(boxes):
             raise CheckpointError(f"{name!r} has two parts at one place; give each part of a tensor once.")
         return view
@@ -98,6 +100,7 @@ class View(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
             )
+            # Ranks that hold the same box share the writing, so some of its boxes are another one's to write.
             for box in self.boxes
             if box.write
         ]
@@ -149,6 +152,7 @@ def views_of_parameters(
                 f"parameter {name!r} has no ShardSpec, so its place in a checkpoint is unknown.{nearest(name, specs)} "
                 "Pass the specs that parallelize() returned for this very model."
             )
+        # Detached, and a view all the same: what is written is the parameter's own memory.
         spec, data = specs[name], parameter.detach()
         if tuple(data.shape) != spec.shape or not data.is_contiguous():
             state = "" if data.is_contiguous() else " (not contiguous)"
@@ -201,6 +205,7 @@ def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatShard], *, p
     """
     held = []
     for tensor, shard in zip(tensors, shards, strict=True):
+        # Flat tensors lie end to end, so a piece is one box.
         flat = tensor.detach().view(-1)
         for piece, first, last, start in shard.intervals():
             box = Box((first,), flat[start : start + last - first], piece.owner)
@@ -226,6 +231,7 @@ class SourceView(View):
 
     def elements(self, box: Box) -> Tensor:
         """The whole tensor, read now."""
+        # The source may hold the tensor in another shape (flattened), with equal elements.
         room, shape = tuple(box.data.shape), self.source.tensors[self.stored].shape
         part = itself if room == shape else partial(_shaped, shape)
         wanted = Wanted(room, box.data.dtype, {self.stored: part})
@@ -256,6 +262,7 @@ def views_of_source(
         kind = dtype if dtype is not None and kind.is_floating_point else kind
         shape = (prod(stored.shape),) if flat else stored.shape
         key = piece_name(name, (0,) * len(stored.shape), stored.shape) if flat else name
+        # On meta: sizes are known before anything is read.
         room = torch.empty(shape, dtype=kind, device="meta")
         view = SourceView(key, shape, [Box((0,) * len(shape), room)])
         view.source, view.stored, view.process_group = source, name, process_group
@@ -291,6 +298,7 @@ def _share(held: Sequence[_Held], replicas: tuple[int, ...], place: int) -> Iter
         if not box.write:
             yield item
             continue
+        # At whole rows: a cut inside a row would give several boxes more.
         row = max(1, prod(box.data.shape[1:]))
         first, last = (min(max(bound - position, 0), numel) // row * row for bound in (low, high))
         position += numel
@@ -304,10 +312,12 @@ def _collect(held: Sequence[_Held]) -> dict[str, View]:
     """One view per name. Parts without elements (of ranks that hold only padding) are left out."""
     shapes: dict[str, tuple[int, ...]] = {}
     parts: dict[str, list[Box]] = {}
+    # Ranks share the writing of what they all hold. What else each of them holds has no part in that.
     alike: dict[tuple[tuple[int, ...], int], list[_Held]] = {}
     for item in held:
         alike.setdefault(item.replicas, []).append(item)
     for item in chain.from_iterable(_share(items, *replicas) for replicas, items in alike.items()):
+        # A rank of padding alone holds no element, and DCP takes no empty box.
         if item.box.data.numel():
             if shapes.setdefault(item.name, item.shape) != item.shape:
                 raise CheckpointError(f"{item.name!r} has shapes {shapes[item.name]} and {item.shape} on one rank.")

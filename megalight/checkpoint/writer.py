@@ -29,4 +29,5 @@ def _two_buffers() -> Iterator[Tensor]:
 def _blocks(data: Tensor, buffers: Iterator[Tensor]) -> Iterator[memoryview]:
     for start, stop in blocks(data.numel()):
         block = data[start:stop]
+        # Memory of the host is written as it is. That of a device passes through one of the two buffers.
         yield (block if data.device.type == "cpu" else next(buffers)[: stop - start].copy_(block)).numpy().data

@@ -61,6 +61,7 @@ class Worker:
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # This end belongs to the worker. As long as it is open here, the worker's death would go unnoticed.
         theirs.close()
 
     def give(self, job: Job) -> None:
@@ -74,6 +75,7 @@ class Worker:
     def report(self) -> Report | None:
         """What came of the job; None while it is under way. A dead worker has failed."""
         try:
+            # A report counts even if the worker has died since.
             if self._connection.poll():
                 report: Report = self._connection.recv()
                 return report
@@ -146,6 +148,7 @@ class Background:
 
         Raises:
             CheckpointError: on every rank, when any rank could not begin.
+        # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         """
         assert self.pending is None, "finish the save under way first"
         path, begun, ranks = publish.local(path), time.time(), self._ranks
@@ -164,6 +167,7 @@ class Background:
             staged = stage(views, copy=self._reserve, process_group=self._group, **values)
             ranks.together(f"starting to save {path}", give)
         except BaseException as error:
+            # The worker may have begun to write.
             self._end_worker()
             if isinstance(error, CheckpointError):  # on all ranks
                 self._wait_for_ends()
@@ -217,6 +221,7 @@ class Background:
             return None
         while not self._ended(pending) and time.monotonic() < deadline:
             time.sleep(PERIOD_SECONDS)
+        # Too late is failed: other ranks may never write their parts.
         failed = pending.report is None or pending.failed
         if failed:
             self._end_worker()

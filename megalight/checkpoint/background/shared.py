@@ -38,8 +38,10 @@ class SharedMemory:
         Raises:
             OSError: the system has no memory left.
         """
+        # Kept while it is large enough: locking the pages of new memory takes longer than a save.
         if nbytes > self._memory.numel() or not self._memory.numel():
             size = max(nbytes, mmap.PAGESIZE)
+            # Page-locked memory must not be freed.
             self._unpin()
             # without it, memory that is not there would be a fatal signal at the first write
             allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.ftruncate(file, size))

@@ -22,11 +22,14 @@ def checksum(data: bytes | memoryview) -> str:
     """16 hex digits for ``data``. One pass over memory at over 10 GB/s per core; releases the GIL."""
     raw = np.frombuffer(data, np.uint8)
     whole = raw.size // (8 * _ROW) * (8 * _ROW)
+    # The size is part of the digest: zeros that are lost at the end would not show in sums.
     digest = hashlib.blake2b(raw.size.to_bytes(8, "little"), digest_size=8)
     if whole:
         words = raw[:whole].view("<u8").reshape(-1, _ROW)
+        # 64-bit sums wrap around, which loses nothing for this purpose.
         digest.update(words.sum(axis=0, dtype=np.uint64).astype("<u8"))
         digest.update(words.sum(axis=1, dtype=np.uint64).astype("<u8"))
+    # What is left is shorter than a row, and goes into the digest itself.
     digest.update(raw[whole:].data)
     return digest.hexdigest()
 

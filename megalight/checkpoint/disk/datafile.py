@@ -46,6 +46,7 @@ class OpenFile:
         position = 0
         while position < len(into):
             try:
+                # `preadv` may return less than was asked for.
                 count = os.preadv(self.descriptor, [into[position:]], start + position)
             except OSError as error:
                 raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
@@ -111,6 +112,7 @@ class DataFile(OpenFile):
             CheckpointError: they differ from what was saved, or cannot be read.
         """
         around, position = b"", 0
+        # A last interval at the end of the file, to take what is behind the last tensor.
         for start, stop in (*sorted(tensors), (self.record.size, 0)):
             around += self._bytes(start - position, position)
             position = stop

@@ -104,6 +104,7 @@ def located(root: Path, name: str) -> Path:
     path = root / checked_name(name)
     if not path.exists():
         raise CheckpointError(f"checkpoint {root} is torn: {name} is missing.")
+    # Resolved: a link inside the folder may lead anywhere.
     if not path.is_file() or Path(os.path.realpath(path)) != Path(os.path.realpath(root)) / name:
         raise CheckpointError(f"{name} in checkpoint {root} is no regular file inside it; copy the file itself there.")
     return path
@@ -148,6 +149,7 @@ def read_file(root: Path, name: str, record: FileRecord) -> bytes:
         raise CheckpointError(f"{name} in checkpoint {root} claims {record.size} bytes; at most {MAX_JSON} are read.")
     try:
         with path.open("rb") as file:
+            # One byte more than it should have, so that a longer file shows.
             data = file.read(record.size + 1)
     except OSError as error:
         raise CheckpointError(f"{name} in checkpoint {root} cannot be read: {error}.") from error
@@ -158,6 +160,7 @@ def read_file(root: Path, name: str, record: FileRecord) -> bytes:
 
 def dump_json(value: Any) -> bytes:
     """Compact JSON, one top-level key per line so that people can page through it."""
+    # JSON has no NaN. Such floats are tagged by `json_values`.
     compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     if not isinstance(value, dict):
         return compact(value).encode()
@@ -188,6 +191,7 @@ def pack_header(entries: Iterable[Entry], metadata: dict[str, str]) -> tuple[byt
         placed.append(Entry(entry.key, entry.dtype, entry.shape, position))
         position = stop
     text = json.dumps(table, separators=(",", ":")).encode()
+    # The data begins at a multiple of 8, as the format's own writer has it.
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
     header = struct.pack("<Q", len(text)) + text
@@ -209,6 +213,7 @@ def parse_header(data: bytes | memoryview, size: int, what: str) -> list[Entry]:
     entries = []
     try:
         table.pop("__metadata__", None)
+        # In the order of the data, so that each tensor must begin where the last one ended.
         for key, item in sorted(table.items(), key=lambda pair: pair[1]["data_offsets"]):
             entry = Entry(key, by_code[item["dtype"]], checked_shape(item["shape"], what), position)
             start, stop = item["data_offsets"]
@@ -229,6 +234,7 @@ def checked_count(value: Any, what: str) -> int:
     Raises:
         CheckpointError: it is anything else.
     """
+    # `type`, because True is an instance of int.
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise CheckpointError(f"{what} holds {str(value)[:80]!r} where a count or size belongs.")
     return value
@@ -243,6 +249,7 @@ def checked_shape(value: Any, what: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > 32:
         raise CheckpointError(f"{what} holds {str(value)[:80]!r} where a list of sizes belongs.")
     shape = tuple(checked_count(n, what) for n in value)
+    # Far below 2^63, so that sizes in bytes cannot overflow.
     if prod(max(n, 1) for n in shape) > 1 << 55:
         raise CheckpointError(f"{what} describes a tensor of impossible size {list(shape)}.")
     return shape

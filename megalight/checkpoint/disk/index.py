@@ -118,10 +118,12 @@ def validate(tensors: Iterable[TensorInfo], what: str) -> None:
         _validate_tiling(info, what)
         for chunk in info.chunks:
             nbytes = prod(chunk.size) * CODES[info.dtype][1]
+            # One sum per block, rounded up.
             if len(chunk.sums) != -(-nbytes // BLOCK):
                 raise CheckpointError(f"{what}: {info.name!r} has a chunk with the wrong number of checksums.")
             spans.setdefault(chunk.file, []).append((chunk.start, chunk.start + nbytes, info.name))
     for file, parts in spans.items():
+        # Sorted, so that only neighbours can overlap.
         parts.sort()
         for (_, stop, first), (start, _, second) in pairwise(parts):
             if start < stop:
@@ -139,6 +141,7 @@ def _validate_tiling(info: TensorInfo, what: str) -> None:
                 f"{what}: {info.name!r} of shape {list(info.shape)} has a chunk at {list(chunk.offset)} of size "
                 f"{list(chunk.size)}, which does not lie inside it."
             )
+    # Without overlaps, equal counts mean that nothing is missing.
     overlap = _overlap(info)
     covered = sum(prod(chunk.size) for chunk in info.chunks)
     if overlap or covered != info.numel:
@@ -152,6 +155,7 @@ def _overlap(info: TensorInfo) -> tuple[int, ...] | None:
         return None
     if not info.shape:
         return (0,)
+    # Along the longest dim the fewest chunks are active at once.
     dim = max(range(len(info.shape)), key=info.shape.__getitem__)
     active: list[Chunk] = []
     for chunk in sorted(info.chunks, key=lambda c: c.offset[dim]):

@@ -63,6 +63,7 @@ class Manifest:
         """Seal the folder."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["files"] = {name: [record.size, record.checksum] for name, record in sorted(self.files.items())}
+        # Without its first brace: the seal's line comes in front of it, and the whole is JSON again.
         body = dump_json(content)[1:]
         write_file(root / NAME, (_SEAL % checksum(body)).encode() + body)
 
@@ -77,6 +78,7 @@ def read(root: Path) -> Manifest:
         error = CheckpointError if root.exists() else MissingCheckpointError
         raise error(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
     path = located(root, NAME)
+    # A damaged file of any size must not fill the memory.
     if path.stat().st_size > MAX_SIZE:
         raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")
     data = path.read_bytes()

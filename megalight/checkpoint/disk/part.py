@@ -109,6 +109,7 @@ class Seal:
         Raises:
             CheckpointError: parts do not fit together, or files of another rank are not there.
         """
+        # Names contain the rank, so parts of ranks do not meet.
         records = {name: record for part in parts for name, record in part.records.items()}
         tensors = _joined(tensor for part in parts for tensor in part.tensors)
         records[index.NAME] = write_file(folder / index.NAME, dump_json(index.to_json(tensors)))
@@ -116,11 +117,13 @@ class Seal:
             records |= _torch_files().write_metadata(
                 folder, tensors, [each for part in parts for each in part.archives]
             )
+        # Later than any checkpoint beside it, even if the clock went back: the newest one must sort last.
         newest = publish.latest(self.path.parent)
         floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
         saved_at = max(time.time_ns(), floor)
         manifest = manifests.Manifest(records, saved_at, self.world_size, self.versions, self.scheme)
         try:
+            # Files of other ranks may be on another machine's disk.
             manifests.check_files(folder, manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{error} Is {self.path.parent} on storage that all ranks share?") from error
@@ -153,6 +156,7 @@ def write_part(folder: Path, part: Part, blocks: Iterable[Iterable[memoryview]])
     for name, source in part.small.items():
         with _naming(name):
             records[name] = write_file(folder / name, source.read_bytes() if isinstance(source, Path) else source)
+    # The entries of the files, which are not on disk with their contents.
     for inside in {(folder / name).parent for name in records}:
         sync_directory(inside)
     return Written(records, tuple(tensors), tuple(archives))
@@ -192,6 +196,7 @@ def write_tensors(
     path.parent.mkdir(parents=True, exist_ok=True)
     header, placed = pack_header(entries, {"format": "pt"})
     sums: list[tuple[str, ...]] = []
+    # `O_EXCL`: two ranks that write one file would be an error here, and not a mixture.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with ThreadPoolExecutor(1) as thread:
@@ -200,10 +205,12 @@ def write_tensors(
                 digests = []
                 for block in tensor:
                     digests.append(checksum(block))
+                    # The block before must be on its way before its memory is used again.
                     pending.result()
                     pending = thread.submit(write_all, descriptor, block)
                 sums.append(tuple(digests))
             pending.result()
+        # On disk before the manifest is, which says that it is.
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -44,6 +44,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: it is an address of remote storage.
     """
+    # Addresses have a scheme of at least two letters. One letter is a drive.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
         raise CheckpointError(f"{path} is remote storage; checkpoints need a mounted file system that all ranks share.")
     return Path(os.path.abspath(path))
@@ -68,6 +69,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.exists():
         return path
+    # "partial" first: it is newer than what it was to replace.
     for state in ("partial", "old"):
         for candidate in sorted(path.parent.glob(f"{_escaped(path.name)}.{state}-*")):
             if _TEMPORARY.fullmatch(candidate.name) and is_complete(candidate):
@@ -107,7 +109,9 @@ def remove(path: str | os.PathLike[str]) -> bool:
     except FileNotFoundError:
         return True
     try:
+        # Renamed before it is deleted: at every moment there is a whole checkpoint of this name, or none.
         os.rename(resolve(path), trash)
+        # The rename reaches the disk before anything is deleted.
         sync_directory(path.parent)
         _delete(trash)
     except FileNotFoundError:
@@ -137,6 +141,7 @@ class Partial:
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path} exists and is not a folder. Save elsewhere, or remove it.")
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Under the same directory, so that publishing is a rename inside one file system.
         clean(path)
         self.path = path
         self.folder = _temporary(path, "partial")
@@ -164,6 +169,7 @@ class Partial:
 
 def publish(folder: Path, path: Path) -> None:
     """Put a sealed folder in its place. A checkpoint that was there stays until this one is."""
+    # The contents are on disk before the name is.
     sync_directory(folder)
     if not os.path.lexists(path):
         os.rename(folder, path)
@@ -173,6 +179,7 @@ def publish(folder: Path, path: Path) -> None:
         _delete(folder)
     else:
         old = _temporary(path, "old")
+        # For a moment there is none of this name. `resolve` then finds it under its old one.
         os.rename(path, old)
         try:
             os.rename(folder, path)
@@ -192,6 +199,7 @@ def clean(path: Path) -> None:
     """
     for entry in _entries(path.parent):
         match = _TEMPORARY.fullmatch(entry.name)
+        # A complete leftover whose path is missing is that checkpoint, and stays.
         if match is None or resolve(entry.with_name(match["path"])) == entry:
             continue
         try:
@@ -244,6 +252,7 @@ def locked(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     Raises:
         BlockingIOError: a living process has it.
     """
+    # Read-only: a lock needs no right to write.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -260,6 +269,7 @@ def _swap(one: Path, other: Path) -> bool:
     """Exchange two folders in one step, so that neither name is ever missing; False where the system cannot."""
     if sys.platform != "linux":
         return False
+    # `renameat2` has no function in Python.
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return exchange is not None and exchange(here, os.fsencode(one), here, os.fsencode(other), flag) == 0

@@ -55,6 +55,7 @@ class Record:
         """Keep the state."""
         self.state = state
 
+    # A subclass of dict or list fills itself by these calls, of which nothing is needed.
     def __setitem__(self, key: Any, value: Any) -> None:
         """Drop what a subclass of dict holds."""
 
@@ -91,6 +92,7 @@ def read_file(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            # The size that the archive claims, before it is unpacked.
             if info.file_size > MAX_JSON:
                 raise ValueError(f"its pickle claims {info.file_size} bytes")
             data = archive.read(info)
@@ -103,6 +105,7 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in CODES:
             return name
+        # A class for each name, made here: nothing is looked up or imported.
         return PLAIN.get((module, name)) or type("Record", (Record,), {"kind": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:

@@ -29,6 +29,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of Megalight nor a file of torch.save.")
     try:
+        # Mapped: tensors that nobody looks at are not read. Plain values only, as a pickle may run code.
         entries = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch, zipfile and the unpickler each raise their own kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -99,6 +99,7 @@ class TorchFolder:
                     mine, theirs = inside
                     found += box.data[mine].numel()
                     jobs.setdefault(shard.file, {}).setdefault((box.key, shard), []).append((box.data[mine], theirs))
+            # Before anything is read: an incomplete shard list would leave values of the memory.
             if found != box.data.numel():
                 raise CheckpointError(
                     f"{box.key} of shape {list(self.tensors[box.key].shape)} in {self.path}: from {list(box.offset)} "
@@ -123,6 +124,7 @@ class TorchFolder:
             file.seek(shard.start)
             data = file.read(shard.length)
         try:
+            # Tensors only: a pickle that names anything else is refused.
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch, zipfile and the unpickler each raise their own kinds
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -151,6 +153,7 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
             raise CheckpointError(f"{what}: {key} of shape {list(shape)} has a shard at {list(offset)}, outside of it.")
         start, length = (checked_count(place.get(name), what) for name in ("offset", "length"))
         shards.append(Shard(offset, size, str(place.get("relative_path")), start, length))
+    # Shards may overlap (copies of replicas), but must not leave elements out.
     if sum(prod(shard.size) for shard in shards) < prod(shape):
         raise CheckpointError(f"{what}: {key} of shape {list(shape)} is not complete: shards are missing.")
     return TorchTensor(shape, dtype, tuple(shards))

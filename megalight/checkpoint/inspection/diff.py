@@ -70,6 +70,7 @@ def _kind(info: TensorInfo | None) -> str | None:
 
 
 def _relative(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    # NaN in the same place is no difference.
     same = (one == other) | (np.isnan(one) & np.isnan(other))
     if same.all():
         return 0.0
@@ -93,5 +94,6 @@ def _values(path: Path, info: TensorInfo) -> NDArray[np.float64]:
                 )
             ]
         box = tuple(slice(low, low + extent) for low, extent in zip(chunk.offset, chunk.size, strict=True))
+        # A chunk without elements has no bytes to join.
         whole[box] = np.concatenate(parts).reshape(*chunk.size, pairs) if parts else 0
     return whole

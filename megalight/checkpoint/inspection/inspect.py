@@ -83,6 +83,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     common = parse_json(small("common.json"), "common.json")
     found: dict[str, float] = {}
     if norms:
+        # Norms read all data, so that everything else is verified as well.
         found = _norms(root, manifest, tensors)
         for name in records:
             if not name.startswith("data/"):
@@ -147,6 +148,7 @@ def _norms(root: Path, manifest: manifests.Manifest, tensors: Mapping[str, Tenso
                 nbytes = prod(chunk.size) * CODES[info.dtype][1]
                 for (start, stop), digest in zip(blocks(nbytes), chunk.sums, strict=True):
                     raw = np.frombuffer(file.block(chunk.start + start, chunk.start + stop, digest), np.uint8)
+                    # float64: squares of large float32 values overflow.
                     squares[info.name] += float(np.square(floats(raw, info.dtype)).sum())
     return {name: sqrt(square) for name, square in squares.items()}
 
@@ -154,6 +156,7 @@ def _norms(root: Path, manifest: manifests.Manifest, tensors: Mapping[str, Tenso
 def floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
     """The numbers in raw bytes, also of types that numpy lacks. A complex number counts as two."""
     if dtype == "bfloat16":
+        # bfloat16 is the upper half of float32.
         return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
     if dtype in _FLOAT8:
         return np.array([_FLOAT8[dtype](byte) for byte in range(256)])[raw]
@@ -221,6 +224,7 @@ def _rows(report: Report, depth: int | None) -> Iterator[tuple[str, str]]:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
+    # Numbers as numbers: layer 10 comes after layer 9.
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 

@@ -72,10 +72,12 @@ class Averaged(Filling):
             # also the first is read again: its values may have been rounded to the boxes' dtype
             parts = [replace(box, data=_wide(box.data)) for box in floating]
             source.fill(parts, strict=False, process_group=process_group)
+            # Empty in the first turn, whose parts become the sum.
             for sum_, part in zip(total, parts, strict=False):
                 sum_.data.add_(part.data)
             total = total or parts
         for box, sum_ in zip(floating, total, strict=True):
+            # Divided before it is rounded to the box's dtype.
             box.data.copy_(sum_.data.div_(len(self.sources)))
 
     def _is_float(self, name: str) -> bool:

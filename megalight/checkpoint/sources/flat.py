@@ -68,6 +68,7 @@ class FlatStates:
         wholes = {}
         for name, parts in found.items():
             ends = [[o + n for o, n in zip(offset, size, strict=True)] for offset, size, _ in parts]
+            # Pieces tell where they lie. Their ends give the shape of the whole.
             shape = tuple(map(max, zip(*ends, strict=True)))
             if sum(prod(size) for _, size, _ in parts) != prod(shape) or any(
                 info.shape != (prod(size),) for _, size, info in parts
@@ -103,9 +104,11 @@ class FlatStates:
                 overlap = _overlap(box, offset, size)
                 if overlap is not None:
                     name = piece_name(box.name, offset, size)
+                    # Once for all boxes that touch the piece.
                     touched.setdefault(name, torch.empty(prod(size), dtype=box.data.dtype))
                     overlaps.append((name, size, *overlap))
         flat = [Target(name, (len(data),), (0,), data) for name, data in touched.items()]
+        # One fill for all, so that files are opened once.
         self.saved.fill([*plain, *flat], strict=False, process_group=process_group)
         for name, size, part, inside in overlaps:
             part.copy_(touched[name].view(size)[inside])

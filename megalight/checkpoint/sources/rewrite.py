@@ -39,6 +39,7 @@ def rewrite(
     """
     opened = open_checkpoint(path)
     source = Watched(canonical(opened), report)
+    # All ranks that saved it, though one process writes: their random states must not be lost.
     states = {rank: opened.rank_state(rank) for rank in range(opened.world_size)}
     names = [name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")]
     with alone() as group:

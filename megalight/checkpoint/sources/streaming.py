@@ -53,6 +53,7 @@ class Wanted:
             if data.nbytes <= SPLIT:
                 yield Target(name, shape, (0,) * data.ndim, data)
                 continue
+            # One part for each thread, by rows.
             step = -(-len(data) // THREADS)
             for first in range(0, len(data), step):
                 yield Target(name, shape, (first, *inner), data[first : first + step])
@@ -75,8 +76,10 @@ def stream(source: Source, wanted: Iterable[Wanted], process_group: ProcessGroup
         filled = source.fill(targets, strict=False, process_group=process_group)
         if filled.missing:
             raise CheckpointError(f"{', '.join(filled.missing[:5])} not in the source; it holds another model.")
+        # The boxes are views, and would keep the memory of tensors that were handed out.
         targets.clear()
         memory.reverse()
+        # Handed out from the end, and forgotten here: the caller decides how long each tensor lives.
         while memory:
             yield memory.pop()
 
