@@ -54,9 +54,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Dif
     a, b = describe(one).tensors, describe(other).tensors
     found = []
     for name in sorted(a.keys() | b.keys()):
-        ours, theirs = (
-            None if info is None else f"{list(info.shape)} {info.dtype}" for info in (a.get(name), b.get(name))
-        )
+        ours, theirs = _kind(a.get(name)), _kind(b.get(name))
         relative = None
         if name in a and name in b and a[name].shape == b[name].shape:
             relative = _relative(_values(Path(one), a[name]), _values(Path(other), b[name]))
