@@ -22,6 +22,8 @@ from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_only
+
 GRACE = 5.0
 """Seconds for other ranks to end after one has failed. They may hang in a collective that it never joins."""
 POLL = 0.2
@@ -61,6 +63,7 @@ def _answer(rank: int, job: bytes) -> bytes:
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank))
+    rank_zero_only.rank = rank  # Lightning reads the variable when it is imported, which was before
     tests = mp.parent_process()  # not the server that forks ranks, which does not end as long as they live
     while True:
         try:
