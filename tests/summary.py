@@ -26,14 +26,15 @@ SLOWEST = 10
 def commit() -> str:
     """Return the commit under test, with a mark if the working tree differs from it.
 
-    A machine that has only a copy of the files is told by the environment variable ``GIT_COMMIT``.
+    The environment variable ``GIT_COMMIT`` overrides it: a copy of the files may have an older repository, or none.
     """
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    known = os.environ.get("GIT_COMMIT", "unknown")
-    if shutil.which("git") is None:
+    if known := os.environ.get("GIT_COMMIT"):
         return known
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    if shutil.which("git") is None:
+        return "unknown"
     answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return answer.stdout.strip() or known
+    return answer.stdout.strip() or "unknown"
 
 
 def device() -> str:
