@@ -132,15 +132,33 @@ def _attention(params: Params, name: str, x: Tensor, config, layer: int) -> Tens
 
 def reference_logits(params: Params, config, tokens: Tensor) -> Tensor:
     """``[B, S] -> [B, S, V]``: every row is one sequence; no dropout."""
+    return _logits(params, config, _hidden(params, config, tokens))
+
+
+def _embedded(params: Params, config, tokens: Tensor, first: int = 0) -> Tensor:
     x = params["embed.word.weight"][tokens] * config.embedding_multiplier
     if config.position.kind == "learned":
-        x = x + params["embed.position.weight"][: tokens.shape[1]]
+        x = x + params["embed.position.weight"][first : first + tokens.shape[1]]
+    return x
+
+
+def _layer(params: Params, name: str, x: Tensor, config, index: int) -> Tensor:
+    normed = _norm(params, f"{name}.attention_norm", x, config)
+    x = x + _attention(params, f"{name}.attention", normed, config, index)
+    return x + _mlp(params, f"{name}.mlp", _norm(params, f"{name}.mlp_norm", x, config), config)
+
+
+def _hidden(params: Params, config, tokens: Tensor) -> Tensor:
+    """The output of the final norm."""
+    x = _embedded(params, config, tokens)
     for i in range(config.num_layers):
-        normed = _norm(params, f"layers.{i}.attention_norm", x, config)
-        x = x + _attention(params, f"layers.{i}.attention", normed, config, i)
-        x = x + _mlp(params, f"layers.{i}.mlp", _norm(params, f"layers.{i}.mlp_norm", x, config), config)
+        x = _layer(params, f"layers.{i}", x, config, i)
+    return _norm(params, "head.norm", x, config)
+
+
+def _logits(params: Params, config, normed: Tensor) -> Tensor:
     weight = params["embed.word.weight" if config.tie_embeddings else "head.output_layer.weight"]
-    logits = _norm(params, "head.norm", x, config) @ weight.T
+    logits = normed @ weight.T
     return logits if config.logit_softcap is None else config.logit_softcap * torch.tanh(logits / config.logit_softcap)
 
 
@@ -148,6 +166,23 @@ def reference_losses(params: Params, config, tokens: Tensor, labels: Tensor) -> 
     """``[B, S], [B, S] -> [B, S]``: minus the log-probability of each label."""
     logits = reference_logits(params, config, tokens)
     return torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None])[..., 0]
+
+
+def reference_depths(params: Params, config, tokens: Tensor, labels: Tensor) -> list[Tensor]:
+    """Losses of each depth of multi-token prediction in one sequence ``[S]``; depth k has ``S - k`` of them."""
+    x, found = _hidden(params, config, tokens[None]), []
+    for depth in range(1, config.mtp.num_layers + 1):
+        name = f"mtp.depths.{depth - 1}"
+        # without the last token of the depth before, which has no token so much later
+        e = _norm(params, f"{name}.embed_norm", _embedded(params, config, tokens[None, depth:], depth), config)
+        h = _norm(params, f"{name}.hidden_norm", x[:, : e.shape[1]], config)
+        x = _linear(params, f"{name}.join", torch.cat([e, h], -1))
+        if x.numel():
+            x = _layer(params, f"{name}.layer", x, config, config.num_layers - 1)
+        x = _norm(params, f"{name}.norm", x, config)
+        logits = _logits(params, config, x)[0]
+        found.append(torch.logsumexp(logits, -1) - logits.gather(-1, labels[depth:, None])[:, 0])
+    return found
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.groups import speaks
-from megalight.parallel.layers import layers_of
+from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.hooks import defines, is_ours
@@ -111,7 +111,7 @@ def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
         ConfigurationError: the chunk has no layers, or they have no attention.
     """
     found = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
-    layers = [(f"layers.{index}", layer) for index, layer in found.items()]
+    layers = [(f"layers.{index}", layer) for index, layer in found.items()] + list(depths_of(chunk).items())
     if scope == "layer":
         return layers
     for name, layer in layers:

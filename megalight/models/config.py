@@ -16,6 +16,7 @@ UNBINDING = {
     "moe.router.jitter",
     "moe.router.expert_bias_rate",
     "moe.router.force_balance",
+    "mtp.loss_scale",
 }
 """Settings that may differ between the runs of one model, because its weights do not depend on them."""
 

@@ -202,6 +202,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _json(folder / CONFIG)
 
 
+def tensor_names(path: str | os.PathLike[str]) -> set[str]:
+    """Return the names of all tensors in a folder, as its files spell them.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    folder = Path(path)
+    return {entry.key for name in _files(folder) for entry in _header(folder, name)}
+
+
 def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the files of a folder that go with its weights: configuration, tokenizer, settings for generation.
 

@@ -128,7 +128,8 @@ class WeightMap:
         copies: their tensor -> another one with equal values. The first is read only if the second is missing.
         left_out: pattern of their tensors that are not read (buffers).
         respelt: pattern -> replacement, for names from older releases.
-        doubles: their tensor -> another one that is written with equal values.
+        doubles: their tensor -> other ones that are written with equal values.
+        moved: prefix of their names in files -> its spelling in ``places``, where two modules would else have one name.
     """
 
     places: Mapping[str, Theirs]
@@ -136,7 +137,8 @@ class WeightMap:
     copies: Mapping[str, str] = field(default_factory=dict)
     left_out: str = r"(?!)"
     respelt: Mapping[str, str] = field(default_factory=dict)
-    doubles: Mapping[str, str] = field(default_factory=dict)
+    doubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
 
     def theirs(self, name: str) -> Theirs:
         """Return the place of our canonical tensor.
@@ -157,7 +159,11 @@ class WeightMap:
         index = int(numbers[-1]) if found.stack else 0
         if found.stack and index >= found.stack:
             raise CheckpointError(f"{name} has no counterpart: {found.name} stacks {found.stack}.")
-        return replace(found, name=_numbered(found.name, numbers), index=index)
+        theirs = _numbered(found.name, numbers)
+        for filed, spelt in self.moved.items():
+            if theirs.startswith(spelt):
+                theirs = filed + theirs.removeprefix(spelt)
+        return replace(found, name=theirs, index=index)
 
     def ours(self, names: Iterable[str]) -> dict[str, Theirs]:
         """Return the canonical tensors that their tensors contain, and the place of each.
@@ -210,10 +216,10 @@ class WeightMap:
         parts: dict[str, dict[str, Theirs]] = {}
         for name in shapes:
             place = self.theirs(name)
-            for theirs in (place.name, self.doubles.get(place.name)):
-                if theirs is not None:
-                    parts.setdefault(theirs, {})[name] = place
-        for name, place in self.ours(parts.keys() - self.doubles.values()).items():
+            for theirs in (place.name, *self.doubles.get(place.name, ())):
+                parts.setdefault(theirs, {})[name] = place
+        doubles = {double for each in self.doubles.values() for double in each}
+        for name, place in self.ours(parts.keys() - doubles).items():
             if name not in shapes:
                 raise CheckpointError(f"{place.name} is made of parts, and {name} is missing.")
         return {name: Whole.of(name, found, shapes) for name, found in parts.items()}
@@ -237,6 +243,9 @@ class WeightMap:
         """Return their name in the spelling of the current release."""
         for pattern, replacement in self.respelt.items():
             name = re.sub(pattern, replacement, name)
+        for filed, spelt in self.moved.items():
+            if name.startswith(filed):
+                name = spelt + name.removeprefix(filed)
         rooted = self.root + name
         template = _template(rooted)[0]
         return rooted if template in known or template.rpartition(".")[0] in known else name

@@ -16,6 +16,8 @@ from megalight.nn.mamba2 import Mamba2 as Mamba2
 from megalight.nn.masked_lm import MaskedLMHead as MaskedLMHead
 from megalight.nn.mlp import MLP as MLP
 from megalight.nn.mlp import Activation as Activation
+from megalight.nn.multi_token import MultiTokenPrediction as MultiTokenPrediction
+from megalight.nn.multi_token import PredictionDepth as PredictionDepth
 from megalight.nn.norm import LayerNorm as LayerNorm
 from megalight.nn.norm import RMSNorm as RMSNorm
 from megalight.nn.pooler import Pooler as Pooler

@@ -31,10 +31,13 @@ class LMHead(nn.Module):
         self.softcap = softcap
         self.backend = backend
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``."""
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False) -> Tensor:
+        """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``.
+
+        ``normed`` hidden states have passed another norm, and skip the one here.
+        """
         # Before both branches: losses and logits are of the same normed states.
-        hidden = self.norm(hidden)
+        hidden = hidden if normed else self.norm(hidden)
         if labels is not None:
             head = self.output_layer
             # The weight goes in, not logits: the op makes a chunk of logits at a time, forward and backward.

@@ -7,6 +7,12 @@ from torch import nn
 from megalight.errors import ConfigurationError
 
 
+def depths_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of multi-token prediction of a model, or of a chunk of one, by name."""
+    depths = getattr(getattr(model, "mtp", None), "depths", {})
+    return {f"mtp.depths.{number}.layer": depth.layer for number, depth in depths.items()}
+
+
 def layers_of(model: nn.Module, needed_by: str | None = None) -> dict[int, nn.Module]:
     """Return the layers under ``model.layers`` in order, by global index.
 

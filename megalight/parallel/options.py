@@ -10,6 +10,7 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert.options import ExpertOptions
+from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Pipeline
@@ -76,11 +77,12 @@ class ParallelOptions:
         Raises:
             LayoutError: the layers cannot be divided like this, or the model cannot be cut.
         """
+        depths = len(depths_of(model))
         if mesh.pp > 1:
             layers = check_protocol(model)
-            return self.pipeline.layout(layers, mesh.pp, self.virtual_pipeline, self.pipeline_layout)
-        if self.pipeline_layout is not None:
-            PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1)  # raises if it does not fit
+            return self.pipeline.layout(layers, mesh.pp, self.virtual_pipeline, self.pipeline_layout, depths)
+        if self.pipeline_layout is not None:  # raises if it does not fit
+            PipelineLayout.of_string(self.pipeline_layout, check_protocol(model), 1, num_mtp=depths)
         return PipelineLayout((Stage(0, 0, 0, embed=True, layers=(), head=True),), 1, 1)
 
     def describe(self, mesh: ParallelMesh) -> str:

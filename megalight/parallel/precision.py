@@ -22,7 +22,7 @@ from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.parameter import known_state, precisions_of, state_of
 from megalight.ops.quantize.history import STEPS
 from megalight.ops.quantize.recipes import Recipe, recipe
-from megalight.parallel.layers import layers_of
+from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.column import ColumnLinear
@@ -188,9 +188,13 @@ def apply_low_precision(
     checked: set[tuple[torch.device, torch.dtype]] = set()
     # Their backward writes the gradients of queries and keys, which are cast for the products that made these.
     rotations = [module for module in model.modules() if isinstance(module, Rotary)]
-    for index, layer in layers.items():
-        if not options.first_layers <= index < total - options.last_layers:
-            continue
+    chosen = {
+        f"layers.{index}": layer
+        for index, layer in layers.items()
+        if options.first_layers <= index < total - options.last_layers
+    }
+    # layers of multi-token prediction are neither the first nor the last of the model
+    for path, layer in {**chosen, **depths_of(model)}.items():
         # What makes an input also measures its largest magnitude. The cast then reads the input
         # once instead of twice.
         if kind.wants_magnitudes and schemes.one_scale and not schemes.delayed:
@@ -199,7 +203,7 @@ def apply_low_precision(
         for name, weight, splits_in, splits_out in _weights(layer):
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.modules):
                 continue
-            _check_sizes(f"layers.{index}.{name}", weight, schemes)
+            _check_sizes(f"{path}.{name}", weight, schemes)
             # Once per device and dtype: the answer depends on nothing else.
             if not options.emulate and (weight.device, weight.dtype) not in checked:
                 kind.check_products(weight, schemes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import layers_of
+from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.recompute.group import Member
 
 CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -21,7 +21,8 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
     """Return the units of a model in the order in which it registers them. No unit contains another.
 
     In a model with ``layers``, its ``embed`` and ``head`` are units, too, if they have modules of their own: then no
-    other module reads their weights. If they share a weight, they are one unit.
+    other module reads their weights. If they share a weight, they are one unit. Layers of multi-token prediction are
+    units like all layers.
 
     Args:
         classes: classes of units, or their names. Empty: the layers of the model, or the members of every list of at
@@ -36,11 +37,11 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
             return [(module,) for module in _repeated(model)]
         # Other modules may read the weight of a bare embedding or head, outside of its
         # forward. Those stay whole.
-        first, last = _edge(model, "embed"), _edge(model, "head")
+        first, last, depths = _edge(model, "embed"), _edge(model, "head"), depths_of(model).values()
         # A shared weight is needed at both ends, so it is gathered with both.
         if first and last and _parameters(*first) & _parameters(*last):
             first, last = first + last, ()
-        return [unit for unit in (first, *layers, last) if unit]
+        return [unit for unit in (first, *layers, last, *((depth,) for depth in depths)) if unit]
     found = list(_of_classes(model, classes))
     for wanted in classes:
         if not any(_is_a(unit, wanted) for unit in found):
@@ -58,12 +59,15 @@ def owned_alone(model: nn.Module, units: Sequence[Unit]) -> dict[int, int]:
 
     Shared parameters, and those outside units, are needed longer than one unit computes.
     """
-    inside = {id(part): number for number, unit in enumerate(units) for module in unit for part in module.modules()}
+    numbers = {id(module): number for number, unit in enumerate(units) for module in unit}
     holders: dict[int, set[int | None]] = {}
-    for module in model.modules():
+    places: dict[str, int | None] = {}
+    # by place: a module may be inside a unit and outside of it (the embedding of multi-token prediction)
+    for name, module in model.named_modules(remove_duplicate=False):
+        places[name] = numbers.get(id(module), places.get(name.rpartition(".")[0]))
         for parameter in module._parameters.values():
             if parameter is not None:
-                holders.setdefault(id(parameter), set()).add(inside.get(id(module)))
+                holders.setdefault(id(parameter), set()).add(places[name])
     # A parameter of two units would be gathered and freed by each without regard to the other.
     alone = {key: next(iter(numbers)) for key, numbers in holders.items() if len(numbers) == 1}
     return {key: number for key, number in alone.items() if number is not None}

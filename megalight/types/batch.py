@@ -24,6 +24,7 @@ class TokenBatch:
             documents, and positions restart at each. None: a row is one sequence.
         share: set by :meth:`context_share`: how the tokens of this context-parallel share divide into sequences.
             None: the batch holds whole sequences.
+        later: set by :meth:`context_share`: the shares of :meth:`shifted` by 1, 2 and so on.
     """
 
     tokens: Tensor
@@ -31,6 +32,7 @@ class TokenBatch:
     loss_mask: Tensor
     document_lengths: tuple[tuple[int, ...], ...] | None = None
     share: PackedSequences | None = None
+    later: tuple[TokenBatch, ...] = ()
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -74,7 +76,31 @@ class TokenBatch:
             for row in rows
         ]
 
-    def context_share(self, rank: int, size: int, multiple: int = 1) -> TokenBatch:
+    def shifted(self, by: int) -> TokenBatch:
+        """Return the tokens, labels and loss mask ``by`` places later in the same sequence (multi-token prediction).
+
+        Behind the end of a sequence, all three are 0, so nothing counts in the loss there.
+
+        Raises:
+            DataError: this is a context-parallel share that was cut without tokens so much later.
+        """
+        if self.share is not None:
+            if by > len(self.later):
+                raise DataError(
+                    f"a context-parallel share has tokens up to {len(self.later)} places later, not {by}: they lie in "
+                    "other shares. Cut it with context_share(..., ahead=...)."
+                )
+            return self.later[by - 1]
+        sequences = self.sequences
+        # by sequence and not by row: the next document of a row must not show in this one
+        behind = (sequences.positions + by >= sequences.expand(sequences.sizes)).view(self.tokens.shape)
+
+        def shift(rows: Tensor) -> Tensor:
+            return rows.reshape(-1).roll(-by).view(rows.shape).masked_fill(behind, 0)
+
+        return replace(self, tokens=shift(self.tokens), labels=shift(self.labels), loss_mask=shift(self.loss_mask))
+
+    def context_share(self, rank: int, size: int, multiple: int = 1, ahead: int = 0) -> TokenBatch:
         """Take the part of every sequence that one context-parallel rank holds (:meth:`PackedSequences.zigzag`).
 
         Padding carries no loss. Rows of one sequence each stay rows, ``[B, S / size]``. Rows of several documents
@@ -84,6 +110,7 @@ class TokenBatch:
             rank: which share.
             size: number of shares.
             multiple: the number of tokens of the share is a multiple of this.
+            ahead: how many places later :meth:`shifted` must reach.
 
         Raises:
             DataError: rows have fewer tokens than ``2 * size`` chunks. Short documents inside a row are padded instead.
@@ -98,7 +125,11 @@ class TokenBatch:
         def take(rows: Tensor) -> Tensor:
             return rows.reshape(-1)[source].masked_fill(padding, 0).view(shape)
 
-        return TokenBatch(take(self.tokens), take(self.labels), take(self.loss_mask), share=share)
+        def cut(batch: TokenBatch) -> TokenBatch:
+            return TokenBatch(take(batch.tokens), take(batch.labels), take(batch.loss_mask), share=share)
+
+        # shifted before the cut: a share's next token may be the first of another share
+        return replace(cut(self), later=tuple(cut(self.shifted(by)) for by in range(1, ahead + 1)))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
@@ -109,6 +140,7 @@ class TokenBatch:
             labels=self.labels.to(device, non_blocking=non_blocking),
             loss_mask=self.loss_mask.to(device, non_blocking=non_blocking),
             share=None if self.share is None else self.share.to(device, non_blocking),
+            later=tuple(batch.to(device, non_blocking) for batch in self.later),
         )
 
     def pin_memory(self) -> TokenBatch:
@@ -119,4 +151,5 @@ class TokenBatch:
             labels=self.labels.pin_memory(),
             loss_mask=self.loss_mask.pin_memory(),
             share=None if self.share is None else self.share.pin_memory(),
+            later=tuple(batch.pin_memory() for batch in self.later),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.inference import load_model
 from megalight.models.export import export
+from megalight.models.gpt import MultiTokenConfig
+from megalight.models.gpt.model import Later
 from megalight.models.gpt.presets import preset
 from megalight.models.gpt.state_dict import (
     config_from_transformers,
@@ -21,7 +26,9 @@ from megalight.models.gpt.state_dict import (
 )
 from megalight.models.stored import held_model, open_model
 from megalight.nn.canonical import canonical_tensors
-from tests.models.beside_transformers import assert_equal, ours_of
+from megalight.types import PackedSequences
+from tests.models.beside_transformers import assert_equal, files_of, ours_of
+from tests.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,8 +111,62 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     assert config_to_transformers(config_from_transformers(again.to_dict())) == values
 
 
+def depth_tensors(layer: Any, index: int) -> dict[str, Tensor]:
+    """A depth of multi-token prediction as published files hold it: a further layer."""
+    found, root = {}, f"model.layers.{index}."
+    for key, tensor in layer.state_dict().items():
+        name = root + key.replace("mtp_block.", "").replace("post_norm.", "shared_head.norm.")
+        if "experts." in key and "shared" not in key:
+            parts = zip(("gate", "up"), tensor.chunk(2, 1), strict=True) if "gate_up" in key else [("down", tensor)]
+            for part, stack in parts:
+                for number, expert in enumerate(stack):
+                    found[f"{root}mlp.experts.{number}.{part}_proj.weight"] = expert.clone()
+        else:
+            found[name.replace(f"{root}post_norm", f"{root}shared_head.norm")] = tensor.clone()
+    return found
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_multi_token_prediction(depths: int, tmp_path: Path) -> None:
+    """Logits of each depth equal those of transformers, and folders hold the depths as further layers."""
+    from transformers.modeling_layers import MtpModel
+
+    # theirs gives depths the layers of the first indices, which must have experts like the last layer
+    main = theirs("deepseek_v3", num_mtp_layers=depths, first_k_dense_replace=0)
+    further = MtpModel(main, depths).double().eval()
+    with torch.no_grad():
+        for parameter in further.layers.parameters():
+            parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.ndim == 1))
+    files = files_of(main, tmp_path / "theirs")
+    for k, layer in enumerate(further.layers):
+        files |= depth_tensors(layer, 3 + k)
+    for same, whole in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        files |= {f"model.layers.{3 + k}.{same}.weight": files[f"{whole}.weight"].clone() for k in range(depths)}
+    save_file(files, tmp_path / "theirs" / "model.safetensors")
+    stored = open_model(tmp_path / "theirs")
+    assert stored.config.mtp == MultiTokenConfig(num_layers=depths)
+    export(stored, tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == files.keys()
+    assert all(torch.equal(back[key].double(), files[key].double()) for key in back)
+
+    ours = load_model(tmp_path / "theirs", dtype=torch.float64)
+    sequences, tokens = PackedSequences.of_uniform(1, 17), torch.randint(0, 53, (1, 17))
+    hidden, places = main.model(tokens).last_hidden_state, torch.arange(17)[None]
+    mask = torch.full((17, 17), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+    later = []
+    for k, layer in enumerate(further.layers, 1):
+        ids = tokens.roll(-k, 1)
+        embedded = further.embed_tokens(ids)
+        hidden = layer(embedded, hidden, further.rotary_emb(embedded, position_ids=places), mask, places, None)
+        wanted = torch.log_softmax(further.shared_head(hidden), -1)[0]
+        later.append(Later(ids[0], torch.randint(0, 53, (17,))))
+        found = ours(tokens[0], sequences, labels=tokens[0], later=[*later, *later[-1:] * (depths - k)]).depths[k - 1]
+        assert relative_error(found, -wanted.gather(1, later[-1].labels[:, None])[:, 0]) < 2e-6
+
+
 def test_folders_hold_the_expert_bias(tmp_path: Path) -> None:
-    """It is a buffer, and stays float32 in a folder of bfloat16; tensors of multi-token prediction are left out."""
+    """It is a buffer, and stays float32 in a folder of bfloat16; tensors of depths that a model lacks are left out."""
     model = theirs("deepseek_v3")
     ours, files = ours_of(model, tmp_path / "theirs")
     save_file({**files, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "theirs" / "model.safetensors")
@@ -122,6 +183,14 @@ def test_folders_hold_the_expert_bias(tmp_path: Path) -> None:
         assert held[key].dtype == wanted, key
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
+
+
+def test_folders_may_lack_depths(tmp_path: Path) -> None:
+    """Theirs writes their number, but not their tensors."""
+    files_of(theirs("deepseek_v3", num_mtp_layers=1), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert open_model(tmp_path).config.mtp is None
+    assert load_model(tmp_path).mtp is None
 
 
 @pytest.mark.parametrize("key", ["num_experts_per_tok", "first_k_dense_replace"])
@@ -181,6 +250,7 @@ DEEPSEEK = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
     "attention_bias": False,
+    "num_nextn_predict_layers": 1,
 }
 KIMI = {
     **DEEPSEEK,
@@ -196,6 +266,7 @@ KIMI = {
     "topk_group": 1,
     "routed_scaling_factor": 2.827,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
 }
 
 

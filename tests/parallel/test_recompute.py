@@ -387,7 +387,7 @@ def test_options_that_do_not_belong_together(options: dict[str, Any], message: s
         (selective("attention.qkv"), r"'attention\.qkv'.*keeps only its input"),
         (selective("*_dropout"), "keeps a mask"),
         (selective("mlp", "mlp.act"), r"'mlp\.act'.*lies inside another"),
-        (Recompute(granularity="full", num_layers=6), r"num_layers=6.*has 5 layers \(0 to 4\)"),
+        (Recompute(granularity="full", num_layers=6), r"num_layers=6.*has 5 layers \(layers.0 to layers.4\)"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(recompute: Recompute, message: str) -> None:

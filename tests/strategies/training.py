@@ -21,7 +21,7 @@ from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.strategies import DataParallel, MegatronStrategy
-from megalight.types import TokenBatch
+from megalight.types import Loss, TokenBatch
 from tests.environment import trainer
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.gathering import gather_canonical
@@ -232,23 +232,29 @@ def by_hand(
     )
     initial = whole(model)
     losses, norms, gradients = [], [], {}
+    task = GPTModule(config)
     for step in range(steps):
         batch = (batches(step) if batches else global_batch(step, packed=packed)).to(device)
         loss, aside = torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
         parts = batch.split(micro_batch_size or len(batch))
         for part in parts:
             with collecting(KeptSideLosses()) as side_losses:
-                output = model(part.tokens.reshape(-1), part.sequences, labels=part.labels.reshape(-1))
-            loss = loss + (output.losses * part.loss_mask.reshape(-1).to(dtype)).sum() / batch.loss_mask.sum()
+                if config.mtp is None:
+                    output = model(part.tokens.reshape(-1), part.sequences, labels=part.labels.reshape(-1))
+                    found = Loss((output.losses * part.loss_mask.reshape(-1).to(dtype)).sum())
+                else:
+                    found = task.loss_step(task.forward_step(model, part), part)
+            loss = loss + found.sum / batch.loss_mask.sum()
             aside = aside + sum(side_losses.values.values()) / len(parts)
+            counts = task.auxiliary_counts(batch)
+            aside = aside + sum(value / counts[name] for name, value in found.auxiliary.items())
         optimizer.zero_grad()
         (loss + aside).backward()
         gradients = gradients or canonical(model, {name: p.grad for name, p in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         losses.append(float(loss.detach()))
-    found = {"losses": losses, "norms": norms, "gradients": gradients}
-    return {**found, "initial": initial, "final": whole(model)}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "initial": initial, "final": whole(model)}
 
 
 def whole(model: torch.nn.Module) -> dict[str, np.ndarray[Any, Any]]:

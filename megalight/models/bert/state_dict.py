@@ -58,7 +58,7 @@ def weight_map(config: BertConfig) -> WeightMap:
     """
     places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
     # `transformers` has the bias under two names. Files hold the first, the second, or both.
-    copies, doubles = {BIAS: f"{DECODER}.bias"}, {f"{DECODER}.bias": BIAS}
+    copies, doubles = {BIAS: f"{DECODER}.bias"}, {f"{DECODER}.bias": (BIAS,)}
     if config.tie_embeddings:
         places["head.masked.lm.output_layer.bias"] = Theirs(BIAS)
         copies = {f"{DECODER}.bias": BIAS, f"{DECODER}.weight": "bert.embeddings.word_embeddings.weight"}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare
-from megalight.models.folder import Folder, read_config
+from megalight.models.folder import Folder, read_config, tensor_names
 from megalight.models.weights import WeightMap
 from megalight.parallel.plan import Plan
 from megalight.parallel.plans import PLANS
@@ -37,12 +38,15 @@ class Weights:
         config: content of ``config.json`` -> configuration.
         map: configuration -> the table of tensors for both directions.
         write_config: configuration and preferred ``model_type`` -> content of ``config.json``.
+        without: configuration, and a function that returns the names of a folder's tensors -> the configuration
+            without parts that ``config.json`` tells of and the folder does not hold. None: folders hold all parts.
     """
 
     kinds: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], Any]
     map: Callable[[Any], WeightMap]
     write_config: Callable[[Any, str | None], dict[str, Any]]
+    without: Callable[[Any, Callable[[], Collection[str]]], Any] | None = None
 
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.
@@ -57,7 +61,8 @@ class Weights:
                 f"{folder} holds a model of type {values.get('model_type')!r}; this family reads "
                 f"{', '.join(self.kinds)}."
             )
-        return self.config(values)
+        config = self.config(values)
+        return config if self.without is None else self.without(config, partial(tensor_names, folder))
 
     def source(self, folder: str | os.PathLike[str], config: Any, prefix: str) -> Folder:
         """Open the folder as a source of tensors with canonical names.

@@ -10,9 +10,11 @@ from megalight.models.gpt.config import DropoutConfig as DropoutConfig
 from megalight.models.gpt.config import GPTConfig as GPTConfig
 from megalight.models.gpt.config import InitConfig as InitConfig
 from megalight.models.gpt.config import LatentConfig as LatentConfig
+from megalight.models.gpt.config import MultiTokenConfig as MultiTokenConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
 from megalight.models.gpt.config import PositionConfig as PositionConfig
 from megalight.models.gpt.config import TemperatureConfig as TemperatureConfig
+from megalight.models.gpt.deepseek_weights import without_missing_depths
 from megalight.models.gpt.mamba_config import MambaConfig as MambaConfig
 from megalight.models.gpt.model import GPT as GPT
 from megalight.models.gpt.model import Output as Output
@@ -28,7 +30,9 @@ register(
         plan=gpt_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.gpt.module").GPTModule,
-        weights=Weights(tuple(READERS), config_from_transformers, weight_map, config_to_transformers),
+        weights=Weights(
+            tuple(READERS), config_from_transformers, weight_map, config_to_transformers, without_missing_depths
+        ),
         generates=True,
     )
 )

@@ -195,6 +195,26 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MultiTokenConfig:
+    """Multi-token prediction (MTP, https://arxiv.org/abs/2412.19437): layers that predict tokens after the next one.
+
+    They train with the model, and share its embedding and head. Evaluation and generation leave them out.
+
+    Attributes:
+        num_layers: number of depths, each with one layer like the last one of the model. Depth ``k`` predicts the token
+            after the next ``k`` ones.
+        loss_scale: factor of the mean of their losses in the objective.
+    """
+
+    num_layers: int = 1
+    loss_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self.num_layers >= 1, f"mtp.num_layers is {self.num_layers}; it must be at least 1, or leave mtp out.")
+        require(self.loss_scale > 0, f"mtp.loss_scale is {self.loss_scale}; it must be above 0, or leave mtp out.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendConfig:
     """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
 
@@ -236,6 +256,7 @@ class GPTConfig(ModelConfig):
         conv_kernel: number of tokens that a convolution sees.
         logit_softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
         moe: layers with experts in place of the MLP. None: all layers are dense.
+        mtp: layers that predict tokens after the next one, during training. None: there are none.
 
     Raises:
         ConfigurationError: sizes do not divide, or a value is out of range.
@@ -259,6 +280,7 @@ class GPTConfig(ModelConfig):
     position: PositionConfig = field(default_factory=PositionConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoEConfig | None = None
+    mtp: MultiTokenConfig | None = None
     backends: BackendConfig = field(default_factory=BackendConfig)
 
     def __post_init__(self) -> None:
@@ -400,6 +422,11 @@ class GPTConfig(ModelConfig):
     def num_sublayers(self) -> int:
         """Number of additions to the residual stream."""
         return self.num_layers if self.layer_pattern else super().num_sublayers
+
+    @property
+    def num_depths(self) -> int:
+        """Number of depths of multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.num_layers
 
     @property
     def expert_ffn_hidden_size(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, NormConfig
+from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, MultiTokenConfig, NormConfig
 from megalight.models.gpt.rotary_values import rotary_from, rotary_to
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
+
+log = logging.getLogger(__name__)
 
 PLACES = {
     "layers.N.attention.q_down": "model.layers.N.self_attn.q_a_proj",
@@ -27,6 +30,7 @@ PLACES = {
     "layers.N.mlp.shared.up": "model.layers.N.mlp.shared_experts.up_proj",
     "layers.N.mlp.shared.down": "model.layers.N.mlp.shared_experts.down_proj",
 }
+DEPTHS = ("num_nextn_predict_layers", "num_mtp_layers")
 GROUP_SUM = 2
 """Their score of a group of experts is the sum of so many best ones, whatever ``top_k`` is."""
 
@@ -39,9 +43,68 @@ def latent_places(config: GPTConfig) -> dict[str, str]:
     return PLACES
 
 
+DEPTH = {
+    "embed_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "join": "eh_proj",
+    "norm": "shared_head.norm",
+}
+SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Copies in each of their depths -> the tensor of the model. They have one value."""
+
+
+def depth_places(places: Mapping[str, str]) -> dict[str, str]:
+    """Return the places of multi-token prediction, from those of all layers.
+
+    Theirs are further layers; here they are spelt ``model.depths.N`` (see :func:`moved_depths`).
+    """
+    depths = {f"mtp.depths.N.{ours}": f"model.depths.N.{theirs}" for ours, theirs in DEPTH.items()}
+    for ours, theirs in places.items():
+        if ours.startswith("layers.N."):
+            depths[f"mtp.depths.N.layer.{ours.removeprefix('layers.N.')}"] = theirs.replace("layers", "depths", 1)
+    return depths
+
+
+def moved_depths(config: GPTConfig) -> dict[str, str]:
+    """Return the prefix of each depth in files, ``model.layers.61.``, and in tables."""
+    return {f"model.layers.{config.num_layers + k}.": f"model.depths.{k}." for k in range(config.num_depths)}
+
+
+def depth_copies(config: GPTConfig) -> dict[str, str]:
+    """Return the tensors in the depths of their files that are copies of the model's, in the spelling of tables."""
+    head = SHARED["embed_tokens.weight"] if config.tie_embeddings else SHARED["shared_head.head.weight"]
+    shared = SHARED | {"shared_head.head.weight": head}
+    return {f"model.depths.{k}.{copy}": whole for k in range(config.num_depths) for copy, whole in shared.items()}
+
+
+def depth_doubles(config: GPTConfig) -> dict[str, tuple[str, ...]]:
+    """Return the tensors of the model of which their files hold copies in the depths, by the copies' names there."""
+    copies: dict[str, tuple[str, ...]] = {}
+    for filed, spelt in moved_depths(config).items():
+        for copy, whole in depth_copies(config).items():
+            if copy.startswith(spelt):
+                copies[whole] = (*copies.get(whole, ()), filed + copy.removeprefix(spelt))
+    return copies
+
+
+def without_missing_depths(config: GPTConfig, names: Callable[[], Collection[str]]) -> GPTConfig:
+    """Return the configuration without multi-token prediction, if a folder does not hold its tensors.
+
+    ``transformers`` keeps their number in ``config.json``, but leaves the tensors out when it saves a model.
+
+    Args:
+        config: that of ``config.json``.
+        names: returns the names of the folder's tensors.
+    """
+    if config.mtp is None or any(f".{config.num_layers}.eh_proj." in f".{name}" for name in names()):
+        return config
+    log.info("the folder holds no tensors of multi-token prediction; the model is read without it")
+    return replace(config, mtp=None)
+
+
 def after_layers(config: GPTConfig) -> str:
-    """Return the pattern of tensors that published weights hold for multi-token prediction, behind the last layer."""
-    return rf"model\.layers\.{config.num_layers}\..*"
+    """Return the pattern of tensors of depths that published weights hold and the model does not."""
+    return rf"model\.layers\.{config.num_layers + config.num_depths}\..*"
 
 
 def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
@@ -105,6 +168,7 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
             value_dim=values["v_head_dim"],
         ),
         moe=moe,
+        mtp=MultiTokenConfig(num_layers=depths) if (depths := _depths(values)) else None,
         dropout=DropoutConfig(attention=values.get("attention_dropout", 0.0)),
     )
 
@@ -151,5 +215,10 @@ def deepseek_to(config: GPTConfig) -> dict[str, Any]:
         "norm_topk_prob": True,
         # other patterns differ when the values are read back, and are refused by name
         "first_k_dense_replace": sum(not config.has_experts(layer) for layer in layers),
-        "num_nextn_predict_layers": 0,
+        DEPTHS[0]: config.num_depths,
     }
+
+
+def _depths(values: Mapping[str, Any]) -> int:
+    """Return the number of depths. The published name and that of ``transformers`` differ."""
+    return next((values[name] for name in DEPTHS if values.get(name) is not None), 0)

@@ -45,14 +45,14 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
             width += moe.shared.ffn_hidden_size
             experts += h if moe.shared.gate else 0
         experts += projections * h * width
-    layers = range(config.num_layers)
+    layers = _layers(config)
     feed_forward = [0 if not config.has_mlp(i) else experts if config.has_experts(i) else dense for i in layers]
-    return sum(feed_forward) + sum(mixers[config.mixer_of(i)] for i in layers)
+    joins = config.num_depths * 2 * h * h
+    return joins + sum(feed_forward) + sum(mixers[config.mixer_of(i)] for i in layers)
 
 
 def _vector_parameters(config: GPTConfig, active: bool) -> int:
     """Return the number of norm weights and biases in all layers."""
-    norms = config.num_sublayers * _norm_parameters(config, config.hidden_size)
     attention = 0
     if config.attention.qk_norm:
         heads = config.num_heads + config.num_kv_heads if config.attention.qk_norm_whole else 2
@@ -73,20 +73,28 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
         each = config.expert_ffn_hidden_size * wide + config.hidden_size if moe.bias else 0
         experts = (moe.router.top_k if active else moe.num_experts) * each
         experts += moe.num_experts if moe.router.bias else 0
-    with_mlp = filter(config.has_mlp, range(config.num_layers))
-    layers = sum(experts if config.has_experts(layer) else mlp for layer in with_mlp)
+    indices = _layers(config)
+    layers = sum(experts if config.has_experts(layer) else mlp for layer in filter(config.has_mlp, indices))
     if (mamba := config.mamba) is not None:
         each = 3 * mamba.num_heads + mamba.inner_size + (mamba.conv_size if mamba.conv_bias else 0)
         layers += len(_mamba_layers(config)) * each
-    return norms + layers + len(_attention_layers(config)) * attention
+    norms = sum((config.mixer_of(layer) is not None) + config.has_mlp(layer) for layer in indices)
+    # A depth of multi-token prediction norms both of its inputs and its output.
+    norms += 3 * config.num_depths
+    return norms * _norm_parameters(config, config.hidden_size) + layers + len(_attention_layers(config)) * attention
+
+
+def _layers(config: GPTConfig) -> list[int]:
+    """Return the index of each layer. Those of multi-token prediction count as further ones like the last."""
+    return [*range(config.num_layers), *[config.num_layers - 1] * config.num_depths]
 
 
 def _attention_layers(config: GPTConfig) -> list[int]:
-    return [layer for layer in range(config.num_layers) if "attention" in (config.mixer_of(layer) or "")]
+    return [layer for layer in _layers(config) if "attention" in (config.mixer_of(layer) or "")]
 
 
 def _mamba_layers(config: GPTConfig) -> list[int]:
-    return [layer for layer in range(config.num_layers) if config.mixer_of(layer) == "mamba"]
+    return [layer for layer in _layers(config) if config.mixer_of(layer) == "mamba"]
 
 
 def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
@@ -108,9 +116,11 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     Each weight of projections, convolutions and the head counts six operations; of the experts, only those that a
     token passes through. Attention counts six for each query feature, each value feature and visible key:
     with a causal mask, half of the sequence on average; with a window, less. The scan of Mamba-2 counts as its chunked
-    products; see :func:`_scan_products`. Not counted: the embedding (a look-up) and recomputation.
+    products; see :func:`_scan_products`. Each depth of multi-token prediction counts its projection, its layer and the
+    head once more. Not counted: the embedding (a look-up) and recomputation.
     """
-    matmul = _matmul_parameters(config, True) + config.vocab_size * config.hidden_size
+    heads = 1 + config.num_depths
+    matmul = _matmul_parameters(config, True) + heads * config.vocab_size * config.hidden_size
     windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
     keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
     value_dim = config.head_dim if config.latent is None else config.latent.value_dim

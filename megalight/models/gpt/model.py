@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from megalight.nn import (
     Linear,
     LMHead,
     Mamba2,
+    MultiTokenPrediction,
+    PredictionDepth,
     ResidualLayer,
     RMSNorm,
     Rotary,
@@ -40,19 +42,34 @@ ROTARY = "rotary"
 """Name of the rotary table in the context of the layers."""
 
 
+class Later(NamedTuple):
+    """What one depth of multi-token prediction reads and predicts.
+
+    Attributes:
+        tokens: ``[T]``: depth ``k`` reads the id ``k`` places later in the same sequence; any id where there is none.
+        labels: ``[T]``: the label of that token; one without a loss where there is none.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+
+
 @dataclass(frozen=True)
 class Output:
-    """The output of a GPT or of a part of it. Exactly one of the three is set.
+    """The output of a GPT or of a part of it. Exactly one of the first three is set.
 
     Attributes:
         hidden: ``[T, h]``, if this part has no head.
         losses: ``[T]``, if labels are given.
         logits: ``[T, V]``, if no labels are given.
+        depths: for each depth of multi-token prediction, losses ``[T]``; hidden states ``[T, h]``, if this part has no
+            head. Empty if there are no depths before or in this part, or if they were not asked for.
     """
 
     hidden: Tensor | None = None
     losses: Tensor | None = None
     logits: Tensor | None = None
+    depths: tuple[Tensor, ...] = ()
 
 
 def build_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -253,6 +270,18 @@ def build_head(config: GPTConfig) -> LMHead:
     )
 
 
+def build_multi_token(config: GPTConfig, embed: TokenEmbedding, norm: nn.Module) -> MultiTokenPrediction:
+    """Build the depths of multi-token prediction over the model's embedding and final norm."""
+
+    def depth() -> PredictionDepth:
+        norms = [build_norm(config, config.hidden_size) for _ in range(3)]
+        join = Linear(2 * config.hidden_size, config.hidden_size, std=config.init.std)
+        # patterns of mixers, windows and experts end with the last layer, and each depth has a layer like that one
+        return PredictionDepth(norms[0], norms[1], join, build_layer(config, config.num_layers - 1), norms[2])
+
+    return MultiTokenPrediction(embed, norm, [depth() for _ in range(config.num_depths)])
+
+
 class GPT(nn.Module):
     """A decoder-only language model. Parameters have no values until they are initialised or loaded.
 
@@ -263,6 +292,8 @@ class GPT(nn.Module):
         embed: from token ids to hidden states, or None.
         layers: transformer layers in order, by global index as a string.
         head: from hidden states to losses or logits, or None.
+        mtp: depths of multi-token prediction, or None. They have the embedding and the final norm of the whole model,
+            also in a part without these.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -273,6 +304,10 @@ class GPT(nn.Module):
         self.rotary = build_rotary(config)
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.head: LMHead | None = build_head(config)
+        self.mtp: MultiTokenPrediction | None = None
+        if config.mtp is not None:
+            # after the embedding and the head, whose names their shared modules keep
+            self.mtp = build_multi_token(config, self.embed, self.head.norm)
         # one parameter with two names: canonical tensors and checkpoints use the first one, embed.word.weight
         if config.tie_embeddings:
             self.head.output_layer.weight = self.embed.word.weight
@@ -292,6 +327,8 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
+        later: Sequence[Later] = (),
+        depths: Sequence[Tensor] = (),
     ) -> Output:
         """Run the parts that this model has.
 
@@ -302,6 +339,8 @@ class GPT(nn.Module):
             hidden: ``[T, h]``, the input of a model without ``embed``.
             states: the state of each layer (see :mod:`megalight.inference.cache`). None if there are no earlier tokens.
             rows: ``[N]`` indices of the tokens for which to compute losses or logits. None means all tokens.
+            later: one entry for each depth of multi-token prediction. Empty: the depths do not run.
+            depths: hidden states ``[T, h]`` of each depth, from the part before, if the depths were in that one.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
@@ -314,11 +353,21 @@ class GPT(nn.Module):
         if hidden is None:
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
         # The context is made once. Recompute of a layer then passes the same object.
-        hidden = run_layers(self.layers, hidden, self.context(sequences, hidden.dtype), states)
+        context = self.context(sequences, hidden.dtype)
+        hidden = run_layers(self.layers, hidden, context, states)
+        if self.mtp is not None and later:
+            depths = self.mtp(hidden, [each.tokens for each in later], self._positions(sequences, len(later)), context)
         if self.head is None:
-            return Output(hidden=hidden)
+            return Output(hidden=hidden, depths=tuple(depths))
+        further = tuple(self.head(hidden, each.labels, normed=True) for hidden, each in zip(depths, later, strict=True))
         # select rows before the head, whose product with the vocabulary is expensive
         if rows is not None:
             hidden, labels = hidden[rows], None if labels is None else labels[rows]
         answer = self.head(hidden, labels)
-        return Output(logits=answer) if labels is None else Output(losses=answer)
+        return Output(logits=answer) if labels is None else Output(losses=answer, depths=further)
+
+    def _positions(self, sequences: PackedSequences, depths: int) -> list[Tensor]:
+        """Return the positions of the tokens that each depth reads."""
+        # places behind the end of a sequence hold no token, but a learned embedding needs a row for them
+        last = self.config.max_sequence_length - 1
+        return [(sequences.positions + number).clamp(max=last) for number in range(1, depths + 1)]

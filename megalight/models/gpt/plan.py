@@ -38,6 +38,8 @@ RULES = Plan(
         "*.attention.*_down": SequenceRegion(),
         "*.attention.*_up": Column(),
         "*.attention.shared_key": SharedHead(),
+        # twice as wide as the hidden states, and whole on every rank, which computes it for its share of the tokens
+        "mtp.depths.*.join": SequenceRegion(),
         "*.conv.gates": Column(),
         "*.conv.filter": Channels(),
         "*.conv.proj": Row(),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalight.models.gpt.config import AttentionConfig, GPTConfig, LatentConfig, NormConfig, PositionConfig
+from megalight.models.gpt.config import (
+    AttentionConfig,
+    GPTConfig,
+    LatentConfig,
+    MultiTokenConfig,
+    NormConfig,
+    PositionConfig,
+)
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry
@@ -136,7 +143,7 @@ def olmoe() -> GPTConfig:
 
 
 def deepseek_v3() -> GPTConfig:
-    """Configure DeepSeek-V3 (https://huggingface.co/deepseek-ai/DeepSeek-V3) without multi-token prediction."""
+    """Configure DeepSeek-V3 (https://huggingface.co/deepseek-ai/DeepSeek-V3) with its multi-token prediction."""
     return GPTConfig(
         num_layers=61,
         hidden_size=7168,
@@ -159,6 +166,7 @@ def deepseek_v3() -> GPTConfig:
             shared=SharedConfig(ffn_hidden_size=2048),
             balance=BalanceConfig(seq_aux_loss=1e-4),
         ),
+        mtp=MultiTokenConfig(),
     )
 
 
@@ -183,6 +191,7 @@ def kimi_k2() -> GPTConfig:
             pattern=(False,) + (True,) * 60,
             router=RouterConfig(top_k=8, score="sigmoid", scale=2.827, expert_bias=True),
         ),
+        mtp=None,
     )
 
 

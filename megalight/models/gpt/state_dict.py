@@ -13,7 +13,16 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
-from megalight.models.gpt.deepseek_weights import after_layers, deepseek_from, deepseek_to, latent_places
+from megalight.models.gpt.deepseek_weights import (
+    after_layers,
+    deepseek_from,
+    deepseek_to,
+    depth_copies,
+    depth_doubles,
+    depth_places,
+    latent_places,
+    moved_depths,
+)
 from megalight.models.gpt.gpt_oss_weights import as_gpt_oss, gpt_oss_to, with_defaults
 from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
 from megalight.models.gpt.rotary_values import rotary_from, rotary_to
@@ -59,11 +68,14 @@ def weight_map(config: GPTConfig) -> WeightMap:
     if config.latent is not None:
         # Latent attention has other projections. Only the last one, `proj`, has the same name.
         rest = {ours: theirs for ours, theirs in LLAMA.items() if ".attention." not in ours or ours.endswith("proj")}
+        layers = rest | latent_places(config)
         return WeightMap(
-            {ours: Theirs(theirs) for ours, theirs in (rest | latent_places(config)).items()},
+            {ours: Theirs(theirs) for ours, theirs in (layers | depth_places(layers)).items()},
             root="model.",
-            copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+            copies={**({"lm_head.weight": "model.embed_tokens.weight"} if tied else {}), **depth_copies(config)},
             left_out=after_layers(config),
+            doubles=depth_doubles(config),
+            moved=moved_depths(config),
         )
     if config.position.kind != "learned":
         return WeightMap(
@@ -166,6 +178,8 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         # 0 and the width itself mean the same.
         values["moe"]["ffn_hidden_size"] = config.expert_ffn_hidden_size
         del values["moe"]["balance"]  # losses are the user's choice
+    if config.mtp is not None:
+        del values["mtp"]["loss_scale"]
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
     values["position"]["pattern"] = [config.position.rotates(layer) for layer in range(config.num_layers)]
     del values["attention"]["window_pattern"]

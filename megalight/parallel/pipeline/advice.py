@@ -30,32 +30,34 @@ def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:
     return ""
 
 
-def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int) -> str:
+def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int, num_mtp: int = 0) -> str:
     """Return advice for ``num_layers`` layers that do not fill the stages evenly.
 
     Args:
         num_layers: layers of the model.
         pp, vpp: pipeline ranks, and chunks on each.
         counted: layers, with embedding and loss if they count as layers.
+        num_mtp: multi-token-prediction layers, which come on top.
     """
     stages = pp * vpp
     low = counted // stages * stages - (counted - num_layers)
     near = [str(count) for count in (low, low + stages) if count >= stages and count != num_layers]
     ways = [f"take {' or '.join(near)} layers", *_counting(num_layers, stages)]
-    return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp)])
+    return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp)], num_mtp)
 
 
-def instead_of_uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> str:
+def instead_of_uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None, num_mtp: int = 0) -> str:
     """Return advice for a first and a last rank whose layers leave a rest that the others cannot share."""
     ways = [] if num_layers % (pp * vpp) else ["remove first and last, for an even split"]
-    return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp, first, last)])
+    return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp, first, last)], num_mtp)
 
 
-def _advice(num_layers: int, pp: int, vpp: int, ways: list[str]) -> str:
+def _advice(num_layers: int, pp: int, vpp: int, ways: list[str], num_mtp: int) -> str:
     """Join ``ways`` and a layout that works, with its picture."""
     if num_layers + 2 < pp * vpp:
         return f"{num_layers} layers, embedding and loss fill {num_layers + 2} stages at most; lower pp or vpp."
-    layout = balanced(num_layers, pp * vpp)
+    *others, end = balanced(num_layers, pp * vpp)
+    layout = (*others, end[:-1] + "m" * num_mtp + "L")
     text = ", or ".join([*ways, f"give this layout: {compose(layout)!r}"])
     return f"{text[0].upper()}{text[1:]}\n{picture(layout, pp)}"
 

@@ -38,7 +38,7 @@ class Stage:
     mtp: int = 0
 
     def __str__(self) -> str:
-        held = ["embed"] * self.embed + ["head"] * self.head
+        held = ["embed"] * self.embed + ["mtp"] * bool(self.mtp) + ["head"] * self.head
         if self.layers:
             held.insert(self.embed, f"layers {self.layers[0]} to {self.layers[-1]}")
         return f"stage {self.index} ({', '.join(held) or 'no layers'})"
@@ -60,7 +60,14 @@ class PipelineLayout:
 
     @classmethod
     def even(
-        cls, num_layers: int, pp: int, vpp: int = 1, *, count_embedding: bool = False, count_loss: bool = False
+        cls,
+        num_layers: int,
+        pp: int,
+        vpp: int = 1,
+        *,
+        count_embedding: bool = False,
+        count_loss: bool = False,
+        num_mtp: int = 0,
     ) -> PipelineLayout:
         """Create a layout with the same number of layers on every stage.
 
@@ -70,6 +77,7 @@ class PipelineLayout:
             vpp: chunks on each rank.
             count_embedding: whether the embedding counts as a layer. The first stage then holds one layer less.
             count_loss: the same for the head with the loss and the last stage.
+            num_mtp: multi-token-prediction layers of the model. They are on the last stage, and do not count.
 
         Raises:
             LayoutError: the layers do not divide, or a stage would have no layer. The message suggests layouts.
@@ -85,13 +93,20 @@ class PipelineLayout:
             what = " + ".join(parts) + (f" = {counted}" if counted > num_layers else "")
             rule = "do not divide evenly over" if left else "leave a stage without a layer, of"
             raise LayoutError(
-                f"{what} {rule} {_stages(pp, vpp)}. {advice.instead_of_even(num_layers, pp, vpp, counted)}"
+                f"{what} {rule} {_stages(pp, vpp)}. {advice.instead_of_even(num_layers, pp, vpp, counted, num_mtp)}"
             )
-        return cls._of_symbols(_symbols(counts), pp)
+        return cls._of_symbols(_symbols(counts, num_mtp), pp)
 
     @classmethod
     def uneven(
-        cls, num_layers: int, pp: int, vpp: int = 1, *, first: int | None = None, last: int | None = None
+        cls,
+        num_layers: int,
+        pp: int,
+        vpp: int = 1,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        num_mtp: int = 0,
     ) -> PipelineLayout:
         """Create a layout with given numbers of layers on the first and last rank; the others share the rest equally.
 
@@ -100,6 +115,7 @@ class PipelineLayout:
             pp: pipeline ranks.
             vpp: chunks on each rank. The layers of a rank are divided equally among its chunks.
             first, last: layers on the first and on the last rank, over all chunks. None: as on the others.
+            num_mtp: multi-token-prediction layers of the model. They are on the last stage, and do not count.
 
         Raises:
             LayoutError: the rest does not divide, or the layers of a rank do not divide by its chunks.
@@ -121,11 +137,11 @@ class PipelineLayout:
             raise LayoutError(
                 f"{num_layers} layers with {first=} and {last=} leave {rest} for the {others} other pipeline ranks "
                 f"with {vpp} chunk{'s' * (vpp > 1)} each; this number must be {rule}. "
-                + advice.instead_of_uneven(num_layers, pp, vpp, first, last)
+                + advice.instead_of_uneven(num_layers, pp, vpp, first, last, num_mtp)
             )
         # In model order: chunk 0 of every rank, then chunk 1 of every rank.
         counts = [given.get(rank, share * vpp) // vpp for _ in range(vpp) for rank in range(pp)]
-        return cls._of_symbols(_symbols(counts), pp)
+        return cls._of_symbols(_symbols(counts, num_mtp), pp)
 
     @classmethod
     def of_string(cls, text: str, num_layers: int, pp: int, vpp: int = 1, *, num_mtp: int = 0) -> PipelineLayout:
@@ -195,10 +211,10 @@ class PipelineLayout:
         return tuple("E" * s.embed + "t" * len(s.layers) + "m" * s.mtp + "L" * s.head for s in self.stages)
 
 
-def _symbols(counts: Sequence[int]) -> list[str]:
+def _symbols(counts: Sequence[int], num_mtp: int) -> list[str]:
     held = ["t" * count for count in counts]
     held[0] = "E" + held[0]
-    held[-1] += "L"
+    held[-1] += "m" * num_mtp + "L"
     return held
 
 

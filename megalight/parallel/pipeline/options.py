@@ -66,21 +66,24 @@ class Pipeline:
             )
         if text is not None:
             stages = len(parse(text))
-            PipelineLayout.of_string(text, sum(held.count("t") for held in parse(text)), pp, vpp)
+            # of the model nothing is known yet; its numbers of layers are checked where it is
+            symbols = "".join(parse(text))
+            PipelineLayout.of_string(text, symbols.count("t"), pp, vpp, num_mtp=symbols.count("m"))
             vpp = stages // pp
         check(self.schedule, pp, vpp, 1, self.group_size)
         return vpp
 
-    def layout(self, num_layers: int, pp: int, vpp: int, text: str | None) -> PipelineLayout:
-        """Where the layers of a model go.
+    def layout(self, num_layers: int, pp: int, vpp: int, text: str | None, num_mtp: int = 0) -> PipelineLayout:
+        """Where the layers of a model go, ``num_mtp`` of multi-token prediction among them.
 
         Raises:
             LayoutError: they cannot be divided so.
         """
         if text is not None:
-            return PipelineLayout.of_string(text, num_layers, pp, vpp)
+            return PipelineLayout.of_string(text, num_layers, pp, vpp, num_mtp=num_mtp)
         if self.first_layers is not None or self.last_layers is not None:
-            return PipelineLayout.uneven(num_layers, pp, vpp, first=self.first_layers, last=self.last_layers)
+            first, last = self.first_layers, self.last_layers
+            return PipelineLayout.uneven(num_layers, pp, vpp, first=first, last=last, num_mtp=num_mtp)
         return PipelineLayout.even(
-            num_layers, pp, vpp, count_embedding=self.count_embedding, count_loss=self.count_loss
+            num_layers, pp, vpp, count_embedding=self.count_embedding, count_loss=self.count_loss, num_mtp=num_mtp
         )

@@ -14,7 +14,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.shard import ShardSpec
 
-ENDS = ("embed", "head")
+ENDS = ("embed", "head", "mtp")
 PARTS = ("embed", "layers", "head")
 
 

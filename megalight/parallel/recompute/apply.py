@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import layers_of
+from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.recompute.discard import Discarding
 from megalight.parallel.recompute.group import make_group
 from megalight.parallel.recompute.options import Recompute
@@ -28,14 +28,14 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
     """
     if recompute.granularity == "none":
         return
-    layers = list(layers_of(model, "recompute").items())
+    layers, depths = _layers(model)
     if recompute.granularity == "full":
         _check_number(layers, recompute)
         for chunk in chunks:
             _check_number([layers[index] for index in chunk], recompute)
         return
     for pattern in recompute.modules:
-        check_pattern(layers, pattern, recompute.modules)
+        check_pattern(layers + depths, pattern, recompute.modules)
 
 
 def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = True) -> None:
@@ -61,14 +61,23 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
         return
     if whole:
         check_recompute(chunk, recompute)
-    layers = list(layers_of(chunk, "recompute").items())
+    layers, depths = _layers(chunk)
     if recompute.granularity == "full":
         _apply_full(layers, recompute)
+        if recompute.method == "uniform":
+            for name, module in depths:
+                Region(name, module)  # alone: a projection lies between two of them
         return
-    for layer in layers:
+    for layer in layers + depths:
         for name, module in selected(layer, recompute.modules):
             kind = Discarding if isinstance(module, DISCARDED) else Region
-            kind(f"layers.{layer[0]}" + (f".{name}" if name else ""), module)
+            kind(layer[0] + (f".{name}" if name else ""), module)
+
+
+def _layers(model: nn.Module) -> tuple[list[Layer], list[Layer]]:
+    """Return the layers of a model or a chunk of one, and those of its multi-token prediction."""
+    layers = [(f"layers.{index}", layer) for index, layer in layers_of(model, "recompute").items()]
+    return layers, list(depths_of(model).items())
 
 
 def redrawing(chunk: nn.Module) -> list[str]:
@@ -93,7 +102,7 @@ def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
         groups = [layers[i : i + recompute.num_layers] for i in range(0, len(layers), recompute.num_layers)]
     for group in groups:
         if len(group) == 1:
-            Region(f"layers.{group[0][0]}", group[0][1])
+            Region(*group[0])
         else:
             make_group(group)
 

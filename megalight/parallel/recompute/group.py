@@ -23,10 +23,10 @@ def make_group(layers: list[Layer]) -> None:
         allowed = set() if gathering is None else {gathering.id}
         if {*layer._forward_hooks, *layer._forward_pre_hooks} - allowed:
             raise ConfigurationError(
-                f"layers.{name} has forward hooks, which recompute of groups of layers would call twice; choose "
+                f"{name} has forward hooks, which recompute of groups of layers would call twice; choose "
                 "recompute.num_layers=1."
             )
-        group.members.append(Member(f"layers.{name}", layer, group, len(group.members)))
+        group.members.append(Member(name, layer, group, len(group.members)))
 
 
 @dataclass(eq=False)

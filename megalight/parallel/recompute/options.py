@@ -31,7 +31,8 @@ class Recompute:
             (``layers.1?.mlp``, ``layers.3``). Megatron's names are known too (:data:`ALIASES`).
         method: for ``full``: ``uniform`` (the default): consecutive layers form groups of ``num_layers``, and each
             group keeps only its input; ``block``: the first ``num_layers`` layers of every model chunk are recomputed
-            one by one, and the others keep everything.
+            one by one, and the others keep everything. Layers of multi-token prediction are recomputed by ``uniform``,
+            one by one.
         num_layers: for ``full``; the default for ``uniform`` is 1.
 
     Raises:

@@ -14,8 +14,8 @@ from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.row import RowLinear
 
-Layer: TypeAlias = tuple[int, nn.Module]
-"""Global index and module of a layer."""
+Layer: TypeAlias = tuple[str, nn.Module]
+"""Name in the model and module of a layer: ``layers.3``, or ``mtp.depths.0.layer``."""
 DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)
 """Modules whose output the next linear layer can compute again."""
 USELESS: dict[tuple[type[nn.Module], ...], str] = {
@@ -29,10 +29,10 @@ USELESS: dict[tuple[type[nn.Module], ...], str] = {
 
 def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
     """Return the modules that a pattern names, in the layer or as the layer itself, which has an empty name."""
-    index, module = layer
+    outer, module = layer
     found = []
     for name, part in module.named_modules():
-        whole = f"layers.{index}.{name}" if name else f"layers.{index}"
+        whole = f"{outer}.{name}" if name else outer
         if (name and fnmatch.fnmatchcase(name, pattern)) or fnmatch.fnmatchcase(whole, pattern):
             found.append((name, part))
     return found

@@ -92,9 +92,12 @@ class VocabHead(nn.Module):
         self.softcap = softcap
         self.backend = backend
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` losses ``[T]``; without labels: logits."""
-        hidden = self.norm(hidden)
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False) -> Tensor:
+        """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` losses ``[T]``; without labels: logits.
+
+        ``normed`` hidden states have passed another norm, and skip the one here.
+        """
+        hidden = hidden if normed else self.norm(hidden)
         if labels is not None:
             return self.output_layer.losses(hidden, labels, self.softcap, self.backend)
         logits: Tensor = self.output_layer(hidden)

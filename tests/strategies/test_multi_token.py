@@ -1,0 +1,114 @@
+"""A GPT with multi-token prediction trains under every layout as on one device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.errors import LayoutError
+from megalight.models.gpt import GPT, AttentionConfig, MultiTokenConfig
+from megalight.nn.moe import BalanceConfig, MoEConfig
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.options import ParallelOptions
+from megalight.parallel.recompute import Recompute
+from megalight.strategies import Pipeline
+from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
+from tests.workers import run
+
+TWO = MultiTokenConfig(num_layers=2, loss_scale=0.7)
+MODELS = {
+    "two": replace(CONFIGS["gqa"], mtp=TWO),
+    # a learned position of a later token, and three places of one weight
+    "learned": replace(CONFIGS["gpt2"], mtp=TWO, attention=AttentionConfig(window=3)),
+    "experts": replace(
+        CONFIGS["gqa"],
+        num_layers=4,
+        mtp=MultiTokenConfig(loss_scale=0.7),
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True), balance=BalanceConfig(z_loss=0.01)),
+    ),
+}
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
+PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
+WHOLE = Recompute(granularity="full")
+SOME = Recompute(granularity="selective", modules=("core_attn", "*_norm", "mlp.act"))
+ZERO_BUBBLE = {**PP, "pipeline": Pipeline(schedule="zero_bubble")}
+LAYOUTS: list[Any] = [
+    ("two", 2, {**SP, "recompute": SOME}),
+    ("learned", 2, {**PP, "recompute": WHOLE}),
+    ("two", 2, {**ZERO_BUBBLE, "pipeline_layout": "Et|t|mm|L"}),
+    ("learned", 2, {"context_parallel": 2}),
+    (
+        "experts",
+        4,
+        {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "pipeline": Pipeline(schedule="combined")},
+    ),
+    *[
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in [
+            ("two", 2, {"tensor_parallel": 2, "recompute": WHOLE}),
+            ("learned", 2, SP),
+            ("two", 2, PP),
+            ("two", 2, ZERO_BUBBLE),
+            ("learned", 4, {**PP, **SP, "recompute": WHOLE}),
+            ("two", 4, {**PP, "context_parallel": 2, "recompute": SOME}),
+            ("learned", 4, {**SP, "context_parallel": 2}),
+            *[
+                ("two", 2, {"context_parallel": 2, "context": ContextOptions(kind=kind), "recompute": WHOLE})
+                for kind in ("ring", "all_gather", "all_to_all")
+            ],
+            ("experts", 2, {"expert_parallel": 2, "recompute": WHOLE}),
+            ("experts", 2, {"expert_parallel": 2, "pipeline": Pipeline(schedule="combined")}),
+            ("experts", 4, {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "recompute": WHOLE}),
+            ("two", 2, {"options": {"level": "optim_grads_params"}}),
+            ("learned", 2, {"options": {"level": "optim_grads_params"}, "recompute": WHOLE}),
+        ]
+    ],
+]
+
+
+@functools.cache
+def expected(name: str, micro_batch_size: int | None) -> dict[str, Any]:
+    return by_hand(MODELS[name], packed=True, micro_batch_size=micro_batch_size)
+
+
+def _rank(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    gradients = Gradients()
+    extra = () if "options" in options else (gradients,)  # sharded gradients come and go
+    found = fit(MODELS[name], packed=True, extra_callbacks=extra, **options)
+    return {**found, "gradients": gradients.first}
+
+
+@pytest.mark.parametrize(("name", "ranks", "options"), LAYOUTS)
+def test_layout_trains_the_same_model(name: str, ranks: int, options: dict[str, Any]) -> None:
+    found = run(_rank, ranks, name, options)
+    # the z loss of a router is a mean over each micro-batch
+    wanted = expected(name, options.get("micro_batch_size") if name == "experts" else None)
+    if found[0]["gradients"]:
+        assert_same_gradients(found[0]["gradients"], wanted["gradients"])
+    assert_same_run(found[0], wanted)
+    depths = range(1, MODELS[name].num_depths + 1)
+    for each in found:
+        for depth in depths:
+            scaled, plain = each["metrics"][f"train_mtp_{depth}"], each["metrics"][f"train_mtp_{depth}_loss"]
+            assert scaled == pytest.approx(plain * 0.7 / len(depths))
+            assert plain > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Et|tL", "names 0 multi-token-prediction layers 'm', but the model has 2. Write 2"),
+        ("Ettm|mL", "on different stages"),
+        ("Etmm|tL", "layers 't' follow"),
+    ],
+)
+def test_depths_need_a_place(text: str, message: str) -> None:
+    with torch.device("meta"):
+        model = GPT(replace(MODELS["two"], num_layers=2))
+    with pytest.raises(LayoutError, match=message):
+        ParallelOptions(pipeline_layout=text).layout(model, ParallelMesh(2, 0, pp=2))
