@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
+from megalight.data.gpt.fim import FillInMiddle
 from megalight.data.gpt.index import SamplePlan, build, check_one_sample
 from megalight.data.indexed import IndexedDataset
 from megalight.errors import DataError
@@ -126,6 +127,7 @@ class GPTDataset:
         cache_dir: folder for cached indices; by default the folder ``cache`` beside the data.
         drop_last_partial: whether to drop the last tokens if they are too few for a sample (training). If not, they
             make a padded sample.
+        fim: rearranges the documents of a sample, or None.
 
     Attributes:
         plan: number of samples and passes.
@@ -146,6 +148,7 @@ class GPTDataset:
         label: str = "train",
         cache_dir: str | os.PathLike[str] | None = None,
         drop_last_partial: bool = True,
+        fim: FillInMiddle | None = None,
     ) -> None:
         lengths = data.lengths[documents.start : documents.stop]
         if data.dtype.kind not in "iu":
@@ -160,7 +163,9 @@ class GPTDataset:
             raise DataError(f"{label} split of {data.prefix}: {error}") from error
         self.data = data
         self.options = options
-        self._arguments = (data, documents, options, num_samples, seed, label, cache_dir, drop_last_partial)
+        self.seed = seed
+        self.fim = fim
+        self._arguments = (data, documents, options, num_samples, seed, label, cache_dir, drop_last_partial, fim)
         description = {
             "lengths": hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest(),
             "documents": [documents.start, documents.stop],
@@ -193,7 +198,12 @@ class GPTDataset:
             return make_sample([], self.options)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}.")
-        return make_sample(self.pieces(int(self.shuffle_index[index])), self.options)
+        pieces = self.pieces(int(self.shuffle_index[index]))
+        if self.fim is not None:
+            # A stream for each sample: workers and resumed runs then draw the same.
+            random = np.random.Generator(np.random.PCG64([self.seed, index]))
+            pieces = self.fim(pieces, self.options.sequence_length + 1, random)
+        return make_sample(pieces, self.options)
 
     def pieces(self, sample: int) -> list[NDArray[Any]]:
         """Return the parts of documents that make up a sample (its number before shuffling): views of the file."""
@@ -216,6 +226,7 @@ def _rebuild(
     label: str,
     cache_dir: str | os.PathLike[str] | None,
     drop_last_partial: bool,
+    fim: FillInMiddle | None,
 ) -> GPTDataset:
     return GPTDataset(
         data,
@@ -226,6 +237,7 @@ def _rebuild(
         label=label,
         cache_dir=cache_dir,
         drop_last_partial=drop_last_partial,
+        fim=fim,
     )
 
 

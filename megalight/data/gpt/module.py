@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from megalight.data.blend import Samples
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import GPTDataset, Sample, SampleOptions, collate
+from megalight.data.gpt.fim import FIM, FillInMiddle
 from megalight.data.mixture import Data, Part, mix
 from megalight.data.module import TokenDataModule
 from megalight.data.splits import split_bounds
+from megalight.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 
 class GPTDataModule(TokenDataModule):
@@ -34,6 +40,11 @@ class GPTDataModule(TokenDataModule):
             ``config.vocab_size``, ids are checked against that too.
         document_mask: whether attention stays inside documents, and positions restart at each.
         eod_mask_loss: whether positions whose input is the end-of-document token carry no loss.
+        fim: how often and how documents are rearranged for filling in the middle
+            (:class:`~megalight.data.gpt.fim.FIM`). None: never.
+        allow_ambiguous_pad_tokens: what happens if the padding token of the tokenizer is also its end-of-document
+            token, or another special token. False: labels with its id carry loss, because real tokens would lose
+            theirs. True: they carry none, for data in which that id means padding. A warning says so.
         seed: seed of the order of samples.
         num_workers: reader processes per loader. 0 reads in the training process, which is cheap: files are mapped.
         cache_dir: folder for cached sample indices; by default the folder ``cache`` beside the data.
@@ -62,6 +73,8 @@ class GPTDataModule(TokenDataModule):
         vocab_size: int | None = None,
         document_mask: bool = False,
         eod_mask_loss: bool = False,
+        fim: FIM | None = None,
+        allow_ambiguous_pad_tokens: bool = False,
         seed: int = 1234,
         num_workers: int = 0,
         cache_dir: str | None = None,
@@ -82,6 +95,9 @@ class GPTDataModule(TokenDataModule):
             cache_dir=cache_dir,
             samples=(train_samples, val_samples, test_samples),
         )
+        self.fim = None if fim is None else FillInMiddle(fim, self.tokenizer)
+        if allow_ambiguous_pad_tokens:
+            self.pad_id = self._ambiguous_pad_id()
         self.options = SampleOptions(
             sequence_length=sequence_length,
             document_mask=document_mask,
@@ -97,6 +113,22 @@ class GPTDataModule(TokenDataModule):
         """Divide the sequences of a corpus; each sequence is a document."""
         return split_bounds(split, len(corpus.data))
 
+    def _ambiguous_pad_id(self) -> int:
+        """Return the padding id although it has another meaning too."""
+        found = self.tokenizer.pad_id
+        if found is None:
+            raise ConfigurationError(
+                "allow_ambiguous_pad_tokens is true, but the tokenizer has no padding token; leave it out."
+            )
+        if self.tokenizer.safe_pad_id < 0:
+            log.warning(
+                "the padding token %r is also another special token, so no label with its id %d counts in the loss, "
+                "real ones neither (allow_ambiguous_pad_tokens)",
+                self.tokenizer.pad_token,
+                found,
+            )
+        return found
+
     def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
         """Build the data set of a split: documents laid end to end, cut into samples of equal length."""
 
@@ -111,6 +143,7 @@ class GPTDataModule(TokenDataModule):
                 cache_dir=self.cache_dir,
                 # Evaluation reads the last tokens as well, in a padded sample.
                 drop_last_partial=name == "train",
+                fim=self.fim,
             )
 
         return mix(self.parts[name], dataset, num_samples=num_samples, label=name, cache_dir=self.cache_dir)
