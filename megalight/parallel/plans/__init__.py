@@ -23,6 +23,7 @@ PLANS.register("transformers.models.llama.modeling_llama.LlamaForCausalLM")(tran
 
 def plan_for(model: nn.Module) -> Plan | None:
     """The plan registered for the model's type, or the first of its base types that has one; None: no plan."""
+    # The nearest type first: a subclass that registers its own plan goes before its base.
     for kind in type(model).__mro__:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name in PLANS:

@@ -62,6 +62,8 @@ def llama(config: Any) -> Plan:
             "model.layers.*.mlp.up_proj": Column(tokens="gathered"),
             "model.layers.*.mlp.down_proj": Row(),
             "model.layers.*layernorm": SequenceRegion(),
+            # After the last boundary, which has joined the tokens: all ranks compute the same
+            # here, and in the head.
             "model.norm": Replicated(),
             "lm_head": VocabHead(tokens="whole"),
         },

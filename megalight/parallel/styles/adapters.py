@@ -35,6 +35,8 @@ def column_adapter(
     if adapter is None:
         return None
     shared = splitter.shared
+    # With whole tokens, the backward sums the gradient of the narrow features over ranks before it reaches A;
+    # with a share of the tokens, each rank's A gets one term.
     partial = shared.sequence_parallel and tokens != "whole"
     # B has the layer's output features, so it must be cut into the same units (heads).
     counts = list(adapter.units.values()) if len(adapter.adapted) > 1 or units is None else [units]
@@ -50,6 +52,7 @@ def column_adapter(
     assert down is not None and up is not None
     dropout = adapter.dropout
     if isinstance(dropout, nn.Dropout) and tokens == "share":
+        # Shares differ from rank to rank, so masks must too. Whole tokens need the same mask everywhere.
         dropout = ParallelDropout(dropout.p, shared)
     found = ColumnAdapter(adapter, down, up, sizes, shared, tokens, dropout)
     splitter.dress(found, adapter)
@@ -69,6 +72,7 @@ def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | No
         return None
     shared = splitter.shared
     kind = shared.tensor.kind_of(name)
+    # `auto` needs no error: a row layer with an adapter takes the plain collective by itself.
     if kind not in ("auto", "plain") and shared.mesh.tp > 1:
         raise LayoutError(
             f"{name} has an adapter, whose term is added before the layer's collective; with overlap={kind!r} that "
@@ -93,5 +97,6 @@ def _take(splitter: Splitter, layer: nn.Module) -> Adapter | None:
     adapter = getattr(layer, "adapter", None)
     if not isinstance(adapter, Adapter):
         return None
+    # They are split with the layer; a rule whose pattern matches the adapter's name must not split them again.
     splitter.done.update(id(module) for module in adapter.modules())
     return adapter

@@ -29,6 +29,7 @@ class Attributes(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and change its attributes."""
+        # Its own parameters, if any, stay whole: those that the counts describe belong to the layers inside.
         splitter.keep(name, module)
         tp = splitter.shared.mesh.tp
         for attribute in self.divide:

@@ -40,6 +40,7 @@ class Boundary(Style):
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            # Looked up in each call: decoding switches sequence parallelism off.
             if not shared.sequence_parallel:
                 return args, kwargs
             if args:
@@ -51,16 +52,22 @@ class Boundary(Style):
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not shared.sequence_parallel:
                 return output
+            # By the same convention they come first in a tuple; the rest (attention weights,
+            # caches) is left alone.
             if isinstance(output, tuple):
                 return (join(output[0], shared.group, shared.sequence_dim), *output[1:])
             return join(output, shared.group, shared.sequence_dim)
 
+        # No hook where it could never act: each one costs the host a call in every forward.
         if self.enter and shared.sequence_parallel:
             module.register_forward_pre_hook(before, with_kwargs=True)
         if self.leave and shared.sequence_parallel:
             module.register_forward_hook(after)
 
     def _enter(self, x: Tensor, shared: Shared) -> Tensor:
+        # The backward of `gather` sums gradients over ranks, as the layers inside see part of the
+        # features. That of `join` takes the own share, as gradients are equal there: a sum would make
+        # them tp times too large.
         if self.enter == "gather":
             return all_gather(x, shared.group, shared.sequence_dim)
         if self.enter == "join":

@@ -54,6 +54,7 @@ class Column(Style):
 
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
         assert weight is not None
+        # Read after the split: of a shared section, a rank holds more rows than its size divided by tp.
         sizes = splitter.sizes(linear.weight)
         layer = ColumnLinear(
             weight,
@@ -77,6 +78,7 @@ class Column(Style):
         for size, count in zip(sizes, units, strict=True):
             if size % count:
                 raise LayoutError(f"{name}: {size} output features cannot consist of {count} equal units.")
+        # The outputs of all ranks are laid side by side. A shared unit would occur there several times.
         if self.gather_output and any(count % mesh.tp for count in units):
             raise LayoutError(f"{name}: gather_output needs units ({units}) that tp={mesh.tp} divides; lower tp.")
         return units

@@ -27,6 +27,7 @@ class ContextRegion(Style):
         """Return a :class:`ContextAttention` if there are several shares."""
         inner = self.expect(name, module, InnerAttention)
         shared = splitter.shared
+        # Without shares the attention is right as it is, and a wrapper would cost every call.
         if shared.mesh.cp == 1:
             return None
         outer = splitter.model.get_submodule(name.rpartition(".")[0])

@@ -27,9 +27,11 @@ class Dropout(Style):
         """Return a :class:`ParallelDropout` for ``nn.Dropout``, and a wrapper for other modules that draw."""
         if isinstance(module, nn.Dropout):
             return ParallelDropout(module.p, splitter.shared, split=self.split)
+        # A wrapper would hide the parameters from the rules for their modules.
         if next(module.parameters(), None) is not None:
             raise LayoutError(
                 f"the plan's rule Dropout meets {name}, a {type(module).__name__} with parameters; it is for "
                 "nn.Dropout and modules without any."
             )
+        # Without dropout inside there is nothing to draw.
         return OwnStream(module, splitter.shared) if self.split and has_dropout(module) else None

@@ -54,11 +54,14 @@ class Expert(Style):
         def rule(dim: int | None, parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             return split.stack(parts, shape, mesh, dim)
 
+        # A copy: the splitter still looks up the parameters of the one-device module, to
+        # know how values are drawn.
         here = copy.copy(experts)
         here._modules = dict(experts._modules)
         here._parameters = {
             local: splitter.split(name, experts, local, partial(rule, dim)) for local, dim in experts.inner_dims.items()
         }
+        # If one rank has all experts, the module's own dispatcher moves rows without messages.
         if self.splits(shared.mesh):
             here.dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
         return here

@@ -24,4 +24,6 @@ class Routing(Style):
         """Keep the router, with a pool over all ranks that hold tokens of the micro-batch."""
         router: Router = self.expect(name, module, Router)
         splitter.keep(name, router, partial=splitter.shared.sequence_parallel)
+        # The balancing loss is a product of two means over the micro-batch; means of shares
+        # would give another product.
         router.pool = MeshPool(splitter.shared)

@@ -34,6 +34,7 @@ class Row(Style):
         # Each rank adds the bias to its own tokens, so its gradient is one term of a sum. Otherwise all ranks have all
         # of it.
         partial = splitter.shared.sequence_parallel
+        # Sections divide output features, and each rank has terms of all of these.
         if getattr(linear, "sections", None):
             raise LayoutError(f"{name} has sections of output features, but its rule Row splits the input; use Column.")
         weight = splitter.split(name, linear, "weight", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))

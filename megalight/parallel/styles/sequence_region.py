@@ -29,5 +29,6 @@ class SequenceRegion(Style):
         """Keep the module."""
         # Without sequence parallelism all ranks see all tokens and compute the whole gradient alike: no sum is due.
         splitter.keep(name, module, partial=splitter.shared.sequence_parallel)
+        # With the hooks of a boundary, so that ids and hidden states are cut alike.
         if self.split_input:
             Boundary(enter="split").add_to(module, splitter.shared)

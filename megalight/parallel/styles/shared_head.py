@@ -23,4 +23,5 @@ class SharedHead(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`ForAllHeads`."""
         self.expect(name, module, latent_attention.SharedHead)
+        # It has no parameters: only the backward differs, which sums the gradients of all ranks' heads.
         return ForAllHeads(splitter.shared)

@@ -30,6 +30,7 @@ class VocabHead(Style):
         is_head = isinstance(whole, LMHead)
         linear, path = (whole.output_layer, f"{name}.output_layer") if is_head else (whole, name)
         weight, bias = (
+            # A bias has one element per row, so it is cut and padded like the rows.
             splitter.split(path, linear, local, lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
             for local in ("weight", "bias")
         )
@@ -37,7 +38,10 @@ class VocabHead(Style):
         layer = head.VocabLinear(weight, bias, linear.weight.shape[0], splitter.shared, tokens=self.tokens)
         if not is_head:
             return layer
+        # By hand, because the splitter dresses only what replaces a whole module, and this
+        # layer lies inside one.
         splitter.dress(layer, linear)
         # The splitter must not visit the inner layer again, by a rule for linear layers.
         splitter.done.add(id(linear))
+        # Logits stay split: the loss must be part of the module that has them.
         return head.VocabHead(whole.norm, layer, whole.softcap, whole.backend)

@@ -26,6 +26,7 @@ class WholeSequences(Style):
             LayoutError: ranks hold shares of the sequences.
         """
         cp = splitter.shared.mesh.cp
+        # A state runs through the sequence: every share but the first would begin from zeros.
         if cp > 1:
             raise LayoutError(
                 f"{name} ({type(module).__name__}) needs whole sequences, and cp={cp} gives each rank a share of every "
