@@ -48,9 +48,11 @@ class Arriving:
 
     def wait(self) -> dict[str, Tensor]:
         """Return the tensors of the message. On a GPU the current stream waits, not the host."""
+        # The leader alone has received; the broadcast brings its tensors to the rest of the replica.
         if self.receiving is not None:
             self.receiving.wait()
         self.bridge.share(self.tensors)
+        # Last: until here they are memory that is written to, which autograd need not know.
         for name, spec in self.header.items():
             self.tensors[name].requires_grad_(spec.gradient)
         return self.tensors
@@ -131,6 +133,7 @@ class BridgeCommunicator:
         self._sending: list[Sending] = []
         if not (self.is_source or self.is_destination):
             return
+        # Lanes are disjoint, and each rank of the two stages is in one.
         self._lane = next(lane for lane in found if rank in sum(lane.sources + lane.destinations, ()))
         self._device = torch.device(device) if device is not None else _default_device()
         self._connect(self._lane, rank)
@@ -143,11 +146,13 @@ class BridgeCommunicator:
         """
         replica = next(replica for replica in lane.sources + lane.destinations if rank in replica)
         mesh = self.src_mesh if self.is_source else self.dest_mesh
+        # Both groups lie inside one stage, so other stages take no part in a broadcast.
         self._replica, self._context = mesh.group("cp", "tp"), mesh.group("cp")
         self._leader = replica[-1] if self.is_source else replica[0]
         self._leads = rank == self._leader
         if self._leads or self.is_destination:
             listeners = sum(lane.destinations, ())
+            # Over gloo, because the host reads headers: they must not queue behind the work of a device.
             self._headers = new_group(sorted(lane.source_leaders + listeners), "headers of a bridge", "gloo")
         if self._leads:
             leaders = sorted(lane.source_leaders + lane.destination_leaders)
@@ -204,6 +209,7 @@ class BridgeCommunicator:
         tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=self._device) for name, s in header.items()}
         receiving = None
         if self._leads:
+            # Posted now, so that rows arrive while the caller computes something else.
             receiving = start_receive_rows(tensors, header, rows, lane.source_leaders, self._forward)
         self._remember(tensors, header, rows)
         return Arriving(self, tensors, header, receiving)
@@ -232,6 +238,7 @@ class BridgeCommunicator:
                 dist.reduce(grad, self._leader, group=self._context)
         if self._leads:
             self._keep(send_rows(answer, message.header, message.rows, lane.source_leaders, self._backward))
+        # Not before the sends are queued: after an error, the message is still the oldest.
         self._crossed.popleft()
 
     def recv_backward(self) -> dict[str, Tensor]:
@@ -243,6 +250,7 @@ class BridgeCommunicator:
         """
         lane = self._ends("recv_backward", source=True)
         message = self._oldest("recv_backward")
+        # Rows arrive as bytes, which needs contiguous memory, whatever the strides of the sent tensors.
         grads = {
             name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in message.tensors.items()
         }
@@ -268,6 +276,8 @@ class BridgeCommunicator:
         self._ends("backward", source=True)
         message = self._oldest("backward")
         grads = self.recv_backward()
+        # One call for all tensors: several would run through the parts of the graph that
+        # they share several times.
         torch.autograd.backward(list(message.tensors.values()), list(grads.values()))
 
     def finish(self) -> None:
@@ -281,6 +291,7 @@ class BridgeCommunicator:
 
     def _keep(self, sending: Sending) -> None:
         self._sending.append(sending)
+        # Sends that are done release their tensors here, not only in `finish`.
         self._sending = [sending for sending in self._sending if not sending.done]
 
     def _remember(self, tensors: Mapping[str, Tensor], header: Header, rows: Rows) -> None:
@@ -301,6 +312,7 @@ class BridgeCommunicator:
         """Broadcast tensors from the leader of a replica to its other ranks."""
         if self._replica is not None:
             for tensor in tensors.values():
+                # Some backends refuse empty tensors, and there is nothing to send.
                 if tensor.numel():
                     dist.broadcast(as_bytes(tensor), self._leader, group=self._replica)
 
@@ -321,6 +333,7 @@ class BridgeCommunicator:
 
 
 def _default_device() -> torch.device:
+    # gloo sends from host memory, even where there are GPUs.
     if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

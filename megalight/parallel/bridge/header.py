@@ -69,6 +69,8 @@ def joined(headers: Mapping[int, Header]) -> Header:
     """
     (first, reference), *others = headers.items()
     for rank, header in others:
+        # Rows may differ, as replicas read different batches. Nothing else may: it would be
+        # joined without an error.
         if _without_rows(header) != _without_rows(reference):
             raise LayoutError(
                 f"ranks {first} and {rank} sent messages that cannot be joined: {_shown(reference)}; {_shown(header)}. "

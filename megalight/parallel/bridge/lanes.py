@@ -54,6 +54,7 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[Lane, ...]:
             f"the source mesh of the bridge has cp = {src.cp}: each rank would hold a share of every sequence, and "
             "only one rank per replica sends. Use cp = 1 on the source; the destination may have any cp."
         )
+    # As many lanes as the smaller side has replicas; each takes a run of the larger side.
     count = min(src.dp, dest.dp)
     sources, destinations = _runs(src, src.pp - 1, count), _runs(dest, 0, count)
     return tuple(Lane(*pair) for pair in zip(sources, destinations, strict=True))

@@ -26,11 +26,13 @@ def spec_of(name: str, tensor: Tensor, batch_dim: int | Mapping[str, int], devic
             f"{name} {list(tensor.shape)} has no batch dim {dim}; add one (make a number a tensor of one row), or give "
             "batch_dim by name."
         )
+    # Only the type: the index differs between the GPUs of both sides.
     if tensor.device.type != device.type:
         raise LayoutError(
             f"{name} is on {tensor.device}, but the bridge sends {device.type} tensors; move it, or set the device of "
             "the bridge."
         )
+    # Counted from the front, because a header says nothing about how the sender counted.
     return TensorSpec(tuple(tensor.shape), tensor.dtype, dim % tensor.ndim, tensor.requires_grad)
 
 
@@ -46,6 +48,7 @@ def rows_of(header: Header, parts: Rows, count: int) -> dict[str, Sequence[int]]
         )
     rows: dict[str, Sequence[int]] = {}
     for name, spec in header.items():
+        # The first replicas get one row more where it does not divide.
         even = [spec.rows // count + (place < spec.rows % count) for place in range(count)]
         rows[name] = own = list(parts.get(name, even))
         if len(own) != count or sum(own) != spec.rows or min(own) < 0:
@@ -72,6 +75,7 @@ def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, 
         grad = grads.get(name)
         # The source waits for a gradient of every tensor that asked for one, used or not.
         grad = torch.zeros_like(tensor) if grad is None else grad.detach()
+        # The source reads the bytes into its own shape and dtype: a difference would arrive as noise.
         for what in ("shape", "dtype", "device"):
             if getattr(grad, what) != getattr(tensor, what):
                 raise LayoutError(

@@ -49,12 +49,14 @@ class Receiving:
         """Wait for all, and copy the buffers to their rows. On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
+        # After all waits: the copies queue behind the receives on the same stream.
         for place, buffer in self.strided:
             place.copy_(buffer)
 
 
 def send_header(header: Header, peers: Sequence[int], group: ProcessGroup) -> Sending:
     """Start to send a header to global ranks."""
+    # A `bytearray`, because torch warns of memory that cannot be written.
     text = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
     length = torch.tensor([text.numel()])
     # The receiver cannot know the length of the text, so it comes first. Both stay in `parts` until they are sent.
@@ -67,6 +69,7 @@ def receive_header(peer: int, group: ProcessGroup) -> Header:
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(as_bytes(length), peer, group=group)
     text = torch.zeros(int(length), dtype=torch.uint8)
+    # Messages between the same two ranks arrive in the order in which they were sent.
     dist.recv(text, peer, group=group)
     return decode(text.numpy().tobytes())
 
@@ -102,11 +105,13 @@ def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Seque
     return [
         (peer, part)
         for name, tensor in tensors.items()
+        # Detached: bytes travel, and autograd must not record the views.
         for peer, part in zip(peers, torch.split(tensor.detach(), list(rows[name]), header[name].dim), strict=True)
     ]
 
 
 def _start(operation: Callable[..., Any], parts: Parts, group: ProcessGroup) -> list[dist.Work]:
     """Start all operations together, so that one peer does not wait for another. Empty tensors are skipped."""
+    # Both sides leave out the same empty tensors, so their messages still pair up.
     operations = [P2POp(operation, as_bytes(part), peer, group) for peer, part in parts if part.numel()]
     return dist.batch_isend_irecv(operations) if operations else []

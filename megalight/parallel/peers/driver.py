@@ -47,6 +47,7 @@ class Operation(ctypes.Structure):
 def library() -> Any:
     """Return the CUDA driver, or None if it lacks a function that is used here."""
     handle, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+    # Loaded at the first call: a machine without a GPU imports this module, too.
     try:
         found = ctypes.CDLL(LIBRARY)
         found.cuStreamBatchMemOp_v2.argtypes = (handle, word, ctypes.c_void_p, word)
@@ -88,6 +89,7 @@ def copy(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
     )
 
 
+# Cached: addresses repeat from step to step, and the host would build the array for every layer.
 @lru_cache(maxsize=4096)
 def _waits(flags: tuple[int, ...]) -> ctypes.Array[Operation]:
     # Lowered by the waiter, in stream order: the flag is ready for its next use without another message.
@@ -101,6 +103,7 @@ def _writes(flags: tuple[int, ...]) -> ctypes.Array[Operation]:
 
 
 def _batch(stream: torch.cuda.Stream, operations: ctypes.Array[Operation]) -> None:
+    # One call for several flags, as each call costs the host time.
     _check(library().cuStreamBatchMemOp_v2(stream.cuda_stream, len(operations), operations, 0), "cuStreamBatchMemOp")
 
 

@@ -111,6 +111,8 @@ class PeerMemory:
         Raises:
             MegalightError: all slots are busy.
         """
+        # Flags have memory of their own, which never grows: cached operations and recorded
+        # graphs hold their addresses.
         if not self._flags:
             words = self._allocate(SLOTS * len(Flag) * self.size * 4, free=True)
             self._flags = list(words.buffer_ptrs)
@@ -118,6 +120,7 @@ class PeerMemory:
             # Powers of two: capacities grow in few steps.
             self.capacity = 1 << (nbytes - 1).bit_length()
             self._handle = self._allocate(SLOTS * self.capacity)
+            # Views of the old memory would write where no peer reads any more.
             self._views.clear()
         for _ in range(SLOTS):
             self._turn = (self._turn + 1) % SLOTS
@@ -135,6 +138,7 @@ class PeerMemory:
         torch.cuda.default_stream(device).synchronize()
         if free:
             memory.view(torch.int32).view(SLOTS, len(Flag), -1)[:, Flag.FREE] = 1
+            # Peers may write to flags as soon as they have the addresses, so these must be set before.
             torch.cuda.current_stream().synchronize()
         self._kept.append(memory)
         return symmetric_memory().rendezvous(memory, self.group)
@@ -145,12 +149,14 @@ class PeerMemory:
         if key not in self._views:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
+            # Capacities are powers of two, so a slot begins at a whole element of any dtype.
             first = place * self.capacity // dtype.itemsize + offset
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, first)
         return self._views[key]
 
     def flag(self, rank: int, place: int, kind: Flag, column: int) -> int:
         """Return the address of a flag in a rank's memory."""
+        # One word for each peer, so that no two ever write to the same one.
         return self._flags[rank] + 4 * ((place * len(Flag) + kind) * self.size + column)
 
 

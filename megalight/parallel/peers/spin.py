@@ -28,9 +28,11 @@ def wait(flags: tuple[int, ...]) -> None:
 def _row(flags: tuple[int, ...]) -> tuple[int, int]:
     """Return the first address, and a bit mask of the words after it that are flags."""
     first = min(flags)
+    # The flags of one kind lie side by side, one for each rank of the host, so they fit one row.
     return first, sum(1 << (flag - first) // 4 for flag in flags)
 
 
+# Not specialised: addresses and masks differ from call to call, and each would be compiled anew.
 @triton.jit(do_not_specialize=["first", "which"])  # type: ignore[untyped-decorator]
 def _wait(first: Value, which: Value, WIDTH: constexpr) -> None:
     row = first.to(tl.pointer_type(tl.int32))
