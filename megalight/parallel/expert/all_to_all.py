@@ -65,11 +65,13 @@ class AllToAllDispatcher(Dispatcher):
         with _beside(sizes, received):
             # Counts first: a receiver must know how many rows come before it can allocate them.
             dist.all_to_all_single(received, sizes, group=self.shared.counts_group)
+            # Three tables in one tensor: each copy to the host would be a wait of its own.
             numbers = HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
         # the copies are made while the numbers travel
         tokens, probs = permute(hidden, copies, routes.probs)
         assert probs is not None
         send, receive, here = numbers.wait(group.size(), group.size(), num_experts)
+        # `received` was written on that stream, and is read below on this one.
         if hidden.is_cuda:
             torch.cuda.current_stream().wait_stream(_stream(hidden.device))
         # Rows behind the last group belong to no copy, and are not sent.
@@ -80,6 +82,7 @@ class AllToAllDispatcher(Dispatcher):
         groups = permutation(
             experts_of(received, sum(here)), num_experts, alignment=self.alignment, rows=sum(sizes_here)
         )
+        # Weights travel with their rows: the experts multiply by them.
         tokens, weights = permute(tokens, groups, probs.unsqueeze(1))
         assert weights is not None
         sent = _Sent(replace(copies, rows=rows), send, receive, groups)
@@ -88,6 +91,7 @@ class AllToAllDispatcher(Dispatcher):
     def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
         """Send the outputs back, and add up those of each token."""
         group = self.shared.expert_group
+        # The same numbers with both ends exchanged: rows return the way they came.
         (back,) = exchange((unpermute(outputs, memo.groups),), group, memo.receive, memo.send)
         return unpermute(back, memo.copies)
 
@@ -128,6 +132,7 @@ def spread(routes: Routes, num_experts: int, etp: int) -> Routes:
     if etp == 1:
         return routes
     group, expert = routes.experts // num_experts, routes.experts % num_experts
+    # The ranks that share an expert are neighbours, and each must get the copy.
     first = group.unsqueeze(-1) * etp + torch.arange(etp, device=group.device)
     experts = (first * num_experts + expert.unsqueeze(-1)).masked_fill(routes.experts.unsqueeze(-1) < 0, -1)
     probs = routes.probs.unsqueeze(-1).expand(-1, -1, etp)

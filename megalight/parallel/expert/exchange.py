@@ -46,9 +46,11 @@ def _all_to_all(
     tensors: Sequence[Tensor], group: ProcessGroup, send: list[int], receive: list[int]
 ) -> tuple[Tensor, ...]:
     apart = taking_turns()
+    # Collectives send memory as it lies, and slices or expanded gradients have gaps.
     inputs = [x.contiguous() for x in tensors]
     outs = tuple(x.new_empty((sum(receive), *x.shape[1:])) for x in tensors)
     works = [
+        # Asynchronous only if another pass can run meanwhile.
         dist.all_to_all_single(out, x, receive, send, group=group, async_op=apart)
         for out, x in zip(outs, inputs, strict=True)
     ]
@@ -66,6 +68,7 @@ class HostCounts:
         self._counts = counts
         self._done: torch.cuda.Event | None = None
         if counts.is_cuda:
+            # Only a copy to pinned memory leaves the host free.
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             self._counts.copy_(counts, non_blocking=True)
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -74,5 +77,6 @@ class HostCounts:
     def wait(self, *lengths: int) -> list[list[int]]:
         """Wait for the numbers, on the host, and return them in lists of these lengths."""
         if self._done is not None:
+            # The host waits for this event, and not for the work that the stream was given since.
             self._done.synchronize()
         return [part.tolist() for part in torch.split(self._counts, list(lengths))]

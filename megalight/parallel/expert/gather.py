@@ -43,6 +43,7 @@ class AllGatherDispatcher(Dispatcher):
         missing = (0, 0, 0, max(1, longest) - len(hidden))
         # All ranks must gather equal sizes, and some backends none that are empty: pad. Padding has no expert.
         everyone, probs = (all_gather(F.pad(x, missing), group) for x in (hidden, routes.probs))
+        # The plain gather, without autograd: numbers of experts have no gradient.
         experts = start_all_gather(F.pad(routes.experts, missing, value=-1), group).wait()
         # experts of other ranks, and none, lie outside of [0, num_experts)
         experts = torch.where(experts < 0, -1, experts - self.shared.mesh.rank("ep") * num_experts)

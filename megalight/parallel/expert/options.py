@@ -47,8 +47,10 @@ class ExpertOptions:
             )
             if self.moe_enable_deepep:
                 object.__setattr__(self, "dispatcher", "deepep")
+            # Cleared, or each `replace` would warn again. The dataclass is frozen, hence past its guard.
             object.__setattr__(self, "moe_enable_deepep", None)
         try:
+            # Looked up now: a wrong name is told before any process group is made.
             DISPATCHERS[self.dispatcher]
         except MegalightError as error:
             raise LayoutError(f"ExpertOptions: {error}") from error
@@ -64,5 +66,6 @@ class ExpertOptions:
                 f"ExpertOptions: multiprocessors={count} with dispatcher={self.dispatcher!r}; only 'deepep' and "
                 "'hybridep' can limit them. Leave multiprocessors out."
             )
+        # The kernels work in pairs, one that sends and one that receives.
         if count is not None and (count < 2 or count % 2):
             raise LayoutError(f"ExpertOptions: multiprocessors={count}; it must be even, and at least 2.")

@@ -24,6 +24,7 @@ class MeshPool(Pool):
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
+        # Seeds the random logits of `force_balance`, which must differ between ranks.
         self.place = shared.mesh.global_rank
 
     def bounds(self, sequences: PackedSequences) -> Tensor:

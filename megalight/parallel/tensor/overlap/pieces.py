@@ -38,6 +38,8 @@ def gather_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
     message = rows * inner * itemsize / LINK + _latency(pieces, tp)
     clock = 0.0
     for block in range(pieces):
+        # Blocks come in the order of rounds over one link; the own share, which is in the
+        # first, needs no message.
         arrived = ((block + 1) * run - 1) * message
         # A product starts when its operands are there and the product before it has ended.
         clock = max(clock, arrived) + product_seconds(run * rows, inner, width)
@@ -75,6 +77,7 @@ def reduce_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
 WAYS = {"gather": gather_seconds, "scatter": scatter_seconds, "reduce": reduce_seconds}
 
 
+# Cached, because every layer asks in every pass, and sizes repeat.
 @lru_cache(maxsize=1024)
 def best_pieces(way: str, tp: int, rows: int, inner: int, width: int, itemsize: int) -> int:
     """Return the fastest number of pieces; the smallest one if several are equal.
@@ -89,4 +92,5 @@ def best_pieces(way: str, tp: int, rows: int, inner: int, width: int, itemsize: 
     """
     counts = range(1, MOST + 1) if way == "reduce" else [n for n in range(1, tp + 1) if tp % n == 0]
     # Under sequence parallelism a piece holds the tokens of whole ranks, so the number must divide tp.
+    # Of equal times the smallest number: fewer launches for the host.
     return min(counts, key=lambda pieces: (WAYS[way](pieces, tp, rows, inner, width, itemsize), pieces))

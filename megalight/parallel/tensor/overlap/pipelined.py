@@ -83,6 +83,8 @@ class Pipelined(Plain):
 
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Multiply the own share while the others are on their way, then each block as it arrives."""
+        # Rows with tokens first, so that blocks of ranks are ranges of rows; a copy only if
+        # tokens are not the first dim.
         flat, back = as_rows(share, dim)
         pieces = self.pieces_of("gather", len(flat), product, flat)
         if pieces == 1:
@@ -125,18 +127,21 @@ class Pipelined(Plain):
         for number in (*range(1, pieces), 0):
             first = rounds[number].block * run * rows
             part = x[first : first + run * rows]
+            # Written straight to its place: with one rank per block, nothing of the own block is for others.
             if number == 0 and run == 1:
                 product.call(part, leaving.own)
                 continue
             piece = product.call(part, None)
             leaving.send(number, piece)
             if number == 0:
+                # The own rows of the own block stay here; the rest of the block has just been sent.
                 leaving.own.copy_(piece[rank % run * rows :][:rows])
         return leaving
 
     def start_product_reduce(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> Pending:
         """All-reduce each piece of rows while the next one is computed; pieces may differ in size."""
         flat, back = as_rows(x, dim)
+        # Not more pieces than rows: a piece without rows would be an empty collective.
         pieces = 1 if covered else min(len(flat), self.pieces_of("reduce", len(flat), product, flat))
         if pieces <= 1:
             return super().start_product_reduce(x, product, dim, covered=covered)

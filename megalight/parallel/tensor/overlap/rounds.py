@@ -34,6 +34,7 @@ def rounds_of(rank: int, size: int, pieces: int) -> tuple[Round, ...]:
     block, place = divmod(rank, run)
 
     def neighbour(blocks: int, places: int) -> int:
+        # Blocks and places turn together, so each rank meets every other once in each direction.
         return (block + blocks) % pieces * run + (place + places) % run
 
     return tuple(

@@ -59,6 +59,7 @@ class Symmetric(Pipelined):
 
     def start_gather(self, share: Tensor, dim: int) -> Pending:
         """Start the copies, which run until the caller waits."""
+        # With one round, as the caller waits for all shares at once.
         if share.nbytes < LEAST_BYTES:
             return super().start_gather(share, dim)
         flat, back = as_rows(share, dim)
@@ -73,9 +74,11 @@ class Symmetric(Pipelined):
     def gather_product(self, share: Tensor, product: Product, dim: int, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Multiply pieces as the shares arrive, or all at once; small shares use ``plain``."""
         if share.nbytes < LEAST_BYTES:
+            # Small shares skip the slots, whose flags and copies would take longer than the bytes.
             return Plain.gather_product(self, share, product, dim, keep=keep)
         flat, back = as_rows(share, dim)
         y, whole = self.gather_in_pieces(flat, product, self.pieces_of("gather", len(flat), product, flat), keep=keep)
+        # The product has read the slot, and peers may write there again.
         if not keep:
             self.done(whole)
         return back(y), self._whole(whole, back) if keep else None
@@ -91,6 +94,7 @@ class Symmetric(Pipelined):
         """Return a copy if the shares lie in a slot."""
         if whole.data_ptr() not in self.carrier.open:
             return whole
+        # A slot must be free again soon, or its peers wait: what is kept for the backward is copied out.
         copy = whole.clone()
         self.done(whole)
         return copy
@@ -107,6 +111,7 @@ class Symmetric(Pipelined):
         rows = len(flat) // self.group.size()
         if rows * product.width * x.itemsize < LEAST_BYTES:
             return Plain.start_product_scatter(self, x, product, dim, covered=covered)
+        # The caller covers the copies, so cutting would only make the product slower.
         pieces = 1 if covered else self.pieces_of("scatter", rows, product, flat)
         leaving = self.scatter_in_pieces(flat, product, pieces)
         return Pending(None, lambda: back(leaving.finish()))
@@ -123,6 +128,8 @@ class PeerCopies:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
+        # Two memories: a gather and a scatter run at the same time in the backward, and neither
+        # must wait for the other.
         self.shares, self.sums = PeerMemory(group), PeerMemory(group)
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.open: dict[int, Slot] = {}
@@ -153,6 +160,7 @@ class PeerCopies:
         if capturing():  # a capture must not end with work left on another stream
             driver.raise_flags(current, flags)
             return
+        # After what the stream of products has queued so far, which still reads the slot.
         self.stream.wait_stream(current)
         driver.raise_flags(self.stream, flags)
 
@@ -171,6 +179,7 @@ class GatheringCopies:
             for _, behind in each.pairs:
                 place = self.slot.view(behind, shape, share.dtype, rank * share.numel())
                 carrier.push(self.slot, behind, place, share)
+        # The share leaves with this event: until then its memory must not be written again.
         self.left = carrier.stream.record_event()
         self.whole = self.slot.view(rank, (size * shape[0], *shape[1:]), share.dtype)
         carrier.open[self.whole.data_ptr()] = self.slot
@@ -202,6 +211,7 @@ class ScatteringCopies:
         run = self.size // len(self.rounds)
         by_owner = piece.view(run, *self.shape)
         self.carrier.stream.wait_stream(torch.cuda.current_stream())
+        # Once for the slot: the flags are lowered by the wait, and a second one would never end.
         if not self.leaving:
             self.carrier.await_free(self.slot)
         for ahead, _ in self.rounds[number].pairs:
@@ -212,6 +222,7 @@ class ScatteringCopies:
 
     def finish(self) -> Tensor:
         """Wait until all peers have pushed, and sum; float32 is used for accumulation."""
+        # The pieces are read by copies; their memory may be reused only after these.
         torch.cuda.current_stream().wait_event(self.left)
         self.leaving.clear()
         self.carrier.spin.wait(self.slot.flags(Flag.READY, self.slot.memory.others))
