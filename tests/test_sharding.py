@@ -101,16 +101,20 @@ def _steps(sharded: Any, model: Any, steps: range) -> tuple[list[float], list[fl
     return losses, norms
 
 
-def _trained(checkpointing: Any, path: str) -> tuple[list[float], list[float], np.ndarray[Any, Any]]:
+def _trained(checkpointing: Any, path: str, fraction: float) -> tuple[list[float], list[float], np.ndarray[Any, Any]]:
     model = _model(checkpointing)
     if dist.get_rank():
         nn.init.zeros_(model.lm_head.weight)  # rank 0's values count
-    sharded = megalight.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    options = DataParallel(optimizer_offload_fraction=fraction)
+    sharded = megalight.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), data_parallel=options)
     _loss(model, _ids(9)[0, 0]).backward()
     sharded.optimizer.zero_grad()  # discards it
     losses, norms = _steps(sharded, model, range(1))
     sharded.save(path, step=1)
     _steps(sharded, model, range(1, 2))
+    if fraction == 1:  # resume with everything on the device again
+        model = _model(checkpointing)
+        sharded = megalight.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert sharded.load(path) == {"step": 1}
     for found, more in zip((losses, norms), _steps(sharded, model, range(1, STEPS)), strict=True):
         found += more
@@ -118,11 +122,11 @@ def _trained(checkpointing: Any, path: str) -> tuple[list[float], list[float], n
         return losses, norms, _flat(model)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "reentrant"])
-def test_a_model_of_transformers_trains_as_on_one_device(checkpointing: Any, tmp_path: Path) -> None:
-    """With several backward passes per step, clipping, and a checkpoint in the middle."""
+@pytest.mark.parametrize(("checkpointing", "fraction"), [(False, 0.0), (True, 1.0), ("reentrant", 0.5)])
+def test_a_model_of_transformers_trains_as_on_one_device(checkpointing: Any, fraction: float, tmp_path: Path) -> None:
+    """With several backward passes per step, clipping, a checkpoint in the middle, and masters on the host."""
     losses, norms, weights = _by_hand()
-    for found in run(_trained, WORLD, checkpointing, str(tmp_path / "saved")):
+    for found in run(_trained, WORLD, checkpointing, str(tmp_path / "saved"), fraction):
         np.testing.assert_allclose(found[0], losses, rtol=1e-9)
         np.testing.assert_allclose(found[1], norms, rtol=1e-9)
         assert np.linalg.norm(found[2] - weights) <= 1e-9 * np.linalg.norm(weights)

@@ -33,6 +33,8 @@ class Adam(Optimizer):
         elementwise: each element is updated from its own gradient only, so the optimizer can step on flat shards.
         grad_scale: 0-dim device tensor that multiplies the gradients of the next step. None: no scaling.
         copies: tensor -> flat low-precision tensor that receives its new values in the same kernel.
+        before: tensor -> function to call just before it is updated, which waits for its gradient.
+        after: tensor -> function to call when it is updated.
 
     Raises:
         ConfigurationError: a hyperparameter is out of range.
@@ -70,6 +72,8 @@ class Adam(Optimizer):
         self.backend = backend
         self.grad_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
+        self.before: dict[Tensor, Callable[[], None]] = {}
+        self.after: dict[Tensor, Callable[[], None]] = {}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -85,7 +89,11 @@ class Adam(Optimizer):
                 # No gradient: the batch was skipped, or the parameter is not used. Moments then stay as
                 # they are, as in torch.
                 if parameter.grad is not None:
+                    if parameter in self.before:
+                        self.before[parameter]()
                     self._update(parameter, group)
+                    if parameter in self.after:
+                        self.after[parameter]()
         # The factor is that of this step's clipping.
         self.grad_scale = None
         return loss
@@ -102,12 +110,19 @@ class Adam(Optimizer):
         # Counted before the update: bias correction divides by 1 - beta^step, which is 0 for step 0.
         state["step"] += 1
         beta1, beta2 = group["betas"]
+        gradient, scale, lr = parameter.grad, self.grad_scale, group["lr"]
+        assert gradient is not None
+        if parameter.device.type == "cpu":
+            # Masters in host memory. The fused kernel for CPUs needs gradients in the masters' dtype.
+            gradient = gradient.to(parameter.dtype)
+            scale = None if scale is None else scale.to(parameter.device)
+            lr = lr.to(parameter.device) if isinstance(lr, Tensor) else lr
         adam_step(
             parameter,
-            parameter.grad,  # type: ignore[arg-type]
+            gradient,
             state["exp_avg"],
             state["exp_avg_sq"],
-            lr=group["lr"],
+            lr=lr,
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
@@ -115,7 +130,7 @@ class Adam(Optimizer):
             # `.item()` of a host tensor does not wait for the device.
             step=state["step"] if group["capturable"] else state["step"].item(),
             decoupled=group["decoupled_weight_decay"],
-            grad_scale=self.grad_scale,
+            grad_scale=scale,
             # Written while the new values are in registers, instead of by a second pass over the masters.
             out=self.copies.get(parameter),
             backend=self.backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -92,8 +93,10 @@ class Sharding:
         groups = optimizer.param_groups
         self._shown = [group["params"] for group in groups]
         self._names = [group.get("param_names") for group in groups]
+        # Those on the device first: their updates run there while the host works on its own.
+        ordered = sorted(engine.buckets, key=lambda bucket: bucket.on_host)
         self._masters: list[list[Tensor]] = [
-            [shard.master for shard in engine.shards if shard.group == number] for number in range(len(groups))
+            [bucket.shard.master for bucket in ordered if bucket.shard.group == number] for number in range(len(groups))
         ]
         self._frozen = [parameter for shown in self._shown for parameter in shown if not parameter.requires_grad]
         # Read all states before any is dropped: state of the parameters and of the shards is in one dict.
@@ -106,6 +109,7 @@ class Sharding:
         enter, leave = (lambda *_: self._enter()), (lambda *_: self._leave())
         self._handles = [
             optimizer.register_step_pre_hook(enter),
+            optimizer.register_step_pre_hook(lambda *_: self._bring_gradients()),
             optimizer.register_step_post_hook(leave),
             optimizer.register_state_dict_pre_hook(enter),
             optimizer.register_state_dict_post_hook(leave),
@@ -141,7 +145,7 @@ class Sharding:
         del self.optimizer.__dict__[SHARDING]
         if isinstance(self.optimizer, Adam):
             # These are buffers of the engine, which may be freed after this.
-            self.optimizer.copies = {}
+            self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}
         for bucket in self.engine.buckets:
             state = self.optimizer.state.pop(bucket.shard.master, {})
             # A collective for each state tensor: all ranks have the same buckets in the same order.
@@ -167,6 +171,12 @@ class Sharding:
             group["params"] = masters
             # These are names of parameters, and a master stands for many of them.
             group.pop("param_names", None)
+
+    def _bring_gradients(self) -> None:
+        """Start to copy gradients to masters on the host. Adam waits for one after the other, others for all."""
+        self.engine.host.begin()
+        if not isinstance(self.optimizer, Adam):
+            self.engine.host.arrive_all()
 
     def _leave(self) -> None:
         for group, shown, names in zip(self.optimizer.param_groups, self._shown, self._names, strict=True):
@@ -201,7 +211,11 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
         optimizer.grad_scale = factor if optimizer.grad_scale is None else optimizer.grad_scale * factor
 
     written = engine.fuse(scale)
-    optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if b.rounds_masters}
+    host, away = engine.host, engine.host.buckets
+    optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if b.rounds_masters and not b.on_host}
+    optimizer.copies.update({b.shard.master: flat for b in away if (flat := host.rounded(b)) is not None})
+    optimizer.before = {bucket.shard.master: partial(host.arrive, bucket) for bucket in away}
+    optimizer.after = {bucket.shard.master: partial(host.send, bucket) for bucket in away}
     return optimizer.register_step_post_hook(lambda *_: written())
 
 
@@ -238,7 +252,7 @@ def _flat_state(optimizer: Optimizer, engine: DataParallelEngine, index: int) ->
         for key, value in optimizer.state.get(info.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == info.parameter.shape and key not in SCALARS:
                 # Padding is stepped like any element, so its state must be finite.
-                target = flat.setdefault(key, value.new_zeros(shard.numel))
+                target = flat.setdefault(key, shard.master.new_zeros(shard.numel, dtype=value.dtype))
                 assert isinstance(target, Tensor)
                 if low < high:
                     part = value.reshape(-1)[low - slot.start : high - slot.start]

@@ -24,9 +24,9 @@ def clip_by_norm(module: pl.LightningModule, engine: DataParallelEngine, max_nor
 @spanned("clip")
 def clip_by_value(engine: DataParallelEngine, limit: float) -> None:
     """Clamp each element to ``[-limit, limit]``."""
-    for shard in engine.shards:
-        if shard.master.grad is not None:  # the batch was not skipped
-            shard.master.grad.clamp_(-limit, limit)
+    for bucket in engine.buckets:
+        if bucket.reduced is not None:  # the batch was not skipped
+            bucket.reduced.clamp_(-limit, limit)
 
 
 def unscale(engine: DataParallelEngine, scale: float) -> bool:

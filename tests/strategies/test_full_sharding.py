@@ -80,6 +80,7 @@ CASES: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "gradients": (2, "gpt2", 5, GRADS, {}),
     "three ranks": (3, "gqa", 3, FULL, {"module_type": Uneven}),
     "whole gradients": (3, "gqa", 3, FULL, {"module_type": Uneven, "data_parallel": WHOLE}),
+    "host": (2, "tied", 3, FULL, {"data_parallel": {"optimizer_offload_fraction": 0.5}}),
     "full recompute": (2, "gqa", 4, FULL, {"recompute": EACH}),
     "tp": (4, "mha", 3, FULL, {"tensor_parallel": 2, "sequence_parallel": True}),
     "hybrid": (4, "tied", 3, FULL, {"data_parallel": {"replicate": 2}}),

@@ -213,7 +213,8 @@ class FlatParameters:
         ]
 
     def gathered(self, own: Tensor) -> Tensor:
-        """Return a flat tensor ``[numel]`` of the whole bucket from every rank's interval of it."""
+        """Return a flat tensor ``[numel]`` of the whole bucket, on the device, from every rank's interval of it."""
+        own = own.to(self.params.device)  # masters may be on the host
         if self.shard_group is None:
             return own
         whole = own.new_empty(self.layout.numel)
@@ -234,8 +235,12 @@ class Bucket(FlatParameters):
         master_dtype: dtype of the masters.
         grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
+        on_host: keep the masters in host memory, as separate copies. See
+            :class:`~megalight.parallel.data_parallel.host.HostMasters`.
 
     Attributes:
+        on_host: whether the masters are in host memory.
+        reduced: the reduced gradients of this rank's interval, on the device; None: they are not complete.
         grads: ``[numel]`` flat gradients.
         own_grads: the interval of them that this rank keeps: a view of :attr:`grads`, or memory of its own, which sums
             them over micro-batches.
@@ -256,8 +261,11 @@ class Bucket(FlatParameters):
         params: Tensor | None = None,
         grads: Tensor | None = None,
         sum_dtype: torch.dtype | None = None,
+        on_host: bool = False,
     ) -> None:
         super().__init__(layout, infos, groups, divided, params)
+        self.on_host = on_host
+        self.reduced: Tensor | None = None
         shard, dtype = self.shard, layout.kind.grad_dtype
         self.shards_grads = grads is not None
         self.grads = torch.zeros(layout.numel, dtype=dtype, device=self.params.device) if grads is None else grads
@@ -270,9 +278,14 @@ class Bucket(FlatParameters):
         self.arrived = 0
         self.sent = False
         own = shard.master  # the values in the parameters' own dtype, also of parameters that are codes
-        self.master_is_own_params = not self.holds_codes and master_dtype == own.dtype
+        self.master_is_own_params = not self.holds_codes and master_dtype == own.dtype and not on_host
         # With equal dtypes the optimizer steps on the parameters' own memory, so no copy must be kept in step with it.
-        master = own if self.master_is_own_params else own.to(master_dtype, copy=True)
+        if self.master_is_own_params:
+            master = own
+        elif on_host:
+            master = host_memory(own.shape, master_dtype, own.device).copy_(own)
+        else:
+            master = own.to(master_dtype, copy=True)
         # Optimizers of torch take leaves only.
         shard.master = master.requires_grad_()
         state_of(shard.master).master_copy = not self.master_is_own_params
@@ -296,9 +309,14 @@ class Bucket(FlatParameters):
         """Give gradients back to autograd, and free the memory of the buffer."""
         for parameter, _ in self.main_grads:
             release(parameter)
-        self.shard.master.grad = None
+        self.set_reduced(None)
         self.grads, self.main_grads = self.grads.new_empty(0), []
         self.own_grads = self.grads
+
+    def set_reduced(self, gradient: Tensor | None) -> None:
+        """Give the optimizer the reduced gradient, or take it away. Masters on the host get it when a step begins."""
+        self.reduced = gradient
+        self.shard.master.grad = None if self.on_host else gradient
 
     @property
     def autograd_adds(self) -> bool:
@@ -315,6 +333,11 @@ class Bucket(FlatParameters):
     def rounds_masters(self) -> bool:
         """Whether the parameters are the masters rounded to a narrower dtype (and not codes with scales)."""
         return not (self.master_is_own_params or self.holds_codes)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host memory for values of a device: pinned for a GPU, which then copies without the host's help."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def distinct(infos: Sequence[ParamInfo]) -> list[ParamInfo]:

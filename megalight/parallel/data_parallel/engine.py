@@ -15,6 +15,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.gradients import MainGradients
+from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
@@ -71,8 +72,11 @@ class DataParallelEngine:
         prefetch: number of units whose parameters are gathered ahead of the one that computes; None: by free memory.
         reduce_each_micro_batch: whether units keep only shards of gradients from one micro-batch to the next; None: by
             free memory, where parameters are sharded.
+        optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
+            optimizer state comes to be there, too.
 
     Attributes:
+        host: the masters in host memory. An optimizer's step is between ``host.begin()`` and :meth:`publish`.
         unit_memory: what was chosen for ``prefetch`` and ``reduce_each_micro_batch``, and why.
         units: the modules whose parameters or gradients are sharded; None: there are none.
         main_gradients: the gradient side. Code that replays recorded passes reports to it.
@@ -104,6 +108,7 @@ class DataParallelEngine:
         units: Sequence[Sequence[nn.Module]] = (),
         prefetch: int | None = None,
         reduce_each_micro_batch: bool | None = None,
+        optimizer_offload_fraction: float = 0.0,
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -114,8 +119,9 @@ class DataParallelEngine:
         self.infos = [info for info in every if info.parameter.requires_grad]
         self._reducer = Reducer(self.level.state, reduce_dtype, reduction)
         self.unit_memory = UnitMemory(1, True, {})
-        choices = prefetch, reduce_each_micro_batch
-        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas, choices)
+        self._choices = prefetch, reduce_each_micro_batch
+        self._offload = optimizer_offload_fraction
+        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
         self.main_gradients = MainGradients(
@@ -125,7 +131,8 @@ class DataParallelEngine:
             self._reducer,
             overlap_grad_reduce,
         )
-        self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather)
+        self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
+        self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather, self.host)
         self.units: Units | None = None
         self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
         sharded = [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
@@ -144,7 +151,6 @@ class DataParallelEngine:
         bucket_size: int | None,
         edge_bucket_size: int | None,
         max_ctas: int | None,
-        choices: tuple[int | None, bool | None],
     ) -> list[Bucket]:
         kinds = [self._kind(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
@@ -156,12 +162,18 @@ class DataParallelEngine:
         params = grads = None
         if any(layout.kind.unit is not None for layout in layouts):
             # Only ranks that agree on a choice of their own ask each other how much memory is free.
-            free = free_memory(device, self.mesh.everyone) if None in choices else None
-            self.unit_memory = choose(layouts, self.level.parameters, *choices, free)
+            free = free_memory(device, self.mesh.everyone) if None in self._choices else None
+            self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
             if self.level.parameters:
                 params = TurnBuffers(layouts, self.unit_memory.turns, device)
             if self.unit_memory.reduce_each:
                 grads = TurnBuffers(layouts, GRADIENT_TURNS, device)
+        on_host = offloaded(layouts, self._offload)
+        if any(layouts[index].kind.codes is not None for index in on_host):
+            raise ConfigurationError(
+                f"data_parallel.optimizer_offload_fraction={self._offload} with weights stored as 8-bit codes "
+                "(primary_weights), which are cast from masters on the device; leave one of the two out."
+            )
         return [
             Bucket(
                 layout,
@@ -174,8 +186,9 @@ class DataParallelEngine:
                 None if params is None else params.take(layout, layout.kind.param_dtype),
                 None if grads is None else grads.take(layout, layout.kind.grad_dtype),
                 self._reducer.sum_dtype(layout.kind.grad_dtype),
+                index in on_host,
             )
-            for layout in layouts
+            for index, layout in enumerate(layouts)
         ]
 
     def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> list[FlatParameters]:
@@ -387,12 +400,16 @@ class DataParallelEngine:
                 self.fill_masters(info.name, view)
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on this rank: ``parameters``, ``gradients``, ``masters`` (only those that are copies)."""
+        """Return bytes on this rank's device: ``parameters``, ``gradients``, ``masters`` (only those that are copies).
+
+        If there are masters in host memory, ``host`` tells the bytes there.
+        """
         with_parameters = (*self.buckets, *self.frozen)
         return {
             "parameters": _nbytes(flat for bucket in with_parameters for flat in (bucket.params, bucket.own_params)),
             "gradients": _nbytes(flat for bucket in self.buckets for flat in (bucket.grads, bucket.own_grads)),
-            "masters": sum(b.shard.master.nbytes for b in self.buckets if not b.master_is_own_params),
+            "masters": sum(b.shard.master.nbytes for b in self.buckets if not (b.master_is_own_params or b.on_host)),
+            **({"host": self.host.nbytes()} if self.host.buckets else {}),
         }
 
 

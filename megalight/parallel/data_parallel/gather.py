@@ -85,8 +85,9 @@ class Gatherer:
 
 @torch.no_grad()
 def masters_to_parameters(buckets: Sequence[Bucket]) -> None:
-    """Round this rank's masters into its interval of the parameters."""
-    _copy([b.own_params for b in buckets if b.rounds_masters], _separate_masters(buckets))
+    """Round this rank's masters on the device into its interval of the parameters."""
+    here = [bucket for bucket in buckets if not bucket.on_host]
+    _copy([b.own_params for b in here if b.rounds_masters], _separate_masters(here))
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class MainGradients:
         self._first.end()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, wait for all of them, and set ``shard.master.grad``; once per step."""
+        """Reduce the remaining buckets, wait for all of them, and set ``bucket.reduced``; once per step."""
         if self._reduced:
             return
         self._reduced = True
@@ -107,10 +107,9 @@ class MainGradients:
             # Partial gradients (of other axes) are summed after the data-parallel sum, on this rank's interval only.
             self._partial(gradients)
             for bucket, gradient in zip(self.buckets, gradients, strict=True):
-                master = bucket.shard.master
-                # Optimizers of torch want gradients in the dtype of their parameters.
-                # Fused ones read the wider sums as they are.
-                master.grad = gradient if self._any_dtype else gradient.to(master.dtype)
+                # Optimizers of torch want gradients in the dtype of their parameters. Fused ones read the wider sums as
+                # they are.
+                bucket.set_reduced(gradient if self._any_dtype else gradient.to(bucket.shard.master.dtype))
 
     @property
     def first(self) -> bool:
@@ -129,7 +128,7 @@ class MainGradients:
         Raises:
             MegalightError: they are not reduced yet.
         """
-        gradients = [bucket.shard.master.grad for bucket in self.buckets]
+        gradients = [bucket.reduced for bucket in self.buckets]
         if any(gradient is None for gradient in gradients):
             raise MegalightError("gradients are not reduced yet; call finish_grad_sync() first.")
         return [gradient for gradient in gradients if gradient is not None]
@@ -203,7 +202,7 @@ class MainGradients:
         self._reduced = True
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.sent = True
-            bucket.shard.master.grad = gradient
+            bucket.set_reduced(gradient)
 
     def give_up(self, first: bool) -> None:
         """Return to the state before passes that never ran on the device; sums of earlier passes stay.
@@ -247,4 +246,4 @@ class MainGradients:
     def _unsend(self) -> None:
         for bucket in self.buckets:
             bucket.sent = False
-            bucket.shard.master.grad = None
+            bucket.set_reduced(None)

@@ -48,6 +48,8 @@ class DataParallel:
         reduce_each_micro_batch: with sharded parameters, whether each micro-batch reduces gradients of units, so that
             only shards of them stay. False: whole gradients stay until the last micro-batch of a step reduces them,
             which takes memory for all of them and saves messages. None: False if they need little of the free memory.
+        optimizer_offload_fraction: share of masters and optimizer state that is kept and updated in host memory, in
+            whole buckets: 0 none, 1 all. Copies to and from the device run beside the updates.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -63,6 +65,7 @@ class DataParallel:
     replicate: int = 1
     prefetch: int | None = None
     reduce_each_micro_batch: bool | None = None
+    optimizer_offload_fraction: float = 0.0
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -85,6 +88,11 @@ class DataParallel:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            raise ConfigurationError(
+                f"data_parallel.optimizer_offload_fraction={self.optimizer_offload_fraction}; it must be between 0 "
+                "(nothing) and 1 (all masters and optimizer state)."
+            )
         if self.prefetch is not None and self.prefetch < 0:
             raise ConfigurationError(f"data_parallel.prefetch={self.prefetch}; it must be at least 0.")
 
@@ -143,4 +151,5 @@ class DataParallel:
             units=units,
             prefetch=self.prefetch,
             reduce_each_micro_batch=self.reduce_each_micro_batch,
+            optimizer_offload_fraction=self.optimizer_offload_fraction,
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.codes import Codes
 from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
+from megalight.parallel.data_parallel.host import HostMasters
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.trace import spanned
 
@@ -20,6 +21,7 @@ class ShardedParameters:
     Args:
         buckets: last parameters of the model first.
         overlap: let gathering continue after :meth:`publish` returns.
+        host: the masters in host memory.
 
     Attributes:
         written: an optimizer has already rounded its masters into ``bucket.own_params``.
@@ -27,9 +29,10 @@ class ShardedParameters:
         residency: the parameters of units; None: all parameters are always whole.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device, overlap: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, overlap: bool, host: HostMasters) -> None:
         self.buckets = buckets
         self.overlap = overlap
+        self.host = host
         self.written = False
         self.waited_by_modules = False
         self.residency: Residency | None = None
@@ -46,6 +49,8 @@ class ShardedParameters:
         self.sync()
         if not self.written:
             masters_to_parameters(self.buckets)
+            self.host.send_all()
+        self.host.join()  # what comes from the host must be here before it is gathered
         # For one step only: the next values may come from another optimizer, or from a checkpoint.
         self.written = False
         # Codes need the scale of the whole weight, so ranks agree on scales before any of them sends its codes.
