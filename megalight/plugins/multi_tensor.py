@@ -51,8 +51,10 @@ class MultiTensorAdam:
         out: Tensor | None = None,
     ) -> None:
         """Implement :func:`megalight.ops.adam.adam_step`."""
+        # A shard may be empty, and then there is nothing to launch.
         if not param.numel():
             return
+        # A recorded step must not read numbers on the host, and tensors stay on the device.
         on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
         name, last = "multi_tensor_adam", list[Tensor]()
         # Not in place: the gradient belongs to the caller, and hooks may read it after the step.
@@ -63,6 +65,7 @@ class MultiTensorAdam:
             lists[0] = [own.to(torch.float32, copy=own is grad)]
             lr = torch.as_tensor(lr, dtype=torch.float32, device=param.device)
             step = torch.as_tensor(step, device=param.device).to(torch.int32)
+            # The last argument is the inverse of a loss scale, which is 1 here: scaling is done above.
             name, last = "multi_tensor_adam_capturable", [torch.ones(1, dtype=torch.float32, device=param.device)]
         else:
             lr, step = float(lr), int(step)
@@ -70,6 +73,7 @@ class MultiTensorAdam:
         if fused := out is not None and self.writes_out and not on_device:
             lists = [lists[0], [out], *lists[2:], [param]]
         numbers = (lr, beta1, beta2, eps, step, int(decoupled), CORRECT_BIAS, weight_decay, *last)
+        # The flag says whether to skip the step. Ours is decided before, on all ranks together.
         self.applier()(self.kernel(name), _no_overflow(param.device), lists, *numbers)
         if out is not None and not fused:
             out.copy_(param)

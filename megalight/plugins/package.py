@@ -39,6 +39,7 @@ class Package:
     def version(self) -> str | None:
         """The installed version, or None if it is unknown. Without metadata, the package is imported."""
         found = imports.version(self.distribution)
+        # A build from sources may have no metadata; the import costs time, so it comes last.
         if found is None and imports.has(self.name.partition(".")[0]):
             try:
                 found = getattr(self.load(self.name), "__version__", None)
@@ -55,6 +56,7 @@ class Package:
             paths: modules, or ``module:attribute``, that the feature needs. They are imported in this order.
             minimum: the first version that has the feature.
         """
+        # In the order of cost: `find_spec` imports nothing, the device is known, versions are files.
         if not imports.has(self.name.partition(".")[0]):
             return f"needs the package {self.name}, which is not installed. Next: {self.how}"
         if (reason := cuda_why_not(device)) is not None:
@@ -78,6 +80,7 @@ class Package:
         return _load(self, path)
 
 
+# By package and path; both are frozen.
 @functools.lru_cache(maxsize=256)
 def _load(package: Package, path: str) -> Any:
     """Import and cache: kernels are looked up in every call, also in autograd's threads."""

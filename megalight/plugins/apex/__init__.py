@@ -18,6 +18,7 @@ PRIORITY = 0
 
 def register() -> None:
     """Add the backends."""
+    # The same names in every registry: a user asks all ops for one package with one word.
     RMS_NORM.register(Backend(NAME, norm.rms_norm, PRIORITY, norm.rms_why_not))
     ADD_RMS_NORM.register(Backend(NAME, norm.add_rms_norm, PRIORITY, norm.rms_why_not))
     LAYER_NORM.register(Backend(NAME, norm.layer_norm, PRIORITY, norm.layer_why_not))

@@ -13,4 +13,5 @@ PACKAGE = Package(
 
 def why_not(device: str, feature: str, *paths: str) -> str | None:
     """Return why the package cannot serve ``feature``, or None. Extensions are separate modules in ``paths``."""
+    # No minimum: all its releases call themselves 0.1.
     return PACKAGE.why_not(device, feature, *paths)

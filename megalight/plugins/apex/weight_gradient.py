@@ -39,4 +39,5 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
     if write:
         # The old content may be NaN: a product with beta = 1 would keep it.
         main_grad.zero_()
+    # The kernel reads rows as they lie in memory.
     PACKAGE.load(_kernel(main_grad.dtype))(x.contiguous(), grad_y.contiguous(), main_grad)

@@ -60,6 +60,7 @@ class PackageDispatcher(Dispatcher):
         paths = [f"{PACKAGE.name}:{name}" for name in names]
         if (reason := PACKAGE.why_not("cuda", f"dispatcher {cls.name}", *paths)) is not None:
             return reason
+        # By signatures: releases come from sources, and their versions say little.
         for path, wanted in cls.calls.items():
             owner, _, method = path.partition(".")
             found = inspect.signature(getattr(PACKAGE.load(f"{PACKAGE.name}:{owner}"), method or "__init__"))
@@ -89,14 +90,17 @@ class PackageDispatcher(Dispatcher):
         Raises:
             ConfigurationError: that would lose digits.
         """
+        # The expert's product casts its input anyway; cast before the exchange, half as many bytes travel.
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        # Refused, and not cast without a word: the exchange would lose digits of the activations.
         if hidden.dtype != torch.bfloat16 or routes.probs.dtype == torch.float64:
             raise ConfigurationError(
                 f"dispatcher={self.name!r} sends bfloat16 rows with float32 weights; here they are {hidden.dtype} and "
                 f"{routes.probs.dtype}. Train in bfloat16 with moe.router.dtype=float32, or set "
                 "dispatcher='all_to_all'."
             )
+        # The package knows ranks and experts only: along `etp`, each expert is one of several.
         routes = spread(routes, num_experts, self.shared.mesh.etp)
         return hidden, Routes(routes.probs.float(), routes.experts)
 
@@ -107,6 +111,7 @@ class PackageDispatcher(Dispatcher):
 
 def settle(event: Any) -> None:
     """Let the current stream wait for a message that has started; another pass may compute meanwhile."""
+    # Without turns the package has waited itself, and there is no event.
     if taking_turns():
         pause()
         event.current_stream_wait()

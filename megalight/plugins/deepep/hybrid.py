@@ -97,6 +97,7 @@ class HybridEPDispatcher(PackageDispatcher):
         trip, where, own, dtype = memo
         outputs = outputs if where is None else unpermute(outputs, where)
         out: Tensor = apply(_Combine, outputs.to(torch.bfloat16), trip)
+        # The rows of padding come last.
         return out[:own].to(dtype)
 
 
@@ -109,6 +110,7 @@ def _dense(routes: Routes, total: int) -> tuple[Tensor, Tensor]:
     return probs[:, :total], chosen[:, :total]
 
 
+# Buffers are large: layers of the same width share one, as their exchanges follow each other.
 @lru_cache(maxsize=4)
 def _buffer(group: ProcessGroup, width: int, num_experts: int, multiprocessors: int) -> Any:
     """Make a buffer for rows of ``width``. All layers share it; all ranks of the group make it together."""

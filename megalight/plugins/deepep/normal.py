@@ -70,6 +70,7 @@ class DeepEPDispatcher(PackageDispatcher):
         received, weights = apply(_Dispatch, rows, routes.probs, routes.experts, total, trip)
         assert trip.experts is not None
         assert trip.sizes is not None
+        # Rows came by rank; one may be for several experts here, so copies are made now.
         sizes = [aligned(count, self.alignment) for count in trip.sizes]
         where = permutation(trip.experts, num_experts, alignment=self.alignment, rows=sum(sizes))
         tokens, probs = permute(received, where, weights)
@@ -78,6 +79,8 @@ class DeepEPDispatcher(PackageDispatcher):
 
     def combine(self, outputs: Tensor, memo: tuple[_Trip, Permutation, torch.dtype]) -> Tensor:
         """Add up the outputs of this rank for each received row, then those of all ranks for each token."""
+        # Added up over this rank's experts before the message: a row returns once, and not
+        # once for each expert.
         trip, where, dtype = memo
         out: Tensor = apply(_Combine, unpermute(outputs, where).to(torch.bfloat16), trip)
         return out.to(dtype)
@@ -89,6 +92,7 @@ def _buffer(group: ProcessGroup, width: int, multiprocessors: int) -> Any:
     kind = PACKAGE.load(f"{PACKAGE.name}:Buffer")
     kind.set_num_sms(multiprocessors)
     size, row = group.size(), width * torch.bfloat16.itemsize
+    # The larger of both calls, as dispatch and combine use the same buffer.
     configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
     near = max(config.get_nvl_buffer_size_hint(row, size) for config in configs)
     far = max(config.get_rdma_buffer_size_hint(row, size) for config in configs)

@@ -15,6 +15,7 @@ PRIORITY = 0
 
 def register() -> None:
     """Add the backends."""
+    # One name for each release: their numerics differ, and a run should not change with what is installed.
     ATTENTION.register(Backend("flash_attn", version_2.attention, PRIORITY, version_2.why_not))
     ATTENTION.register(Backend("flash_attn_3", version_3.attention, PRIORITY, version_3.why_not))
     ATTENTION.register(Backend("flash_attn_4", version_4.attention, PRIORITY, version_4.why_not))

@@ -41,6 +41,7 @@ class Release:
 
     def why_not(self, spec: Spec) -> str | None:
         """Return why this release cannot serve, or None."""
+        # Cheap reasons first: looking at functions imports the package.
         if spec.sink:
             return "has no sinks"
         if spec.dropout and not self.dropout:
@@ -74,6 +75,7 @@ class Release:
         options: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": causal,
+            # A causal mask already hides what comes after, so its right side is 0.
             "window_size": (self.unlimited if window is None else window, 0 if causal else self.unlimited),
             "softcap": softcap or 0.0,
             # Its backward adds up gradients of queries with atomics unless asked not to.
@@ -83,6 +85,7 @@ class Release:
             options["dropout_p"] = dropout
         if sequences.uniform is not None and keys.uniform is not None:
             batch = sequences.uniform[0]
+            # Views: equally long sequences lie one behind the other.
             q, k, v = (t.view(batch, -1, *t.shape[1:]) for t in (q, k, v))
             function = DENSE
         else:

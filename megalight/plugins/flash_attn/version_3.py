@@ -19,6 +19,7 @@ attention = RELEASE.attention
 def why_not(spec: Spec) -> str | None:
     """Return why it cannot serve attention, or None."""
     reason = RELEASE.why_not(spec)
+    # Asked last: it needs a GPU, and the other reasons do not.
     if reason is None and (major := torch.cuda.get_device_capability()[0]) not in ARCHITECTURES:
         return f"serves sm_80 to sm_90, not sm_{major}x"
     return reason

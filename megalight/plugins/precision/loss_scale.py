@@ -25,6 +25,7 @@ class LossScale:
 
     def update(self, finite: bool) -> None:
         """Note whether all gradients of a step were finite."""
+        # Counted before the test, so that the interval counts this step.
         self.finite_steps += 1
         if not finite:
             # Shrink at once, grow slowly: an overflow costs a step, a small scale only some precision.

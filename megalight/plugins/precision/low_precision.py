@@ -37,6 +37,7 @@ class MegatronLowPrecision(MegatronPrecision):
         implementation: str = "own",
     ) -> None:
         super().__init__(precision)
+        # Asked at construction, so that a misspelt name is told before processes start.
         if implementation not in LOW_PRECISION:
             known = list(LOW_PRECISION)
             raise ConfigurationError(
@@ -58,6 +59,7 @@ class MegatronLowPrecision(MegatronPrecision):
                 f"products in 8 bits need a MegalightModule, and {type(model.root).__name__} is a plain "
                 "LightningModule; write build_model, forward_step and loss_step, or choose another precision."
             )
+        # After the model was split, as scales belong to this rank's weights.
         self.session = apply_low_precision(
             model.root, self.options, model.mesh, model.num_layers, self.kind, model.specs, seed
         )

@@ -82,6 +82,7 @@ class MegatronPrecision(Precision):
     @classmethod
     def of(cls, plugin: Precision | None) -> Precision:
         """Convert Lightning's plugin for a precision string to ours. Plugins of this class are returned unchanged."""
+        # Lightning's default plugin stands for "nothing was asked".
         if plugin is None or type(plugin) is Precision:
             return cls("32-true")
         if isinstance(plugin, MegatronPrecision):
@@ -100,6 +101,7 @@ class MegatronPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """Convert a batch. That of a ``MegalightModule`` is unchanged: its loss masks must stay float32."""
+        # Labels and masks of a plain module follow Lightning's own plugins: all floats are cast.
         if not self.plain or self.autocasts or self.dtype == torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
@@ -113,6 +115,7 @@ class MegatronPrecision(Precision):
             with torch.autocast(self.device_type, dtype=self.dtype):
                 yield
         elif self.plain:
+            # The default dtype, as Lightning's own plugin does: tensors that the user makes in a step get it.
             before = torch.get_default_dtype()
             torch.set_default_dtype(self.dtype)
             try:
@@ -128,6 +131,7 @@ class MegatronPrecision(Precision):
         Args:
             seed: seed of the run, equal on all ranks.
         """
+        # A model that was trained with another plugin before may still have products in 8 bits.
         remove_low_precision(model.root)
 
     def begin(self, number: int) -> None:
@@ -162,6 +166,7 @@ class MegatronPrecision(Precision):
 
         Other optimizers get the closure, which they may call several times.
         """
+        # Optimizers of the user's own step on whole parameters; Lightning's way is right for them.
         if sharding_of(optimizer) is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         # The closure first: gradients are complete, and reduced over ranks, only after it.
@@ -174,6 +179,7 @@ class MegatronPrecision(Precision):
             self.loss_scale.update(finite)
         self._after_closure(model, optimizer)
         if finite:
+            # The closure has run: the optimizer gets its result, not the passes once more.
             return optimizer.step(closure=lambda: result, **kwargs)
         if isinstance(optimizer, Adam):
             optimizer.grad_scale = None  # clipping was for gradients that are not used

@@ -23,6 +23,7 @@ KINDS = {
 """Our name -> names of the plain and the gated kernel. The backward kernel has a ``d`` in front. GELU is with tanh."""
 
 
+# The backward kernel is asked for, too: it is found missing now, and not in the first backward.
 def _why_not(spec: Spec, gates: bool) -> str | None:
     if spec.kind not in KINDS:
         return f"has no {spec.kind}; it has {', '.join(KINDS)}"
@@ -46,6 +47,7 @@ def activation_why_not(spec: Spec) -> str | None:
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        # Kept as the kernel reads it, so that the backward makes no second copy.
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.name = name
@@ -56,6 +58,7 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        # The kernel returns rows of two dims.
         return kernel(f"d{ctx.name}")(grad_y.contiguous(), x, None).view(x.shape), None
 
 

@@ -24,6 +24,8 @@ def why_not(spec: Spec) -> str | None:
         return f"serves gradients in bfloat16, float16 and float32, not {spec.grad_dtype}"
     if spec.out_dtype not in (None, *HALF, torch.float32):
         return f"writes copies in bfloat16, float16 and float32, not {spec.out_dtype}"
+    # Both kernels: which one runs depends on whether `lr` and `step` are tensors, which is
+    # known only in the step.
     kernels = (APPLY, f"{KERNELS}:multi_tensor_adam", f"{KERNELS}:multi_tensor_adam_capturable")
     return package_why_not(spec.device, "fused Adam", MINIMUM, *kernels)
 

@@ -83,6 +83,7 @@ def attention(
             "attn_mask_type": f"padding_{mask}" if causal else "padding",
             "cu_seqlens_q": sequences.cu_seqlens,
             "cu_seqlens_kv": keys.cu_seqlens,
+            # Only a bound for the kernel; offsets say where sequences end.
             "max_seqlen_q": -(-sequences.max_length // STEP) * STEP,
             "max_seqlen_kv": -(-keys.max_length // STEP) * STEP,
             "pad_between_seqs": False,

@@ -104,6 +104,8 @@ class TransformerEngineGraphs:
         self._recorded = 0
         self._off = False
         modules = [module for lane in self._lanes for _, module in lane.modules]
+        # A replay always adds: the recording must not contain a first write, which would
+        # erase what came before.
         engine.main_gradients.only_add(p for module in modules for p in module.parameters())
         for lane in self._lanes:
             for place, (_, module) in enumerate(lane.modules):
@@ -115,6 +117,7 @@ class TransformerEngineGraphs:
         self._count = micro_batches
         for lane in self._lanes:
             lane.at = -1
+            # Samples of the last eager step, as memory and forms have settled by then.
             if self._steps == self.warmup_steps:
                 lane.samples = [[] for _ in range(micro_batches)]
         if self._steps > self.warmup_steps and not self._recorded and not self._off:
@@ -130,6 +133,7 @@ class TransformerEngineGraphs:
         for lane in self._lanes:
             lane.samples, lane.graphed = [], []
             for _, module in lane.modules:
+                # The class's forward shows again once the instance has none.
                 module.__dict__.pop("forward", None)
                 for parameter in module.parameters():
                     for precision, _ in casts_of(parameter):
@@ -147,11 +151,13 @@ class TransformerEngineGraphs:
                 self._note(lane, name, args, kwargs)
             return plain(*args, **kwargs)
         form = signature((args, kwargs))
+        # Another number of micro-batches would need other graphs: each micro-batch has its own.
         if self._off or self._count != self._recorded or form != lane.forms[place]:
             if not self._off:
                 self._give_up(f"{name} is called with another form of arguments, or number of micro-batches")
             return plain(*args, **kwargs)
         self.replays += 1
+        # Outside of the graph, because the gather waits for other ranks.
         self._prepare([module])
         return lane.graphed[lane.at][place](*self._marked(tensors_of((args, kwargs)), lane.arrivals[place]))
 
@@ -169,6 +175,8 @@ class TransformerEngineGraphs:
             if (why := recordable(value)) is not None:
                 self._give_up(f"{name} is called with {why}")
                 return
+        # Copies: the tensors of the step are freed, and the samples must have the same
+        # addresses for the recording.
         copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_of((args, kwargs))]
         lane.samples[lane.at].append(with_tensors((args, kwargs), iter(copies)))
 
@@ -193,6 +201,7 @@ class TransformerEngineGraphs:
                 _order=order,
                 _num_layers_per_chunk=[len(lane.modules) for lane in self._lanes],
             )
+        # The gradients of the run so far, as if nothing had happened.
         for bucket, gradients in zip(self.engine.buckets, kept, strict=True):
             bucket.grads.copy_(gradients)
         found, first = Counter(seen), 0
@@ -234,6 +243,7 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, graphs: TransformerEngineGraphs, arrivals: Sequence[tuple[int, int]]) -> Tensor:
         ctx.graphs, ctx.arrivals = graphs, arrivals
+        # A view: autograd needs another tensor than its input.
         return x.view_as(x)
 
     @staticmethod

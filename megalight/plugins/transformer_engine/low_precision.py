@@ -38,6 +38,7 @@ KINDS = {
 """Our recipe -> its class, the first release with it, the device check, and the multiple to which tokens are padded."""
 
 
+# Old releases and new ones are both in use, and differ only in this path.
 def _find(name: str) -> Any:
     """Load a name from a module that has moved: the new path, or else the old one."""
     try:
@@ -53,6 +54,7 @@ def why_not(device: str, recipe: Recipe) -> str | None:
     name, minimum, check, _ = KINDS[recipe.name]
     if (reason := package_why_not(device, name, minimum, f"{RECIPES}:{name}", GEMM)) is not None:
         return reason
+    # The device says it by itself: recipes depend on its generation.
     try:
         able, reason = _find(check)()
     except MissingPackageError as error:
@@ -64,6 +66,7 @@ class Saved:
     """A cast input between forward and backward. Autograd saves its tensors."""
 
     def __init__(self, cast: Any) -> None:
+        # Autograd saves tensors only, so the object is taken apart; it is put together again in the backward.
         tensors, self._shell = cast.prepare_for_saving()
         self.tensors = tuple(tensors)
 
@@ -89,6 +92,7 @@ class TransformerEngineProducts(LowPrecision):
     wants_magnitudes = False  # its quantizers find magnitudes themselves
 
     def __init__(self, recipe: Recipe, session: Any, **options: Any) -> None:
+        # Named one by one, so that an option without effect is never taken.
         for name, asked in (
             ("emulate", options.get("emulate", False)),
             ("primary_weights", options.get("primary", False)),
@@ -134,6 +138,7 @@ class TransformerEngineProducts(LowPrecision):
         """Return ``grad_y W``."""
         # cuBLAS is column-major: our `grad_y W` is its `W^T grad_y^T`, so the weight comes first.
         out = self._gemm(self._weight_codes(weight), self._gradient(grad_y), "NN", grad_y.dtype, grad=True)
+        # The tokens were padded to a multiple: the rows of padding are cut off.
         return out[: grad_y.numel() // grad_y.shape[-1]].view(*grad_y.shape[:-1], -1)
 
     def weight_gradient(self, grad_y: Tensor, x: Any, dtype: torch.dtype) -> Tensor:
@@ -175,6 +180,8 @@ class TransformerEngineProducts(LowPrecision):
         """Multiply. As in cuBLAS, the weight or the input comes first. Gradients accumulate in full precision."""
         gemm = PACKAGE.load(GEMM)
         options |= workspace(gemm)
+        # A split accumulator adds partial sums in float32. Gradients need it; the forward does
+        # without, and is faster.
         out: Tensor = gemm(a, b, out_dtype=dtype, layout=layout, grad=grad, use_split_accumulator=grad, **options)[0]
         return out
 
@@ -184,6 +191,7 @@ class TransformerEngineProducts(LowPrecision):
         codes = self._cast(weight.detach(), WEIGHT)
         if self._fixed is not None:
             codes = _overwrite(self._fixed, codes)
+        # Kept within a step only: weights change between steps.
         if self.session.inside:
             self._codes = codes
         return codes
@@ -193,6 +201,7 @@ class TransformerEngineProducts(LowPrecision):
 
     def _gradient(self, grad_y: Tensor) -> Any:
         """Cast once for both products of the backward pass."""
+        # Noted on the gradient itself: both products of the backward get this very tensor.
         note = annotate(grad_y)
         if note.casts is None or note.casts.owner is not self:
             codes = self._cast(grad_y, GRADIENT)
@@ -218,6 +227,7 @@ class TransformerEngineProducts(LowPrecision):
         # With one scale, the column-wise codes are made by transposing the row-wise ones.
         quantizer.set_usage(rowwise=rows or self.recipe.one_scale, columnwise=columns)
         codes = quantizer(flat)
+        # Not outside of a step: evaluation must not change the history.
         if past is not None and self.session.inside:
             past.record(role, quantizer.amax.reshape(()))
         return codes
@@ -252,6 +262,7 @@ def _overwrite(codes: Any, new: Any) -> Any:
 def _recipe(name: str, hybrid: bool) -> Any:
     """Make TransformerEngine's recipe. For delayed scaling, the history of scales is ours."""
     make = PACKAGE.load(f"{RECIPES}:{KINDS[name][0]}")
+    # It has one format, so its recipe takes no other.
     if name == "nvfp4":
         return make()
     form = PACKAGE.load(f"{RECIPES}:Format")

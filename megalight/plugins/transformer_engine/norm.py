@@ -41,6 +41,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, weight.shape[0]).contiguous()
+        # The kernel saves the inverse deviation in float32, with which the backward needs no
+        # second pass for statistics.
         y, _, rstd = kernel("rmsnorm_fwd")(flat, weight, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTRED)
         ctx.save_for_backward(flat, weight, rstd)
         out: Tensor = y.view(x.shape)
@@ -59,6 +61,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         flat = x.reshape(-1, weight.shape[0]).contiguous()
+        # The kernel always adds a bias.
         shift = torch.zeros_like(weight) if bias is None else bias
         y, mean, rstd = kernel("layernorm_fwd")(
             flat, weight, shift, eps, None, None, dtype_code(x.dtype), NO_MARGIN, NOT_CENTRED
@@ -74,6 +77,7 @@ class _LayerNorm(torch.autograd.Function):
         flat, weight, mean, rstd = ctx.saved_tensors
         grad = grad_y.reshape(flat.shape).contiguous()
         grad_x, grad_weight, grad_bias = kernel("layernorm_bwd")(grad, flat, mean, rstd, weight, NO_MARGIN, NOT_CENTRED)
+        # The gradient of the zeros is dropped.
         return grad_x.view(grad_y.shape), grad_weight, grad_bias if ctx.has_bias else None, None
 
 

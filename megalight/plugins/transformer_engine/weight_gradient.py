@@ -28,6 +28,7 @@ def why_not(spec: Spec) -> str | None:
     return package_why_not(spec.device, "the fused weight gradient", MINIMUM, GEMM)
 
 
+# By signature, as versions do not tell which form a build has.
 @lru_cache
 def _takes_workspace(gemm: Any) -> bool:
     """Return whether the caller must pass a workspace, as in releases before about 2.10."""
@@ -46,7 +47,9 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
         x.contiguous(),
         grad_y.contiguous(),
         out_dtype=main_grad.dtype,
+        # cuBLAS is column-major: `grad_y^T x` is its `x^T grad_y`, and the input comes first.
         layout="NT",
+        # With beta = 0, a `write` never reads what was there.
         accumulate=not write,
         out=main_grad,
         grad=True,
