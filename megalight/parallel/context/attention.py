@@ -40,6 +40,7 @@ class ContextAttention(nn.Module):
         self.name = name
         self.kind = kind
         self.groups = groups
+        # Keyed by numbers of heads, which may be unknown before the first forward.
         self._chosen: dict[tuple[int, int] | None, Attend] = {}
         self._choose(heads)  # check now, before training
 

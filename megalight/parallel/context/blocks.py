@@ -45,6 +45,8 @@ class Rows:
     def put_(self, x: Tensor, taken: Tensor, dim: int = 1) -> None:
         """Write tokens from :meth:`take` back after they were changed. Views are already written."""
         if self.index is not None:
+            # An index made copies in `take`, so what was changed there must be written back; a
+            # view changed its origin.
             x.index_copy_(dim, self.index, taken)
 
     def add_(self, x: Tensor, part: Tensor) -> None:
@@ -52,6 +54,7 @@ class Rows:
         if self.index is None:
             x.narrow(1, self.start, self.count).add_(part)
         else:
+            # Accumulates in the dtype of the total: parts come in the dtype of the inputs.
             x.index_add_(1, self.index, part.to(x.dtype))
 
 
@@ -91,6 +94,7 @@ def blocks_of(sequences: PackedSequences, causal: bool) -> Blocks:
     """Return the blocks of this rank's share, computed once for all layers."""
     share = sequences.context
     assert share is not None
+    # Cached on the share, whose sequences all layers have; the pattern depends on the mask alone.
     return share.once(("ring", causal), _blocks, sequences, share, causal)
 
 
@@ -121,6 +125,7 @@ def _stretch(length: int, real: int, rank: int, source: int, size: int, causal: 
     return (0 if source == rank else chunk), length
 
 
+# The same object for the same numbers, as `_Taken` compares by identity.
 @lru_cache(maxsize=256)
 def _slice(start: int, count: int) -> Rows:
     return Rows(start, count)
@@ -133,6 +138,7 @@ def _dense(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], cau
 
 def _packed(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], causal: bool) -> Block | None:
     lengths, device = sequences.lengths, sequences.device
+    # Queries and keys of a sequence take part only together, or kernels would pair wrong neighbours.
     offsets = (0, *accumulate(lengths))
     seen = [place for place, (_, keys) in enumerate(stretches) if keys]
     if not seen:
@@ -140,6 +146,7 @@ def _packed(sequences: PackedSequences, stretches: Sequence[tuple[int, int]], ca
     queries = [(offsets[place] + stretches[place][0], offsets[place + 1]) for place in seen]
     keys = [(offsets[place], offsets[place] + stretches[place][1]) for place in seen]
     packed = PackedSequences.of_lengths([stop - start for start, stop in queries], device)
+    # The same lengths on both sides are plain self-attention, for which more kernels serve.
     if queries != keys:
         packed = replace(packed, keys=PackedSequences.of_lengths([stop - start for start, stop in keys], device))
     rows = _index(tuple(queries), offsets[-1], device)

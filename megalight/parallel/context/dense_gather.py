@@ -45,6 +45,7 @@ def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> 
     real = share.real_lengths[0]
     if sequences.uniform is None or (not causal and set(share.real_lengths) != {real}):
         return None
+    # Chunk `late` is the last that this rank holds, so its keys include those of all chunks before.
     batch, length = sequences.uniform
     chunk, late = length // 2, 2 * share.size - 1 - share.rank
     chunks: tuple[tuple[slice, int], ...] = ((slice(0, length), real),)
@@ -52,6 +53,7 @@ def layout_of(sequences: PackedSequences, share: ContextShare, causal: bool) -> 
         # Chunk c of the whole sequence has c chunks before it, which all its queries see. This rank holds chunks `rank`
         # and `late`.
         chunks = (slice(0, chunk), share.rank * chunk), (slice(chunk, length), late * chunk)
+    # As many keys as the later chunk sees; the earlier one takes the first of them.
     keys = PackedSequences.of_uniform(batch, chunks[-1][1], sequences.device)
     sequence = keys.expand(torch.arange(batch, device=sequences.device))
     return Layout(batch, chunks, causal, share.rows_of(sequence, keys.positions))
@@ -117,6 +119,7 @@ class _DenseGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, both: Tensor, call: _Call) -> Tensor:
         chunks, query, own = call.layout.chunks, call.fold(q), call.fold(both)
+        # Posted first, so that it runs under the blocks below.
         flight = start_all_gather(both, call.group)
         # While the gather runs: each chunk with its own keys.
         found = [call.block(query[:, here], own[:, here], True) for here, _ in chunks if call.layout.causal]
@@ -134,6 +137,7 @@ class _DenseGather(torch.autograd.Function):
             else:
                 out[:, here] = parts[0][0]
             sums.append(parts[0][1])
+        # Without the gathered keys: they would keep memory of all ranks' shares until the backward.
         ctx.save_for_backward(q, both, out, *sums)
         ctx.call = call
         return out.flatten(0, 1)

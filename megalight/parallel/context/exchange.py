@@ -52,6 +52,7 @@ def attend(
     share = sequences.context
     assert share is not None and groups.all is not None
     whole = trade_tokens(q, k, v, share.order, groups.all)
+    # `share.real` has no padding, so the mask of the plain attention is right.
     return trade_heads(inner(*whole, share.real), share.order, len(q), groups.all)
 
 
@@ -76,6 +77,7 @@ def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessG
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
     # `[n, T, heads / n * D]`: what goes to each rank is contiguous. One message carries q, k and v.
     parts = [x.reshape(len(x), ranks, -1).transpose(0, 1) for x in (q, k, v)]
+    # All ranks' parts lie rank by rank here; `order` brings them to the order of the sequence.
     received = take(all_to_all(torch.cat(parts, -1).flatten(0, 1), group), order)
     sizes = [part.shape[-1] for part in parts]
     whole = zip(torch.split(received, sizes, -1), (q, k, v), strict=True)

@@ -40,6 +40,7 @@ def attend(
     share = sequences.context
     assert share is not None
     layout = share.once(("dense_gather", inner.causal), dense_gather.layout_of, sequences, share, inner.causal)
+    # Two dense blocks overlap with the gather, which this way cannot: it is for what only full attention has.
     if layout is not None and _plain(inner):
         return dense_gather.attend(q, k, v, layout, groups.all, scale=inner.scale, backend=inner.backend)
     chunks, rows = share.once(
@@ -69,6 +70,7 @@ def _chunks(
     index = torch.arange(len(sequences.lengths), device=device)
     if not causal:
         keys = PackedSequences.of_lengths(share.real_lengths, device)
+        # Without a mask, queries of both chunks see the same keys, so the share stays one sequence of queries.
         return replace(sequences, context=None, keys=keys), share.rows_of(keys.expand(index), keys.positions)
     places = share.rank, 2 * share.size - 1 - share.rank
     chunks = [length // 2 for length in sequences.lengths]

@@ -35,6 +35,7 @@ class HeadShare(AllTokens):
         super().__init__()
         self.name, self.groups = name, groups
         cp = groups.mesh.cp
+        # Groups are repeated if there are fewer of them than ranks; heads cannot be.
         if heads[0] % cp or (heads[1] % cp and cp % heads[1]):
             raise LayoutError(
                 f"{name}: {heads[0]} heads in {heads[1]} groups on each rank cannot be divided over cp={cp}: cp must "
@@ -63,6 +64,7 @@ class HeadShare(AllTokens):
         parts = self._parts(torch.cat([rows, dt], 1), (*sizes, dt.shape[1]), (*units, dt.shape[1]), 1)
         sent = torch.cat(parts, -1).transpose(0, 1).flatten(0, 1)
         received = take(all_to_all(sent, self.groups.all), share.order)
+        # The features of `dt` come last: they are split off again after the exchange.
         mine = dt.shape[1] // share.size
         whole, steps = torch.split(received, [received.shape[1] - mine, mine], -1)
         return whole, steps, share.real
@@ -79,6 +81,7 @@ class HeadShare(AllTokens):
         """Return the rows of this rank's share of the heads. Gradients of the other rows are 0 on this rank."""
         if packed.context is None:
             return values
+        # All ranks along `cp` hold all values; their gradients are summed over ranks with those of replicas.
         return torch.cat([part[packed.context.rank] for part in self._parts(values, sizes, units, 0)])
 
     def _parts(self, values: Tensor, sizes: Sequence[int], units: Sequence[int], dim: int) -> list[Tensor]:

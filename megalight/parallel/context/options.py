@@ -39,6 +39,7 @@ class ContextOptions:
                 KINDS.check(kind)
             except BackendError as error:
                 raise LayoutError(f"ContextOptions({what!r}): {error}") from error
+        # Only if no pattern names a kind with two levels: one layer that uses `inner` is enough.
         if self.inner is not None and ONE_LEVEL.issuperset(kinds.values()):
             raise LayoutError(
                 f"inner={self.inner} is used only by the kind 'all_to_all_ring', but ContextOptions has "

@@ -36,6 +36,7 @@ def why_not(spec: ContextSpec) -> str | None:
         return "has no dropout of attention weights"
     if spec.softmax != "vanilla":
         return "has no sinks"
+    # Before any call: a misspelt backend would else be found in the first step.
     for registry in REGISTRIES:
         if spec.backend not in ("auto", *registry.names):
             known = ", ".join(registry.names)
@@ -171,6 +172,7 @@ class _Output:
 
     def add(self, block: Block, part: tuple[Tensor, Tensor]) -> None:
         """Merge the output and log-sum-exp of a block."""
+        # The first block over all queries is the result so far, and needs no merge.
         if block.all_queries and self.found is None:
             self.found = part
             return
@@ -187,6 +189,7 @@ class _Output:
 
     def _nothing(self, like: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, heads, _ = self.shape
+        # The log-sum-exp of nothing: a merge gives all weight to the other part.
         return like.new_zeros(self.shape), like.new_full((batch, heads, length), -torch.inf)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -224,11 +227,13 @@ class _RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         steps, last, here = ring.blocks.steps, len(ring.blocks.steps) - 1, kv
+        # Everything that the backward selects by queries, so that one selection serves all four.
         queries = _Taken(ring.fold(grad), ring.fold(q), out, lse)
         grad_q: Tensor | None = None
         # Float32 on its way around the ring: up to cp terms are added to it, on as many ranks.
         grad_kv = torch.zeros_like(kv, dtype=wide(kv.dtype))
         for step, block in enumerate(steps):
+            # Keys first, then sums, on all ranks alike: messages of one pair of ranks arrive in order.
             flight = ring.send(here) if step < last else None
             # The sums of gradients follow the keys that they belong to, one step behind.
             sums = ring.send(grad_kv) if step else None
@@ -243,6 +248,7 @@ class _RingAttention(torch.autograd.Function):
             if sums is not None:
                 grad_kv = sums.wait()
             if block is not None:
+                # Into a view of `grad_kv`, whose columns are those of keys and values.
                 for columns, part in zip(ring.columns(grad_kv, q.shape[-1]), parts, strict=True):
                     # After the wait for the sums: what arrives are the terms of the ranks before, to which this rank
                     # adds its own.
@@ -258,6 +264,7 @@ class _RingAttention(torch.autograd.Function):
 def _add(total: Tensor | None, like: Tensor, block: Block, part: Tensor) -> Tensor:
     """Add a block's gradient of the queries to the total."""
     if total is None and block.all_queries:
+        # Wide as the total: later blocks add to it in place.
         return part.to(wide(like.dtype))
     total = torch.zeros_like(like, dtype=wide(like.dtype)) if total is None else total
     block.queries.add_(total, part)

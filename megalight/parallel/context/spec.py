@@ -74,4 +74,5 @@ class ContextGroups:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextGroups:
         """Return this object: process groups cannot be copied, so copies of a model share them."""
+        # A copy of the layer belongs to the same ranks.
         return self

@@ -32,6 +32,7 @@ def check_recompute(model: nn.Module, recompute: Recompute, chunks: Iterable[Seq
     if recompute.granularity == "full":
         _check_number(layers, recompute)
         for chunk in chunks:
+            # Each chunk by itself: groups of layers do not reach over the edge of a chunk.
             _check_number([layers[index] for index in chunk], recompute)
         return
     for pattern in recompute.modules:
@@ -53,6 +54,7 @@ def apply_recompute(chunk: nn.Module, recompute: Recompute, *, whole: bool = Tru
         ConfigurationError: as :func:`check_recompute`; more layers than the chunk has; a group of layers with forward
             hooks; a module whose ``forward`` other code has replaced.
     """
+    # Removed first, as an override refuses a module whose forward is already replaced.
     for module in chunk.modules():
         # A forward on the instance hides that of the class; deleting it brings the class's back.
         if isinstance(module.__dict__.get("forward"), Override):
@@ -85,6 +87,7 @@ def redrawing(chunk: nn.Module) -> list[str]:
     found = []
     for module in chunk.modules():
         override = module.__dict__.get("forward")
+        # A member of a group asks the group.
         draws = getattr(override, "draws", None) or getattr(getattr(override, "group", None), "draws", None)
         if isinstance(override, Override) and draws is not None and draws():
             found.append(override.name)
@@ -109,6 +112,7 @@ def _apply_full(layers: list[Layer], recompute: Recompute) -> None:
 
 def _check_number(layers: list[Layer], recompute: Recompute) -> None:
     assert recompute.num_layers is not None
+    # Not chunks without layers, such as one with the embedding alone.
     if 0 < len(layers) < recompute.num_layers:
         raise ConfigurationError(
             f"recompute.num_layers={recompute.num_layers}, but a model chunk has {len(layers)} layers "

@@ -29,6 +29,7 @@ class Discarding(Override):
 
     def recomputed(self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False, **kwargs: Any) -> Any:
         """Return the output with its recipe. A norm's second output is kept anyway, so its recipe starts there."""
+        # Told in the second call: readers come after this module, so the first call cannot know.
         if self.unread:
             raise ConfigurationError(
                 f"recompute of {self.name} ({type(self.module).__name__}) saves nothing: no linear layer of Megalight "
@@ -59,4 +60,5 @@ def _again(function: Callable[..., Tensor], device: str, kwargs: dict[str, Any])
         with torch.autocast(device, dtype, enabled):
             return function(x, **kwargs)
 
+    # Without autocast there is nothing to set, and the context manager would cost every call.
     return again if enabled else lambda x: function(x, **kwargs)

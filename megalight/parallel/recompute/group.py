@@ -52,10 +52,12 @@ class Group:
 
     def run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Run all layers."""
+        # Threads, because passes of two micro-batches take turns in threads of their own.
         self.running.add(get_ident())
         try:
             hidden = self.members[0].plain(hidden, *args, **kwargs)
             for member in self.members[1:]:
+                # By the module, not by its own forward: its hooks gather its parameters.
                 hidden = member.module(hidden, *args, **kwargs)
             return hidden
         finally:
@@ -87,6 +89,7 @@ class Member(Override):
                 "as its first argument, and the same other arguments; here it does not. Choose recompute.num_layers=1."
             )
         if self.place == len(group.members) - 1:
+            # Kept no longer: it would hold the hidden states until the next pass.
             group.expected = None
         return args[0]
 
@@ -95,4 +98,5 @@ def _same(args: tuple[Any, ...], kwargs: dict[str, Any], args_: tuple[Any, ...],
     """Whether two calls got identical objects."""
     if len(args) != len(args_) or kwargs.keys() != kwargs_.keys():
         return False
+    # Identity is cheaper than equality, and the loop has no reason to make copies.
     return all(map(operator.is_, args, args_)) and all(kwargs[key] is kwargs_[key] for key in kwargs)

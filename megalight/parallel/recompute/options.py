@@ -45,6 +45,7 @@ class Recompute:
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
+        # Translated here, so that all other code knows one name for each module. Frozen, hence past the guard.
         object.__setattr__(self, "modules", tuple(ALIASES.get(name, name) for name in self.modules))
         _check_word("granularity", self.granularity, GRANULARITIES)
         full = self.granularity == "full"

@@ -22,10 +22,12 @@ class Override(ABC):
             )
         self.name = name
         self.module = module
+        # An object instead of a closure: it can be recognised and removed, and is copied with its module.
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, with recompute in training mode if gradients are enabled."""
+        # Without a backward there is nothing to save, and in evaluation nobody expects a second run.
         if torch.is_grad_enabled() and self.module.training:
             return self.recomputed(*args, **kwargs)
         return self.plain(*args, **kwargs)

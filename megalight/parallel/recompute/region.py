@@ -28,6 +28,8 @@ class Region(Override):
 def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``function(*args, **kwargs)`` under ``torch.utils.checkpoint``, which keeps the inputs only."""
     call = _Call(function, args, draws)
+    # Kept tensors are arguments of `checkpoint`, as it saves what it is called with; the
+    # real arguments bypass it.
     kept = [tensor for part, arg in zip(call.parts, args, strict=True) for tensor in part.kept(arg)]
     # The non-reentrant form allows keyword arguments, and inputs that need no gradients.
     return checkpoint(call, *kept, use_reentrant=False, preserve_rng_state=draws, **kwargs)
@@ -53,6 +55,7 @@ class _Call:
         if args is None:
             rest = iter(kept)
             args = [part.put_together([next(rest) for _ in range(part.count)]) for part in self.parts]
+            # The second run takes its arguments from what autograd has saved.
             if self.draws:  # torch has set the generators back, which another pass would read, too
                 with uninterrupted():
                     return self.function(*args, **kwargs)
@@ -94,6 +97,7 @@ class Draws:
         parts = [part for module in modules for part in module.modules()]
         # RReLU draws although it has no probability.
         self.always = any(
+            # Code of others may draw anywhere.
             isinstance(part, nn.RReLU) or type(part).__module__.partition(".")[0] not in ("megalight", "torch")
             for part in parts
         )

@@ -31,6 +31,7 @@ def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
     """Return the modules that a pattern names, in the layer or as the layer itself, which has an empty name."""
     outer, module = layer
     found = []
+    # By both names: patterns for one layer begin with `layers.`.
     for name, part in module.named_modules():
         whole = f"{outer}.{name}" if name else outer
         if (name and fnmatch.fnmatchcase(name, pattern)) or fnmatch.fnmatchcase(whole, pattern):
@@ -40,6 +41,7 @@ def _matches(layer: Layer, pattern: str) -> list[tuple[str, nn.Module]]:
 
 def selected(layer: Layer, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules of a layer to recompute, without modules inside another one of the list."""
+    # A dict, as several patterns may name the same module, which must be replaced once.
     found = {name: module for p in patterns for name, module in _matches(layer, p) if not _why_useless(module)}
     return [
         (name, module)
