@@ -317,6 +317,11 @@ class MegatronStrategy(FolderCheckpoints):
 
     def _make_engine(self) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
+        if self.data_parallel.check_for_nan and self.precision.loss_scale is not None:
+            raise ConfigurationError(
+                "data_parallel.check_for_nan=True with precision='16-mixed', where gradients overflow now and then and "
+                "such steps are skipped; leave check_for_nan out, or use 'bf16-mixed'."
+            )
         self.engine = setup.build_engine(self, self.optimizers[0])
         if isinstance(self.lightning_module, MegalightModule):
             # Only our modules keep to the rule that these hooks need: each module reads its own

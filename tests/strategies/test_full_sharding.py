@@ -15,13 +15,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalight.callbacks import EMA, Adapters
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
-from megalight.plugins.precision import MegatronLowPrecision
+from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import contents
@@ -258,6 +258,39 @@ def test_a_plain_module_without_a_plan() -> None:
     whole = run(_plain, 2, {"sharding_strategy": "NO_SHARD"})
     for options in ({}, {"sharding_strategy": "SHARD_GRAD_OP", "reduce_scatter_with_fp32_accumulation": True}):
         np.testing.assert_allclose(run(_plain, 2, options), whole, rtol=1e-12)
+
+
+class Spoilt(Plain):
+    """The second rank has a bad batch."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        bad = index == 1 and self.trainer.global_rank == 1
+        return super().training_step(batch * float("inf") if bad else batch, index)
+
+
+def _stopped() -> tuple[str, bool]:
+    module = Spoilt()
+    strategy = MegatronFSDPStrategy(data_parallel=DataParallel(check_for_nan=True))
+    with pytest.raises(MegalightError) as caught:
+        trainer(strategy, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(module)
+    assert strategy.parallel_model is not None
+    with strategy.parallel_model.full_parameters():
+        good = all(bool(p.isfinite().all()) for p in module.parameters())
+    scaled = MegatronFSDPStrategy(
+        data_parallel=DataParallel(check_for_nan=True), precision_plugin=MegatronPrecision("16-mixed")
+    )
+    with pytest.raises(ConfigurationError, match="check_for_nan=True with precision='16-mixed'"):
+        trainer(scaled, precision=None).fit(Plain())
+    return str(caught.value), good
+
+
+def test_a_bad_gradient_on_one_rank_stops_all_of_them() -> None:
+    (one, good), (other, also) = run(_stopped, 2)
+    assert one == other
+    assert "are NaN or infinite" in one
+    assert "body.0.norm.bias" in one
+    assert good
+    assert also
 
 
 def test_arguments_read_like_those_of_lightning() -> None:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, FlatShard, Groups, ParamInfo, distinct
 from megalight.parallel.data_parallel.codes import codes_of
+from megalight.parallel.data_parallel.finite import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import Kind, level_of, plan_buckets
@@ -74,6 +75,7 @@ class DataParallelEngine:
             free memory, where parameters are sharded.
         optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
             optimizer state comes to be there, too.
+        check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
 
     Attributes:
         host: the masters in host memory. An optimizer's step is between ``host.begin()`` and :meth:`publish`.
@@ -109,9 +111,11 @@ class DataParallelEngine:
         prefetch: int | None = None,
         reduce_each_micro_batch: bool | None = None,
         optimizer_offload_fraction: float = 0.0,
+        check_for_nan: bool = False,
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
+        self.check_for_nan = check_for_nan
         self.replicate = replicate
         # A tied parameter comes once: a second slot would send its gradient
         # twice, and count it twice in the norm.
@@ -262,9 +266,15 @@ class DataParallelEngine:
         """Reduce the remaining buckets, wait for all of them, and set ``shard.master.grad``; once per step.
 
         Afterwards ``parameter.grad`` holds sums on level ``no_shard``. On ``optim`` only this rank's interval does.
+
+        Raises:
+            MegalightError: with ``check_for_nan``, a gradient of some rank is NaN or infinite.
         """
         self.sync_parameters()  # the optimizer will overwrite the memory from which parameters are gathered
-        self.main_gradients.finish()
+        if not self.main_gradients.reduced:
+            self.main_gradients.finish()
+            if self.check_for_nan:
+                check_finite(self.buckets, self.grad_norm(), self.mesh.everyone)
 
     @property
     def gradients(self) -> list[Tensor]:

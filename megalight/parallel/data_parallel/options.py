@@ -50,6 +50,8 @@ class DataParallel:
             which takes memory for all of them and saves messages. None: False if they need little of the free memory.
         optimizer_offload_fraction: share of masters and optimizer state that is kept and updated in host memory, in
             whole buckets: 0 none, 1 all. Copies to and from the device run beside the updates.
+        check_for_nan: before each update, check that all gradients are finite. If not, all ranks stop with the same
+            error, which names parameters. It takes a pass over the gradients, and the host waits for the device.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -66,6 +68,7 @@ class DataParallel:
     prefetch: int | None = None
     reduce_each_micro_batch: bool | None = None
     optimizer_offload_fraction: float = 0.0
+    check_for_nan: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -152,4 +155,5 @@ class DataParallel:
             prefetch=self.prefetch,
             reduce_each_micro_batch=self.reduce_each_micro_batch,
             optimizer_offload_fraction=self.optimizer_offload_fraction,
+            check_for_nan=self.check_for_nan,
         )
