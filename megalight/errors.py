@@ -40,5 +40,6 @@ class MissingPackageError(MegalightError, ImportError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` with the name in ``known`` that is closest to ``name``, or an empty string."""
+    # A low cutoff: a wrong guess does little harm, and misspelt options are often abbreviations.
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""

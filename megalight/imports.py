@@ -26,6 +26,7 @@ EXTRAS = {
 def has(package: str) -> bool:
     """Return whether ``package`` (a top-level import name) is installed. Nothing is imported."""
     try:
+        # A parent that fails to import raises here, too, and so does a module without a spec.
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
@@ -47,6 +48,7 @@ def require(package: str, purpose: str) -> ModuleType:
             command.
     """
     try:
+        # The import itself, as an installed package may still be broken.
         return importlib.import_module(package)
     except (ImportError, OSError) as error:  # OSError: the package loads a shared library that is missing
         root = package.partition(".")[0]
@@ -63,6 +65,7 @@ def require(package: str, purpose: str) -> ModuleType:
 def torch_distributed(*names: str) -> Any:
     """Return the first of ``names`` that ``torch.distributed`` has: collectives change names between releases."""
     module = importlib.import_module("torch.distributed")
+    # In the order given: callers name the newest one first.
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
@@ -82,6 +85,7 @@ def has_symmetric_memory() -> bool:
     except ImportError:
         return False
     handle = getattr(importlib.import_module("torch._C._distributed_c10d"), "_SymmetricMemory", None)
+    # By its functions: private modules change without a version that tells.
     return all(hasattr(found, name) for name in ("empty", "rendezvous")) and all(
         hasattr(handle, name) for name in ("get_buffer", "barrier")
     )
@@ -93,6 +97,7 @@ def has_grad_dtype() -> bool:
     return hasattr(importlib.import_module("torch").Tensor, "grad_dtype")
 
 
+# Looked up once: it is asked in every call of a layer.
 @functools.cache
 def _graph_task_id() -> Callable[[], int]:
     found: Callable[[], int] = importlib.import_module("torch")._C._current_graph_task_id

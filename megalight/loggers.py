@@ -28,6 +28,7 @@ class JSONLogger(CSVLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The writer."""
+        # In the first use, as only rank 0 comes here, and only it makes the folder.
         if self._experiment is None:
             os.makedirs(self.log_dir, exist_ok=True)
             self._experiment = _Writer(self.log_dir)  # type: ignore[assignment]
@@ -53,10 +54,12 @@ class _Writer:
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         """Add a row."""
         self.metrics = range(len(self.metrics) + 1)
+        # As text now: a row is written later, and tensors would keep their memory until then.
         self._rows.append(json.dumps({"step": step, **{name: _plain(value) for name, value in metrics.items()}}))
 
     def save(self) -> None:
         """Append the rows that are not in the file yet."""
+        # Opened anew for each save: a moved or rotated file is followed.
         with open(self._path, "a") as file:
             file.writelines(row + "\n" for row in self._rows)
         self._rows = []

@@ -49,6 +49,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> T:
+        # Not at import: plugins import this package, and cost time.
         if name not in self._entries:
             load_plugins()
         try:
@@ -95,6 +96,7 @@ _remembered: list[Callable[[], None]] = []
 
 def remembered(choose: ChooseT) -> ChooseT:
     """Decorator that caches which backend an op chose for a request, until :meth:`BackendRegistry.prefer` is called."""
+    # Requests are frozen dataclasses, so equal layers share one answer.
     cached = functools.lru_cache(maxsize=256)(choose)
     _remembered.append(cached.cache_clear)
     return cached  # type: ignore[return-value]
@@ -179,6 +181,7 @@ class BackendRegistry(Generic[SpecT, FnT]):
             asked = backend.name == name or (name == "auto" and backend.plugin is None)
             if asked and backend.why_not(spec) is None:
                 if (backend.name, name) not in self._told:
+                    # Once per backend and request by name: thousands of layers would say the same.
                     self._told.add((backend.name, name))
                     log.info("%s: backend %s (asked for %s)", self.op, backend.name, name)
                 return backend
@@ -205,6 +208,7 @@ _loading: list[str] = []
 def _plugin_entries() -> dict[str, importlib.metadata.EntryPoint]:
     """The entry points of plugins by name. If two have the same name, the first is kept and a warning is logged."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
+    # The sources first: their entry is the newer one, if both declare a plugin.
     for entry in (*_declared(SOURCES), *importlib.metadata.entry_points(group=PLUGIN_GROUP)):
         if entry.name in found and entry.value != found[entry.name].value:
             log.warning(
@@ -248,6 +252,7 @@ def load_plugins() -> dict[str, str | None]:
         try:
             plugin = entry.load()
             if callable(plugin):
+                # An entry may be a function, or a module whose import is all.
                 plugin()
             log.info("plugin %s loaded", name)
         except Exception as error:  # third-party code may raise anything

@@ -84,6 +84,7 @@ def fully_shard(
             f"fully_shard got the mesh {mesh.describe()}, and splits no module; use megalight.parallelize and "
             "megalight.Training with data_parallel=DataParallel(level='optim_grads_params')."
         )
+    # The default level shards less than the name of the function promises.
     level = "optim_grads_params" if given.level == DataParallel.level else given.level
     if level == "optim_grads_params" and given.reduce_each_micro_batch is None:
         # The loop does not say which backward pass is the last one, so whole gradients would be reduced after all of
@@ -124,12 +125,14 @@ class FullyShard(PlainRun):
         seed: int,
     ) -> None:
         self.optimizer = optimizer
+        # Before any layer is cut: ranks must begin from the same values.
         broadcast_values(module, device)
         before = list(module.parameters())
         self.model = ParallelModel(module, mesh)
         self.model.place(device, dtype)
         moved = {id(old): new for old, new in zip(before, module.parameters(), strict=True)}
         for group in optimizer.param_groups:
+            # The optimizer may hold parameters that are not of this module; those stay.
             group["params"] = [moved.get(id(parameter), parameter) for parameter in group["params"]]
         self.model.begin_from(seed)
         self.engine = engine_over([self.model], [group["params"] for group in optimizer.param_groups], options)
@@ -139,9 +142,12 @@ class FullyShard(PlainRun):
         self._scale = torch.tensor(1 / mesh.dp, dtype=torch.float64, device=self.engine.device) if average else None
         self._reduced = False
         self.engine.zero_grad()
+        # Weights of a step may still be on their way when the next forward begins.
         module.register_forward_pre_hook(lambda *_: self.engine.sync_parameters(self._whole))
+        # The optimizer of the user steps by itself, so the sums are completed in front of it.
         optimizer.register_step_pre_hook(lambda *_: self._reduce())
         optimizer.register_step_post_hook(lambda *_: self._stepped())
+        # Gradients lie in the engine's buffers, which torch's own method would not clear.
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -162,6 +168,7 @@ class FullyShard(PlainRun):
             return
         self._reduced = True
         self.engine.finish_grad_sync()
+        # After the reduction, in one pass over the shards, and not in each backward.
         if self._scale is not None:
             self.engine.scale_gradients(self._scale)
 
@@ -209,6 +216,7 @@ def _device_of(module: nn.Module, kind: str | None = None) -> torch.device:
     backend = str(dist.get_backend()) if dist.is_initialized() else ""
     if device.type == "meta":
         kind = kind or ("cuda" if speaks("nccl", backend) else "cpu")
+    # NCCL sends from device memory only.
     elif device.type == "cpu" and speaks("nccl", backend) and not speaks("gloo", backend):
         kind = "cuda"
     if kind in (None, device.type):

@@ -103,6 +103,7 @@ def parallelize(
         ep=expert_parallel,
         etp=expert_tensor_parallel,
     )
+    # Before anything is made: a mistake should cost no process group.
     check_sequence_parallel(sequence_parallel, tensor_parallel)
     pipeline = pipeline or Pipeline()
     options = ParallelOptions(
@@ -118,8 +119,10 @@ def parallelize(
         transforms=tuple(transforms),
     )
     place = torch.device(device) if device is not None else _usual_device()
+    # Rank 0's values for all, or replicas would begin from different ones.
     broadcast_values(model, place)
     parallel = ParallelModel.build(model, mesh, options, device=place, dtype=dtype, seed=seed, source=source, fill=fill)
+    # Last: building a model may draw, and the seed must not depend on how much.
     RandomStreams(mesh).seed(seed)
     return parallel
 
@@ -159,9 +162,11 @@ class Training(PlainRun):
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        # Gathers stay inside the step by default: plain code may read weights right after it.
         options = data_parallel or DataParallel(overlap_param_gather=False)
         new = not model.filled
         self.engine = engine_over([model], [group["params"] for group in optimizer.param_groups], options)
+        # Transforms change values once these exist; masters were made from the values before.
         if new and model.transform_values():
             self.engine.refresh_masters()
         self.engine.attach_gather_hooks(model.root)
@@ -169,6 +174,7 @@ class Training(PlainRun):
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         self.step = Step(model, task, varying_carry=varying_carry, context=context)
         self.step.engine = self.engine
+        # Frozen models compute in the dtype of the model that they serve.
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())
         self.step.frozen = {
             name: declared.build(name, model.mesh, dtype, model.device) for name, declared in (frozen or {}).items()
@@ -190,6 +196,7 @@ class Training(PlainRun):
         Raises:
             DataError: the ranks of a replica were given different batches (looked at in the first call).
         """
+        # Cleared at the start of a step, and not after one: gradients can be looked at until then.
         if self._fresh:
             self._fresh = False
             self.engine.zero_grad()
@@ -219,6 +226,7 @@ class Training(PlainRun):
 
     def _shares(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
         mesh = self.model.mesh
+        # Once: the comparison is a message over all ranks.
         if not self._compared:
             self._compared = True
             check_same(micro_batches, mesh, self.model.device)

@@ -44,11 +44,13 @@ class TokenBatch:
         Raises:
             DataError: the document lengths of a row do not sum to its length.
         """
+        # A share knows its sequences; rows and documents no longer say anything about them.
         if self.share is not None:
             return self.share
         batch, length = self.tokens.shape
         if self.document_lengths is None:
             return PackedSequences.of_uniform(batch, length, self.tokens.device)
+        # Checked when it is used: a wrong sum would shift all documents behind it.
         if [sum(row) for row in self.document_lengths] != [length] * batch:
             raise DataError(
                 f"the document lengths of the rows sum to {[sum(row) for row in self.document_lengths][:8]}, but the "
@@ -119,9 +121,11 @@ class TokenBatch:
             return self
         check_length(self.tokens.shape[1], size)
         share, index = self.sequences.zigzag(rank, size, multiple)
+        # Documents are packed into one row: after the cut they no longer align with rows.
         shape = (1, share.num_tokens) if self.document_lengths is not None or share.uniform is None else share.uniform
         padding, source = index < 0, index.clamp(min=0)
 
+        # Index 0 stands for padding, and the mask below overwrites what it took.
         def take(rows: Tensor) -> Tensor:
             return rows.reshape(-1)[source].masked_fill(padding, 0).view(shape)
 
@@ -133,6 +137,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
+        # From pinned memory a copy is asynchronous, and the batch is not written again.
         non_blocking = non_blocking or self.tokens.is_pinned()
         return replace(
             self,

@@ -31,14 +31,17 @@ class Loss:
 
     def detach(self) -> Loss:
         """Return the same values without the autograd graph."""
+        # Metrics are detached already.
         return Loss(self.sum.detach(), {name: x.detach() for name, x in self.auxiliary.items()}, self.metrics)
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
     """``total / count`` of detached sums, and 0 where nothing counted. Counts may be any weights: 0.5 divides too."""
+    # No branch on the count, for which the host would wait: 0 / 0 is NaN, which is replaced.
     return (total / count).masked_fill(count == 0, 0)
 
 
 def inverse(count: Tensor) -> Tensor:
     """``1 / count``, and 0 where nothing counted: a factor for sums with gradient, whose gradient is then 0 too."""
+    # As a quotient, the backward would divide a gradient of zero by zero, which is NaN.
     return count.reciprocal().masked_fill(count == 0, 0)

@@ -93,6 +93,7 @@ class PackedSequences:
             raise DataError(
                 f"sequence lengths are {list(lengths)[:8]}; give at least one length, and each must be at least 1."
             )
+        # Equal lengths have dense kernels, and need no offsets from the host.
         if len(set(lengths)) == 1:
             return cls.of_uniform(len(lengths), lengths[0], device)
         offsets = [0]
@@ -141,6 +142,7 @@ class PackedSequences:
                 f"a share of {self.num_tokens} tokens cannot be padded to a multiple of {multiple} after the cut; "
                 f"use zigzag(rank, size, multiple={multiple}), which pads before it cuts."
             )
+        # A sequence of its own: real tokens keep their neighbours and their positions.
         return self._with_dummy(missing) if missing else self
 
     def zigzag(self, rank: int, size: int, multiple: int = 1) -> tuple[PackedSequences, Tensor]:
@@ -168,14 +170,17 @@ class PackedSequences:
             )
         chunks, dummies = _chunks(self, size, multiple)
         local = PackedSequences.of_lengths([2 * chunk for chunk in chunks], self.device)
+        # Both as if uncut: `local` divides the share, `whole` all shares together.
         whole = PackedSequences.of_lengths([2 * size * chunk for chunk in chunks], self.device)
         sequence, chunk = local.expand(torch.arange(len(chunks), device=self.device)), local.expand(local.sizes // 2)
         place = place_of(local.positions, chunk, rank, size)
+        # Dummy sequences have no real token, so each of their places is padding.
         tokens = torch.cat([self.sizes, self.sizes.new_zeros(dummies)])[sequence]
         # Padding of a sequence has places beyond its real tokens.
         index = torch.where(place < tokens, self.cu_seqlens[sequence] + place, -1)
         share = replace(
             local,
+            # Rotary tables need a position for padding, too; that of the last token lies inside of them.
             positions=torch.minimum(place, (tokens - 1).clamp(min=0)),
             num_padding=2 * sum(chunks[len(chunks) - dummies :]),
             context=ContextShare(rank, size, whole, (*self.lengths, *[1] * dummies), dummies),
@@ -194,6 +199,7 @@ class PackedSequences:
         index = torch.arange(self.num_tokens, device=self.device)
         if share is None:
             return index < self.num_tokens - self.num_padding if self.num_padding else None
+        # Nothing was padded, so the caller can skip the mask.
         if share.real_lengths == share.whole.lengths and not share.num_dummies:
             return None
         real = (*share.real_lengths[: len(self.lengths) - share.num_dummies], *[0] * share.num_dummies)
@@ -203,6 +209,7 @@ class PackedSequences:
 
     def expand(self, values: Tensor) -> Tensor:
         """Repeat values ``[n]``, one per sequence, to ``[T]``, one per token."""
+        # `output_size`: the host knows the number, and need not wait for the device.
         return torch.repeat_interleave(values, self.sizes, output_size=self.num_tokens)
 
     def _with_dummy(self, length: int) -> PackedSequences:

@@ -19,6 +19,7 @@ def check_length(length: int, size: int) -> None:
         DataError: it has fewer than ``2 * size`` tokens.
     """
     if length < 2 * size:
+        # With fewer tokens than chunks, some share would have no token of the sequence at all.
         raise DataError(
             f"a sequence has {length} tokens, but context parallelism over cp={size} ranks cuts each into "
             f"2 x cp = {2 * size} chunks; use sequences of {2 * size} tokens or more, or lower cp."

@@ -33,6 +33,7 @@ class Action(NamedTuple):
     @property
     def parts(self) -> tuple[Action, ...]:
         """The pieces of work that begin and end together."""
+        # A combined backward counts as both: bubbles, memory and messages are reckoned piece by piece.
         return (self,) if self.beside is None else (self.beside, self._replace(beside=None))
 
     def __str__(self) -> str:

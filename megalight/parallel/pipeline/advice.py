@@ -14,6 +14,7 @@ def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:
     for symbol, name, place in (("E", "embedding", 0), ("L", "loss", -1)):
         end = "last" if place else "first"
         if whole.count(symbol) != 1:
+            # One reason only, the first in reading order: the next ones are often consequences of it.
             return f"{symbol!r} ({name}) occurs {whole.count(symbol)} times. Write it once, in the {end} stage."
         if not stages[place] or stages[place][place] != symbol:
             return f"{symbol!r} ({name}) must be the {end} symbol of the {end} stage. Move it there."
@@ -40,6 +41,7 @@ def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int, num_mtp: i
         num_mtp: multi-token-prediction layers, which come on top.
     """
     stages = pp * vpp
+    # Embedding and loss stay counted as they were, so that the advice changes one number only.
     low = counted // stages * stages - (counted - num_layers)
     near = [str(count) for count in (low, low + stages) if count >= stages and count != num_layers]
     ways = [f"take {' or '.join(near)} layers", *_counting(num_layers, stages)]
@@ -54,6 +56,7 @@ def instead_of_uneven(num_layers: int, pp: int, vpp: int, first: int | None, las
 
 def _advice(num_layers: int, pp: int, vpp: int, ways: list[str], num_mtp: int) -> str:
     """Join ``ways`` and a layout that works, with its picture."""
+    # Even with embedding and loss on stages of their own, some stages would be empty.
     if num_layers + 2 < pp * vpp:
         return f"{num_layers} layers, embedding and loss fill {num_layers + 2} stages at most; lower pp or vpp."
     *others, end = balanced(num_layers, pp * vpp)
@@ -84,9 +87,11 @@ def _counting(num_layers: int, stages: int) -> Iterator[str]:
 
 def _ends(num_layers: int, pp: int, vpp: int, first: int | None = None, last: int | None = None) -> Iterator[str]:
     """Yield numbers of layers for the first and last rank that divide, close to the given ones or to equal shares."""
+    # With two ranks there is no other rank that takes a rest.
     if pp < 3 or num_layers < pp * vpp:
         return
     near = [num_layers / pp if count is None else count for count in (first, last)]
+    # Eight on each side: enough to find the nearest fit, and few pairs to try.
     counts = [sorted(range(vpp, num_layers, vpp), key=lambda count: abs(count - at))[:8] for at in near]
     fits = [
         (a, b)
@@ -95,5 +100,6 @@ def _ends(num_layers: int, pp: int, vpp: int, first: int | None = None, last: in
         if (rest := num_layers - a - b) > 0 and rest % ((pp - 2) * vpp) == 0
     ]
     if fits:
+        # Of equal distances the one with fewer layers on the first rank, which holds the embedding too.
         a, b = min(fits, key=lambda pair: (abs(pair[0] - near[0]) + abs(pair[1] - near[1]), pair[0] > pair[1]))
         yield f"let the first rank hold {a} layers and the last {b}"

@@ -70,6 +70,7 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
         # Between chunks of one rank nothing is sent.
         if sender != rank:
             ends = [(part, span.end) for span in spans for part in span.action.parts]
+            # Both parts of a combined action end together, so both messages leave at its end.
             sent |= {place: end for part, end in ends if (place := gives(part, sender, pp)) is not None}
     starts = [span.start for span in lines[rank]]
     found: dict[bool, list[Expected]] = {True: [], False: []}

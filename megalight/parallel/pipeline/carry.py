@@ -52,6 +52,7 @@ class Forms:
     def put(self, key: Hashable | None, form: Form) -> None:
         """Store a form; drop the oldest one if there are too many. Without a key, nothing is stored."""
         if key is not None:
+            # A dict drops its oldest entry first, on both ends alike, as both have stored in the same order.
             self._known[key] = form
             if len(self._known) > self.most:
                 del self._known[next(iter(self._known))]
@@ -79,6 +80,7 @@ def check_carry(carry: Any, where: str) -> Carry:
 
 def encode(form: Form) -> bytes:
     """Encode a form as JSON."""
+    # Only what a receiver needs to allocate a tensor and to ask for its gradient.
     rows = [(e.name, e.shape, str(e.dtype).removeprefix("torch."), e.requires_grad) for e in form]
     return json.dumps(rows).encode()
 
@@ -98,10 +100,12 @@ def signature(batch: Any) -> Hashable | None:
     try:
         return _signature(batch)
     except TypeError:
+        # An unknown type: the form is then sent with each message.
         return None
 
 
 def _signature(value: Any) -> Hashable:
+    # Shapes and dtypes alone: values differ between micro-batches and have no part in the form.
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if value is None or isinstance(value, bool | int | float | str | bytes):

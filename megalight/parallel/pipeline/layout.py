@@ -86,6 +86,7 @@ class PipelineLayout:
         counted = num_layers + count_embedding + count_loss
         share, left = divmod(counted, pp * vpp)
         counts = [share] * (pp * vpp)
+        # The ends hold a layer less for each part that counts as one.
         counts[0] -= count_embedding
         counts[-1] -= count_loss
         if left or min(counts) < 1:
@@ -121,6 +122,7 @@ class PipelineLayout:
             LayoutError: the rest does not divide, or the layers of a rank do not divide by its chunks.
         """
         _check_degrees(num_layers, pp, vpp)
+        # With one rank, the first is the last; the next check refuses that.
         given = {rank: count for rank, count in ((0, first), (pp - 1, last)) if count is not None}
         if pp < 2 and given:
             raise LayoutError(f"pp={pp}; it must be at least 2 to set the layers of the first or last rank.")
@@ -130,6 +132,7 @@ class PipelineLayout:
                     f"{count} layers on the {'last' if rank else 'first'} pipeline rank cannot be divided equally "
                     f"among its {vpp} chunk{'s' * (vpp > 1)}; give a positive multiple of {vpp}."
                 )
+        # With every rank given, the sum has to be right.
         others, rest = pp - len(given), num_layers - sum(given.values())
         share, left = divmod(rest, others * vpp) if others else (0, rest)
         if left or (others and share < 1):
@@ -160,6 +163,7 @@ class PipelineLayout:
             LayoutError: the string cannot be parsed, or does not fit the model or the ranks. The message shows how it
                 was read.
         """
+        # With one rank, `vpp` only checks the string, and the message below is the better one.
         _check_degrees(num_layers, pp, vpp if pp > 1 else 1)
         stages = parse(text)
         chunks, left = divmod(len(stages), pp)
@@ -181,6 +185,7 @@ class PipelineLayout:
         stages: list[Stage] = []
         layer = 0
         for index, held in enumerate(symbols):
+            # Arguments are evaluated from left to right, so `layer` ends as the first one of the next stage.
             layers = tuple(range(layer, layer := layer + held.count("t")))
             stages.append(Stage(index, index % pp, index // pp, "E" in held, layers, "L" in held, held.count("m")))
         return cls(tuple(stages), pp, len(symbols) // pp)
@@ -214,6 +219,7 @@ class PipelineLayout:
 def _symbols(counts: Sequence[int], num_mtp: int) -> list[str]:
     held = ["t" * count for count in counts]
     held[0] = "E" + held[0]
+    # They share the head and its loss, so they stand before it on the last stage.
     held[-1] += "m" * num_mtp + "L"
     return held
 

@@ -60,6 +60,7 @@ class Pipeline:
                 f"{', '.join(f'{name}={value}' for name, value in given.items())} with pp=1; there is no pipeline to "
                 "divide. Raise pipeline_parallel, or leave them out."
             )
+        # Two rules for the same stages: neither could tell what the other has taken.
         if uneven and counted:
             raise ConfigurationError(
                 "first_layers and last_layers are numbers of layers alone; leave count_embedding and count_loss out."
@@ -69,6 +70,7 @@ class Pipeline:
             # of the model nothing is known yet; its numbers of layers are checked where it is
             symbols = "".join(parse(text))
             PipelineLayout.of_string(text, symbols.count("t"), pp, vpp, num_mtp=symbols.count("m"))
+            # The string alone decides the number of chunks, if it is given.
             vpp = stages // pp
         check(self.schedule, pp, vpp, 1, self.group_size)
         return vpp

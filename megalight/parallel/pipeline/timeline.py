@@ -134,6 +134,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
     done: dict[Place, tuple[Number, int]] = {}
     spans: list[list[Span]] = [[] for _ in schedules]
     waiting: dict[Place, list[int]] = defaultdict(list)
+    # Ranks that may be able to go on; each goes on as far as it can.
     ready = list(range(pp))
     while ready:
         rank = ready.pop()
@@ -155,6 +156,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
                 if (given := gives(part, rank, pp)) is not None:
                     done[given] = (spans[rank][-1].end, rank)
                     ready += waiting.pop(given, [])
+    # A rank that still waits when no other can move waits forever.
     if waiting:
         raise LayoutError(_deadlock(schedules, spans, waiting))
     return Timeline(tuple(tuple(line) for line in spans))
@@ -195,6 +197,7 @@ def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
     stage = action.chunk * pp + rank
     if action.kind is Kind.WEIGHT_GRADIENT:
         return [("I", stage, action.micro_batch)]
+    # A backward needs the forward of its own stage, and the gradient of the stage behind.
     own: list[Place] = [] if action.kind is Kind.FORWARD else [("F", stage, action.micro_batch)]
     coming = comes(action, rank, pp, vpp)
     return own if coming is None else [*own, coming]

@@ -33,6 +33,7 @@ class Timetable:
         Args:
             name: ``train``, or a schedule's.
         """
+        # The same few numbers of micro-batches come again and again, and a simulation of many ranks takes time.
         if (name, micro_batches) not in self._known:
             pp, vpp, group_size = self.layout.pp, self.layout.vpp, self.pipeline.group_size
             warning = schedules.waste(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None

@@ -57,6 +57,7 @@ def check(name: str, pp: int, vpp: int = 1, micro_batches: int = 1, group_size: 
     Raises:
         LayoutError: the name is unknown, a number is below 1, or the schedule cannot serve them.
     """
+    # Resolved first, so that messages tell the schedule that will run.
     name = chosen(name, vpp)
     if name not in SCHEDULES:
         known = ("auto", *SCHEDULES)
@@ -64,6 +65,7 @@ def check(name: str, pp: int, vpp: int = 1, micro_batches: int = 1, group_size: 
     for what, value in (("pp", pp), ("vpp", vpp), ("micro_batches", micro_batches)):
         if value < 1:
             raise LayoutError(f"{what}={value} for the pipeline schedule {name!r}; it must be at least 1.")
+    # One rank holds all layers anyway: chunks would only cut them.
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} chunks per rank with pp=1; there is no pipeline to interleave. Set vpp to 1.")
     if reason := SCHEDULES[name].why_not(pp, vpp, group_size):
@@ -85,6 +87,7 @@ def waste(pp: int, vpp: int, micro_batches: int, group_size: int | None = None) 
     micro-batches takes up to as long as one of ``pp``.
     """
     m = micro_batches
+    # Fewer micro-batches than ranks: more chunks cannot fill the pipeline.
     if m < pp:
         bubble = (pp - m + (m - 1) / vpp) / m
         return (
