@@ -108,8 +108,8 @@ def explain(message: str, given: Given, options: Iterable[str]) -> str:
 
 
 def rules(message: str) -> list[str]:
-    # Nested messages are indented by blanks and dashes.
     """Return the reasons inside a nested message of jsonargparse, without its dumps of types and values."""
+    # Nested messages are indented by blanks and dashes.
     lines = [re.sub(r"^[\s-]+", "", line) for line in message.splitlines()]
     return list(dict.fromkeys(_plain(line) for line in lines if line and not line.startswith(_NOISE)))
 

@@ -202,8 +202,8 @@ class Attention(nn.Module):
 
     @property
     def heads(self) -> tuple[int, int]:
-        # From the output, not from the arguments: the layer may hold only a part of its heads.
         """Numbers of query heads and key-value heads in the output of ``qkv``."""
+        # From the output, not from the arguments: the layer may hold only a part of its heads.
         queries, keys, *_ = self.qkv.section_sizes
         return queries // self.head_dim, keys // self.head_dim
 

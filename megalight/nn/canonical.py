@@ -62,8 +62,8 @@ class HasCanonicalParts(Protocol):
 
 
 def parts(model: nn.Module) -> Iterator[Part]:
-    # By identity, as names differ.
     """Yield the canonical tensors of a one-device model in order. A tied parameter appears once, by its first name."""
+    # By identity, as names differ.
     seen: set[int] = set()
     for path, module in model.named_modules():
         for local, parameter in module._parameters.items():

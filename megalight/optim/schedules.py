@@ -114,8 +114,8 @@ class Cosine(Falling):
     min_ratio: float = 0.1
 
     def after_warmup(self, step: int) -> float:
-        # Clamped, so that the rate stays at its lowest value after the last step.
         """Return ``min + (1 - min) (1 + cos(pi t)) / 2``, with ``t`` from 0 to 1 over the remaining steps."""
+        # Clamped, so that the rate stays at its lowest value after the last step.
         way = min(1.0, step / self.remaining)
         return self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * way))
 

@@ -148,8 +148,8 @@ class Background:
 
         Raises:
             CheckpointError: on every rank, when any rank could not begin.
-        # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         """
+        # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         assert self.pending is None, "finish the save under way first"
         path, begun, ranks = publish.local(path), time.time(), self._ranks
         started: list[publish.Partial] = []

@@ -101,8 +101,8 @@ class Residency:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        # All ranks wrote the same values, so each keeps its own interval and nothing is sent.
         """Copy this rank's part of whole parameters, which somebody may have written to, into the shards."""
+        # All ranks wrote the same values, so each keeps its own interval and nothing is sent.
         for bucket in self._buckets if self.whole else ():
             bucket.own_params.copy_(bucket.shown[bucket.shard.start : bucket.shard.stop])
 
