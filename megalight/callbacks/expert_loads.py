@@ -17,7 +17,8 @@ from megalight.nn.moe import Router
 class ExpertLoads(pl.Callback):
     """Logs the loads of the experts and the losses of the router of each layer, every ``log_every_n_steps`` steps.
 
-    Values are those of the whole step, over all ranks. The host does not wait for the device.
+    Values are those of the whole step, over all ranks. The host does not wait for the device. ``megalight plot`` draws
+    them.
 
     Args:
         each: also log the load of each expert.

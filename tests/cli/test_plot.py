@@ -71,6 +71,27 @@ def test_panels_are_what_was_logged(logs):
         panels(runs, ["train_los"])
 
 
+def test_experts_have_a_panel_per_metric_and_a_map_per_layer(tmp_path):
+    layers, metrics = (1, 3, 10), ("max_load", "min_load", "drop_rate", "aux_loss", "load_0", "load_1")
+    names = [f"experts_{layer}/{metric}" for layer in layers for metric in metrics]
+    text = "\n".join([",".join(["step", *names]), *(",".join([str(n), *["0.5"] * len(names)]) for n in range(3))])
+    logs = [write(tmp_path / name, text) for name in ("one", "two")]
+    found = panels(read_runs(logs[:1]))
+    lines = {title: names for title, names in found.items() if not title.startswith("layer ")}
+    assert lines == {
+        "busiest expert (choices / mean)": tuple(f"experts_{layer}/max_load" for layer in layers),
+        "least busy expert (choices / mean)": tuple(f"experts_{layer}/min_load" for layer in layers),
+        "dropped choices (share)": tuple(f"experts_{layer}/drop_rate" for layer in layers),
+        "aux_loss, by layer": tuple(f"experts_{layer}/aux_loss" for layer in layers),
+    }
+    assert found["layer 10: choices of each expert / mean"] == ("experts_10/load_0", "experts_10/load_1")
+    assert len(found) == 7
+    assert panels(read_runs(logs)) == lines
+    image = tmp_path / "curves.svg"
+    assert main(["plot", str(logs[0]), "-o", str(image)]) == 0
+    assert "choices of each expert" in image.read_text()
+
+
 def test_runs_are_compared_at_their_last_common_step(logs):
     rows = [line.split() for line in comparison(read_runs(logs))]
     assert rows[1] == ["version_0", "3", "9.0000", "3.5000", "-", "-"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,19 @@ PANELS: dict[str, tuple[str, ...]] = {
     "memory (GiB)": ("memory_gib",),
 }
 """Title -> metrics that are drawn in one panel, if a run has them. Without --metric these panels are drawn."""
+
+EXPERTS = re.compile(r"experts_([^/]+)/(.+)")
+"""Metrics of :class:`~megalight.callbacks.ExpertLoads`: a layer, and what was measured there."""
+
+BY_LAYER = {
+    "max_load": "busiest expert (choices / mean)",
+    "min_load": "least busy expert (choices / mean)",
+    "drop_rate": "dropped choices (share)",
+}
+"""Metric of a layer with experts -> title of the panel that has a line for each layer."""
+
+MOST_LABELS = 16
+"""A legend with more lines hides the curves."""
 
 LINES = ("-", "--", ":", "-.")
 
@@ -71,11 +85,37 @@ def panels(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> dict[str
         return {name: (name,) for name in wanted}
     known = {name for run in runs for name in run.curves}
     usual = {name for names in PANELS.values() for name in names}
-    losses = sorted(name for name in known if "loss" in name and name not in usual)
+    losses = sorted(name for name in known if "loss" in name and name not in usual and not EXPERTS.fullmatch(name))
     found = {title: tuple(name for name in names if name in known) for title, names in PANELS.items()}
     found = {title: names for title, names in found.items() if names} | {name: (name,) for name in losses}
+    found |= _of_experts(known, maps=len(runs) == 1)
     if not found and (error := missing(runs, ["train_loss"])):
         raise error
+    return found
+
+
+def _of_experts(known: Iterable[str], maps: bool) -> dict[str, tuple[str, ...]]:
+    """Return the panels of layers with experts: one per metric with all layers, and one per layer with its experts.
+
+    Args:
+        maps: with the panels of single layers.
+    """
+
+    def place(name: str) -> list[tuple[int, str]]:
+        """Sort layer 10 behind layer 9."""
+        return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+
+    found: dict[str, tuple[str, ...]] = {}
+    for name in sorted(known, key=place):
+        if match := EXPERTS.fullmatch(name):
+            layer, metric = match.groups()
+            if not metric.startswith("load_"):
+                title = BY_LAYER.get(metric, f"{metric}, by layer")
+            elif maps:
+                title = f"layer {layer}: choices of each expert / mean"
+            else:
+                continue
+            found[title] = (*found.get(title, ()), name)
     return found
 
 
@@ -89,18 +129,31 @@ def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) 
     size = (7 * columns, 3.6 * rows)
     figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axes, (title, names) in zip(grid.flat, chosen.items(), strict=False):
-        for label, style, (steps, values) in _lines(runs, names):
-            marker = "o" if len(steps) < 30 else None
-            axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.3, **style)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("optimizer step")
+        if all("/load_" in name for name in names):
+            figure.colorbar(_map(axes, runs[0], names), ax=axes)
+            continue
+        lines = list(_lines(runs, names))
+        for label, style, (steps, values) in lines:
+            marker = "o" if len(steps) < 30 else None
+            axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.3, **style)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        if len(lines) <= MOST_LABELS:
+            axes.legend(fontsize=8)
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
     pyplot.close(figure)
+
+
+def _map(axes: Any, run: Run, names: Sequence[str]) -> Any:
+    """Draw experts over steps, in colours from idle (0) to twice the mean; return what a colour bar needs."""
+    steps = run.curves[names[0]][0]
+    values = [run.curves[name][1] for name in names]
+    axes.set_ylabel("expert")
+    return axes.pcolormesh(steps, range(len(names)), values, shading="nearest", cmap="viridis", vmin=0, vmax=2)
 
 
 def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], Curve]]:
