@@ -16,6 +16,7 @@ from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert.exchange import HostCounts, exchange
 from megalight.parallel.expert.options import DISPATCHERS
+from megalight.parallel.expert.padded import Padded
 
 if TYPE_CHECKING:
     from megalight.parallel.tensor.shared import Shared
@@ -34,7 +35,7 @@ class _Sent:
     copies: Permutation
     send: list[int]
     receive: list[int]
-    groups: Permutation
+    groups: Permutation | Padded
 
 
 @DISPATCHERS.register("all_to_all")
@@ -55,9 +56,15 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, _Sent]:
-        """Return the copies for this rank's experts. The host waits once, for the numbers of rows."""
+        """Return the copies for this rank's experts.
+
+        The host waits once, for the numbers of rows; not at all if ``capacity`` fixes them, and all ranks bring the
+        same number of tokens.
+        """
         group = self.shared.expert_group
         routes = spread(routes, num_experts, self.shared.mesh.etp)
+        if capacity is not None and self.shared.equal_tokens(len(hidden), hidden.device):
+            return self._dispatch_padded(hidden, routes, num_experts, capacity)
         # Sorted by expert over all ranks, so rows for one rank are contiguous: the all-to-all needs no further copy.
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
         sizes = copies.offsets.diff(prepend=copies.offsets.new_zeros(1)).view(group.size(), num_experts)
@@ -88,11 +95,27 @@ class AllToAllDispatcher(Dispatcher):
         sent = _Sent(replace(copies, rows=rows), send, receive, groups)
         return Grouped(tokens, weights, groups.offsets, sizes_here), sent
 
+    def _dispatch_padded(
+        self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int
+    ) -> tuple[Grouped, _Sent]:
+        """Send ``capacity`` rows to each expert of each rank. No number depends on the routes."""
+        group = self.shared.expert_group
+        ranks, counts = group.size(), [num_experts * capacity] * group.size()
+        copies = permutation(routes.experts, ranks * num_experts, capacity=capacity)
+        tokens, probs = permute(hidden, copies, routes.probs)
+        assert probs is not None
+        tokens, probs = exchange((tokens, probs), group, counts, counts)
+        padded = Padded(ranks, num_experts, capacity, aligned(ranks * capacity, self.alignment))
+        tokens, probs = padded.by_expert(tokens), padded.by_expert(probs)
+        grouped = Grouped(tokens, probs, padded.offsets(hidden.device), padded.sizes)
+        return grouped, _Sent(copies, counts, counts, padded)
+
     def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
         """Send the outputs back, and add up those of each token."""
-        group = self.shared.expert_group
+        group, groups = self.shared.expert_group, memo.groups
+        rows = groups.by_rank(outputs) if isinstance(groups, Padded) else unpermute(outputs, groups)
         # The same numbers with both ends exchanged: rows return the way they came.
-        (back,) = exchange((unpermute(outputs, memo.groups),), group, memo.receive, memo.send)
+        (back,) = exchange((rows,), group, memo.receive, memo.send)
         return unpermute(back, memo.copies)
 
 

@@ -37,9 +37,15 @@ class AllGatherDispatcher(Dispatcher):
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, tuple[Permutation, int]]:
-        """Return the copies for this rank's experts. The host waits for numbers of tokens and rows."""
+        """Return the copies for this rank's experts.
+
+        The host waits for numbers of tokens and rows, but not if ``capacity`` fixes the rows and all ranks bring the
+        same number of tokens.
+        """
         group = self.shared.expert_group
-        longest, most = largest(group, hidden.device, len(hidden), capacity or 0)
+        longest, most = len(hidden), capacity or 0
+        if not self.shared.equal_tokens(len(hidden), hidden.device):
+            longest, most = largest(group, hidden.device, longest, most)
         missing = (0, 0, 0, max(1, longest) - len(hidden))
         # All ranks must gather equal sizes, and some backends none that are empty: pad. Padding has no expert.
         everyone, probs = (all_gather(F.pad(x, missing), group) for x in (hidden, routes.probs))

@@ -23,6 +23,10 @@ class ExpertOptions:
         dispatcher: ``all_to_all`` sends each copy to the ranks of its expert; ``all_gather`` sends all tokens to all
             ranks, which is simple, and fast for few ranks and many experts per token; ``deepep`` and ``hybridep`` use
             the kernels of a package (:mod:`megalight.plugins.deepep`).
+        equal_tokens: a promise that all ranks always bring the same number of tokens, as with batches of one shape.
+            Then the host waits for nothing if ``moe.capacity.pad`` fixes the number of rows, and CUDA graphs can hold
+            the experts. It need not be given where ``ep`` and ``etp`` lie within ``tp``. For ``all_to_all`` and
+            ``all_gather``.
         shared_expert_overlap: shared experts compute on a CUDA stream of their own, while copies of tokens travel.
             Only with ``all_to_all``.
         moe_enable_deepep: the old name of ``dispatcher="deepep"``. It acts, with a warning.
@@ -33,6 +37,7 @@ class ExpertOptions:
     """
 
     dispatcher: str = "all_to_all"
+    equal_tokens: bool = False
     shared_expert_overlap: bool = False
     multiprocessors: int | None = None
     moe_enable_deepep: bool | None = None
@@ -59,6 +64,11 @@ class ExpertOptions:
                 f"ExpertOptions: shared_expert_overlap=True with dispatcher={self.dispatcher!r}; only the messages of "
                 "'all_to_all' leave the device free for other work. Set dispatcher='all_to_all', or leave "
                 "shared_expert_overlap out."
+            )
+        if self.equal_tokens and self.dispatcher in ("deepep", "hybridep"):
+            raise LayoutError(
+                f"ExpertOptions: equal_tokens=True with dispatcher={self.dispatcher!r}, which counts rows itself. Set "
+                "dispatcher='all_to_all', or leave equal_tokens out."
             )
         count = self.multiprocessors
         if count is not None and self.dispatcher not in ("deepep", "hybridep"):

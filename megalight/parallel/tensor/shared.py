@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megalight.ops.parameter import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
+from megalight.parallel.expert.equal import EqualTokens
 from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
@@ -108,6 +109,11 @@ class Shared:
         on these ranks share the group; it is made on first use, by all ranks.
         """
         return shared_group(self.mesh.ranks("ep", "etp"), "tokens of experts")
+
+    @cached_property
+    def equal_tokens(self) -> EqualTokens:
+        """Whether the ranks along ``ep`` and ``etp`` bring equally many tokens: one answer for all layers."""
+        return EqualTokens(self)
 
     @cached_property
     def counts_group(self) -> ProcessGroup:

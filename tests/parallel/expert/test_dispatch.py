@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from math import lcm
@@ -25,7 +26,7 @@ from megalight.nn.moe import Experts
 from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
-from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.expert import AllToAllDispatcher, ExpertOptions
 from megalight.parallel.initial_values import initialise, materialise
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -33,6 +34,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import Plan
 from megalight.parallel.shard import check_cover
 from megalight.parallel.styles import Expert
+from megalight.parallel.tensor.shared import Shared
 from megalight.types import PackedSequences
 from tests.parallel.expert.model import CONFIG, MOE, build
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -168,6 +170,65 @@ def test_extreme_routes(dispatcher: str) -> None:
             halves = [(a + b)[2 * rank :][:2] for a, b in zip(expected[0][3:], expected[1][3:], strict=True)]
             for actual, wanted in zip(answer[name, pad], [*expected[rank][:3], *halves], strict=True):
                 torch.testing.assert_close(actual, wanted, msg=f"{name}, pad={pad}")
+
+
+EVEN = [[[0, 1], [3, -1], [1, 0], [3, 1]], [[1, 0], [-1, -1], [3, 0], [2, 3]]]
+"""Routes of equally many tokens."""
+
+
+def _without_waiting(dispatcher: str, alignment: int) -> list[list[torch.Tensor]]:
+    """Answers with a fixed number of rows: the second pass reads no value on the host."""
+    mesh = ParallelMesh(2, dist.get_rank(), ep=2)
+    one = Expected(EVEN[mesh.rank("ep")])
+    root = nn.ModuleDict({"experts": one.experts}).to("meta")
+    options = ExpertOptions(dispatcher, equal_tokens=True)
+    specs = parallelize(root, Plan({Experts: Expert()}), mesh, expert=options)
+    materialise(root, "cpu")
+    initialise(root, specs, 3)
+    one.experts = root["experts"]  # type: ignore[assignment]
+    one.experts.dispatcher.alignment = alignment
+    found = [one.answers(3)]
+    with ExitStack() as stack:
+        for read in ("tolist", "item", "__int__", "__bool__", "nonzero"):
+            stack.enter_context(patch.object(torch.Tensor, read, side_effect=AssertionError(f"waits: {read}")))
+        found.append(one.answers(3))
+    return found
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_a_fixed_number_of_rows_needs_no_wait_where_ranks_have_equally_many_tokens(
+    dispatcher: str, alignment: int
+) -> None:
+    expected = []
+    for experts in EVEN:
+        one = Expected(experts)
+        initialise_whole(nn.ModuleDict({"experts": one.experts}), 3)
+        expected.append(one.answers(3))
+    for rank, answers in enumerate(run(_without_waiting, 2, dispatcher, alignment)):
+        halves = [(a + b)[2 * rank :][:2] for a, b in zip(expected[0][3:], expected[1][3:], strict=True)]
+        for answer in answers:
+            for actual, wanted in zip(answer, [*expected[rank][:3], *halves], strict=True):
+                torch.testing.assert_close(actual, wanted)
+
+
+def _broken_promise() -> str:
+    mesh = ParallelMesh(2, dist.get_rank(), ep=2)
+    dispatcher = AllToAllDispatcher(Shared(mesh, expert=ExpertOptions(equal_tokens=True)))
+    one = Expected(EXTREMES["some dropped"][0] + [[0, 1]] * mesh.rank("ep"))
+    with pytest.raises(LayoutError) as caught:
+        dispatcher.dispatch(one.hidden, one.routes, 2, 3)
+    return str(caught.value)
+
+
+def test_a_broken_promise_is_told() -> None:
+    for message in run(_broken_promise, 2):
+        assert "equal_tokens=True, but the ranks along ep and etp bring [2, 3] tokens. Make batches" in message
+    with pytest.raises(LayoutError, match="equal_tokens=True with dispatcher='deepep'"):
+        ExpertOptions("deepep", equal_tokens=True)
+    shares = Shared(ParallelMesh(4, 0, tp=4, ep=2, etp=2))
+    assert shares.equal_tokens.holds  # shares along tp
+    assert not Shared(ParallelMesh(4, 0, tp=2, ep=4)).equal_tokens.holds
 
 
 def _groups_of_messages() -> tuple[int, bool, bool]:
