@@ -9,6 +9,7 @@ from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.ops.activation import activation, gated
+from megalight.ops.activation.stored import stored
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
@@ -47,12 +48,21 @@ class Activation(nn.Module):
         backend: backend of the activation op.
         offset: added to ``up``; for gated activations.
         clamp: limits ``gate`` from above, and ``up`` from both sides, before that; for gated activations.
+        fp8_input_store: keep the input in 8 bits for the backward pass.
 
     Raises:
         ConfigurationError: no such activation, or ``offset`` or ``clamp`` for one that is not gated.
     """
 
-    def __init__(self, name: str, backend: str = "auto", *, offset: float = 0.0, clamp: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: str = "auto",
+        *,
+        offset: float = 0.0,
+        clamp: float | None = None,
+        fp8_input_store: bool = False,
+    ) -> None:
         super().__init__()
         if (offset or clamp is not None) and not is_gated(name):
             raise ConfigurationError(
@@ -61,12 +71,16 @@ class Activation(nn.Module):
             )
         self.offset = offset
         self.clamp = clamp
+        self.fp8_input_store = fp8_input_store
         self.gated = is_gated(name)
         self.kind = ACTIVATIONS[name][0]
         self.backend = backend
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``. ``weights [...]`` multiply rows."""
+        return stored(x, weights, self._compute) if self.fp8_input_store else self._compute(x, weights)
+
+    def _compute(self, x: Tensor, weights: Tensor | None) -> Tensor:
         if not self.gated:
             return activation(x, self.kind, backend=self.backend, weights=weights)
         return gated(x, self.kind, backend=self.backend, weights=weights, offset=self.offset, clamp=self.clamp)

@@ -330,6 +330,11 @@ class GPTConfig(ModelConfig):
         )
         gated = is_gated(self.activation)
         require(
+            self.activation in ("swiglu", "quick_geglu") or self.moe is None or not self.moe.fp8_input_store,
+            f"moe.fp8_input_store=true with activation={self.activation!r}; it is made for swiglu and quick_geglu, "
+            "whose input is twice as wide as their output. Leave it out, or choose one of these.",
+        )
+        require(
             gated or self.moe is None or not (self.moe.glu_offset or self.moe.clamp),
             f"moe.glu_offset and moe.clamp belong to gated activations, and activation is {self.activation!r}. Leave "
             "them out, or choose a gated one, such as quick_geglu.",

@@ -54,6 +54,8 @@ def selected(layer: Layer, patterns: Sequence[str]) -> list[tuple[str, nn.Module
 def _why_useless(module: nn.Module) -> str | None:
     if getattr(module, "inplace", False):
         return "it overwrites its input, so it cannot run a second time"
+    if getattr(module, "fp8_input_store", False):
+        return "it keeps its input in 8 bits (fp8_input_store), and its recompute would keep it whole"
     return next((reason for types, reason in USELESS.items() if isinstance(module, types)), None)
 
 

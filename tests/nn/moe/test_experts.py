@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt import GPTConfig
+from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import BackendConfig, InitConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import Activation
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise
-from megalight.nn.moe import MoE, MoEConfig, RouterConfig, SharedConfig
+from megalight.nn.moe import Experts, MoE, MoEConfig, RouterConfig, SharedConfig
+from megalight.parallel.recompute import Recompute
+from megalight.parallel.recompute.apply import check_recompute
 from tests.nn.moe.loops import WIDTH, context
 
 
@@ -128,3 +130,51 @@ def test_limits_need_a_gated_activation() -> None:
         Activation("gelu", clamp=1.0)
     with pytest.raises(ConfigurationError, match=r"moe.glu_offset and moe.clamp belong to gated activations"):
         build("squared_relu", glu_offset=1.0)
+
+
+def kept(experts: Experts, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor]]:
+    """Bytes that the activation keeps for the backward pass; its output and gradients."""
+    draws = torch.Generator().manual_seed(1)
+    # values beyond what e4m3 holds, too
+    x = (torch.randn(40, 12, generator=draws) * torch.logspace(-3, 3, 40)[:, None]).to(dtype).requires_grad_()
+    weights = torch.rand(40, generator=draws).requires_grad_()
+    storages: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        y = experts.act(x, weights=weights)
+    bytes_kept = sum(storages.values())
+    return bytes_kept, y.detach(), list(torch.autograd.grad(y.sum(), (x, weights)))
+
+
+@pytest.mark.parametrize(("activation", "moe"), [("swiglu", {}), ("quick_geglu", {"glu_offset": 1.0, "clamp": 7.0})])
+def test_inputs_of_activations_are_kept_in_8_bits(activation: str, moe: dict[str, Any]) -> None:
+    plain, small = (build(activation, fp8_input_store=stored, **moe).experts for stored in (False, True))
+    _, expected, _ = kept(plain, torch.bfloat16)
+    used, found, gradients = kept(small, torch.bfloat16)
+    assert used == 40 * 12 + 40 * 4  # codes and weights
+    assert torch.equal(found, expected)
+    # gradients are those at the rounded input
+    act, draws = plain.act, torch.Generator().manual_seed(1)
+    x = (torch.randn(40, 12, generator=draws) * torch.logspace(-3, 3, 40)[:, None]).bfloat16().clamp(-448, 448)
+    x, weights = x.to(torch.float8_e4m3fn).bfloat16().requires_grad_(), torch.rand(40, generator=draws).requires_grad_()
+    exact = torch.autograd.grad(act(x, weights=weights).sum(), (x, weights))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, exact, strict=True))
+
+
+def test_what_cannot_keep_its_input_in_8_bits_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="fp8_input_store=true with activation='geglu'; it is made for swiglu"):
+        build("geglu", fp8_input_store=True)
+    config = GPTConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_heads=2,
+        vocab_size=5,
+        max_sequence_length=8,
+        moe=MoEConfig(num_experts=2, fp8_input_store=True),
+    )
+    with pytest.raises(ConfigurationError, match="would save nothing: it keeps its input in 8 bits"):
+        check_recompute(GPT(config), Recompute(granularity="selective", modules=("mlp.experts.act",)))
