@@ -70,6 +70,7 @@ class InitConfig:
 
     def residual_std(self, num_sublayers: int) -> float:
         """Return the standard deviation of the projections that write to the residual stream."""
+        # The sum of independent terms grows with the square root of their number.
         return float(self.std / (num_sublayers if self.scale_residual else 1) ** 0.5)
 
 
@@ -160,6 +161,7 @@ def from_plain(cls: type[Any], values: Mapping[str, Any], path: str = "") -> Any
     built = dict(values)
     for name, value in values.items():
         # The hint may be `X | None`, whose members are looked at as well.
+        # Hints, not field types: those are text under postponed evaluation.
         types = (hints[name], *get_args(hints[name]))
         nested = [hint for hint in types if isinstance(hint, type) and is_dataclass(hint)]
         if nested and isinstance(value, Mapping):
@@ -176,6 +178,7 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path
     for name in sorted(set(ours) | set(theirs)):
         if path + name in UNBINDING:
             continue
+        # A key that one side lacks counts as null: older files know fewer settings.
         mine, other = ours.get(name), theirs.get(name)
         if isinstance(mine, dict) and isinstance(other, dict):
             found += compare(mine, other, where, f"{path}{name}.")

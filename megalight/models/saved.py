@@ -55,6 +55,7 @@ def saved_model(
     described = description(opened)
     known = family(described["family"])
     config = known.config.from_dict(described["config"])
+    # In the widest dtype that was saved, as a narrower one would round weights.
     model = _room(known, config, rebuild(described.get("transforms", ())), device, dtype or widest(opened))
     with alone() as group:
         whole = holds_base(opened.common)
@@ -128,6 +129,7 @@ def described_model(entries: Mapping[str, Any], path: str | os.PathLike[str]) ->
 
 def holds_base(common: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint with these entries holds all weights of its model."""
+    # Older checkpoints say nothing, and hold everything.
     return bool(common.get("model", {}).get(BASE, True))
 
 
@@ -167,8 +169,10 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any) -
     if not checkpoint.is_complete(folder):
         return _weights(known).source(folder, config, PREFIX)
     opened = checkpoint.open(folder)
+    # Adapters are modules of their own, which the model to fill does not have.
     if description(opened).get("transforms"):
         raise CheckpointError(f"checkpoint {opened.path} has adapters; merge them first (megalight merge).")
+    # The same warning as for foreign folders: shapes that differ are refused when they are read.
     differences = compare(config.to_dict(), initial_config(folder, known).to_dict(), "the folder")
     if differences:
         log.warning("the weights in %s are of another configuration: %s", folder, "; ".join(differences))
@@ -196,6 +200,7 @@ def _weights(known: Family) -> Weights:
 
 def widest(source: Source) -> torch.dtype:
     """Return the widest dtype of the weights in a source."""
+    # Only the weights: optimizer state is wider, and is not read here.
     names = {stored.dtype for name, stored in source.tensors.items() if name.startswith(PREFIX)}
     found: torch.dtype = max((getattr(torch, name) for name in names), key=lambda dtype: dtype.itemsize)
     return found

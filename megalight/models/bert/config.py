@@ -25,6 +25,7 @@ class BackendConfig:
 
 
 def _flat_init() -> InitConfig:
+    # BERT draws all weights alike: norms after each addition keep the stream's variance.
     return InitConfig(scale_residual=False)
 
 
@@ -63,6 +64,7 @@ class BertConfig(ModelConfig):
         )
         require(self.norm_eps > 0, f"norm_eps is {self.norm_eps}; it must be above 0.")
         require(
+            # The published models have plain activations, and their weights have no gate.
             not is_gated(self.activation),
             f"activation is {self.activation!r}, which is gated; BERT needs one that is not, such as gelu.",
         )

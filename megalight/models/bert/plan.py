@@ -21,6 +21,7 @@ from megalight.parallel.styles import (
 RULES = Plan(
     {
         "*embed.word": Vocab(),
+        # Ids of positions and token types are whole, so the module takes its share of them.
         "*embed.position": SequenceRegion(split_input=True),
         "*embed.token_type": SequenceRegion(split_input=True),
         "*.attention.qkv": Column(),
@@ -44,4 +45,5 @@ RULES = Plan(
 
 def bert_plan(model: nn.Module) -> Plan:
     """Return the plan of a BERT, of a part of it, or of a module that contains one."""
+    # A part of the model, as a pipeline stage has it, lacks modules; rules for those would be errors.
     return RULES.only(name for name, _ in model.named_modules())

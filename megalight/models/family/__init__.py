@@ -62,6 +62,7 @@ class Weights:
                 f"{', '.join(self.kinds)}."
             )
         config = self.config(values)
+        # Names are looked up only by families that ask: listing a folder reads the headers of its files.
         return config if self.without is None else self.without(config, partial(tensor_names, folder))
 
     def source(self, folder: str | os.PathLike[str], config: Any, prefix: str) -> Folder:
@@ -76,6 +77,7 @@ class Weights:
             CheckpointError: a file is missing or incomplete, or holds tensors of another model.
             ConfigurationError: as in :meth:`config_of`.
         """
+        # Only settings that shape weights; dropout and backends are the user's.
         differences = compare(config.to_dict(), self.config_of(folder).to_dict(), "the folder")
         # Only a warning: tensors whose shapes differ are refused when they are read.
         if differences:
@@ -123,6 +125,7 @@ def register(new: Family) -> Family:
         MegalightError: the name is in use.
     """
     FAMILIES.register(new.name)(new)
+    # By the name of the class, so that the table of plans imports no model.
     PLANS.register(f"{new.model.__module__}.{new.model.__qualname__}")(new.plan)
     return new
 
@@ -154,6 +157,7 @@ def family_of_transformers(values: Mapping[str, Any]) -> Family:
         ConfigurationError: no family can.
     """
     kind = values.get("model_type")
+    # All families are imported here, as any of them may know the type.
     readers = {known: found for found in families() if found.weights for known in found.weights.kinds}
     if kind not in readers:
         raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(sorted(readers))} can be read.")
@@ -166,4 +170,5 @@ PACKAGE = __name__.rpartition(".")[0]
 def _folders() -> list[str]:
     """List the families' folders, which are those beside this one with a plan."""
     here = Path(__file__).parent.parent
+    # Shared files lie beside the folders of families, and a plan is what only a family has.
     return [found.name for found in pkgutil.iter_modules([str(here)]) if (here / found.name / "plan.py").is_file()]

@@ -96,6 +96,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             found = known.config.from_dict(config)
         else:
             found = initial_config(str(self.weights), known) if config is None else config
+        # Checked here, because the command line cannot check an argument without a type.
         if not isinstance(found, known.config):
             raise ConfigurationError(
                 f"{type(self).__name__} needs a {known.config.__name__}, and config is a {type(found).__name__}. Pass "
@@ -115,6 +116,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     def setup(self, stage: str) -> None:
         """Check the data before anything is built."""
+        # With our strategy it was checked before; another strategy first comes here.
         self.check_data(getattr(self.trainer, "datamodule", None))
 
     def check_data(self, datamodule: Any) -> None:
@@ -124,12 +126,14 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             DataError: sequences are too long for the model, or the tokenizer has more tokens than the vocabulary.
         """
         length = getattr(datamodule, "sequence_length", None)
+        # Positions beyond it have no embedding, or none that was trained.
         if length is not None and length > self.config.max_sequence_length:
             raise DataError(
                 f"data.sequence_length={length} is longer than the model's "
                 f"max_sequence_length={self.config.max_sequence_length}; lower it, or raise max_sequence_length."
             )
         vocabulary = getattr(datamodule, "vocab_size", None)
+        # The reverse is fine: vocabularies are padded.
         if vocabulary is not None and vocabulary > self.config.vocab_size:
             raise DataError(
                 f"the data's tokenizer has {vocabulary} tokens, but the model's vocab_size is "
@@ -151,6 +155,7 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse optimizer rules for parameters that the model does not have."""
+        # With the name that parameters have in the module: rules match these.
         self.optimizer.check((f"model.{name}", parameter) for name, parameter in model.named_parameters())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -167,9 +172,11 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
 
         There are none if the data comes with another tokenizer: they would be of the wrong one.
         """
+        # Once: reading the folder in every save would cost a rank time.
         if self._companions is None:
             found = {} if self.weights is None else companions_of(self.weights)
             provide = getattr(getattr(self.trainer, "datamodule", None), "checkpoint_files", dict)
+            # By identity, not by file: two folders may hold the same tokenizer.
             identities = {
                 Tokenizer.from_json(files[TOKENIZER].decode()).identity
                 for files in (found, provide())

@@ -137,6 +137,7 @@ class AttentionConfig:
             # The last one of each `n` layers sees all tokens.
             object.__setattr__(self, "window_pattern", (True,) * (every - 1) + (False,))
         require_choice("attention.softmax", self.softmax, ("vanilla", "off-by-one", "learnable"))
+        # From a number or a list to a tuple: configurations must be hashable.
         object.__setattr__(self, "window_pattern", tuple(self.windowed))
         require(
             self.qk_norm or not self.qk_norm_whole,
@@ -291,6 +292,7 @@ class GPTConfig(ModelConfig):
             require_choice("an entry of mixer_pattern", mixer, MIXERS)
         self._check_layers()
         if self.latent is not None:
+            # Before heads are derived: latent attention has sizes of its own.
             self._check_latent(self.latent)
             # Heads of latent attention have both kinds of features.
             object.__setattr__(self, "head_dim", self.latent.head_dim + self.latent.rotary_dim)
@@ -410,6 +412,7 @@ class GPTConfig(ModelConfig):
 
     def mixer_of(self, layer: int) -> str | None:
         """Return the name of the mixer of the layer with this index; None if the layer is a feed-forward layer."""
+        # Without a pattern, every layer is like one with attention's symbol.
         symbol = self.layer_pattern[layer] if self.layer_pattern else "*"
         return {"M": "mamba", "*": self.mixer_pattern[layer % len(self.mixer_pattern)]}.get(symbol)
 
@@ -421,11 +424,13 @@ class GPTConfig(ModelConfig):
         """Return whether the layer with this index has experts."""
         if self.layer_pattern:
             return self.layer_pattern[layer] == "E"
+        # Repeated over the depth, like other patterns.
         return self.moe is not None and self.moe.pattern[layer % len(self.moe.pattern)]
 
     @property
     def num_sublayers(self) -> int:
         """Number of additions to the residual stream."""
+        # Layers of a pattern add once each.
         return self.num_layers if self.layer_pattern else super().num_sublayers
 
     @property
@@ -443,5 +448,5 @@ class GPTConfig(ModelConfig):
         """Number of features of a head that are rotated. It is even."""
         if self.latent is not None:
             return self.latent.rotary_dim
-        # Rounded down to pairs.
+        # Rounded down to pairs: an odd feature has no partner.
         return int(self.head_dim * self.position.fraction) // 2 * 2

@@ -67,11 +67,13 @@ def depth_places(places: Mapping[str, str]) -> dict[str, str]:
 
 def moved_depths(config: GPTConfig) -> dict[str, str]:
     """Return the prefix of each depth in files, ``model.layers.61.``, and in tables."""
+    # In their files, depths follow the layers under the same name.
     return {f"model.layers.{config.num_layers + k}.": f"model.depths.{k}." for k in range(config.num_depths)}
 
 
 def depth_copies(config: GPTConfig) -> dict[str, str]:
     """Return the tensors in the depths of their files that are copies of the model's, in the spelling of tables."""
+    # A tied head is stored once, under the name of the embedding.
     head = SHARED["embed_tokens.weight"] if config.tie_embeddings else SHARED["shared_head.head.weight"]
     shared = SHARED | {"shared_head.head.weight": head}
     return {f"model.depths.{k}.{copy}": whole for k in range(config.num_depths) for copy, whole in shared.items()}
@@ -96,6 +98,7 @@ def without_missing_depths(config: GPTConfig, names: Callable[[], Collection[str
         config: that of ``config.json``.
         names: returns the names of the folder's tensors.
     """
+    # One tensor that every depth has tells them all.
     if config.mtp is None or any(f".{config.num_layers}.eh_proj." in f".{name}" for name in names()):
         return config
     log.info("the folder holds no tensors of multi-token prediction; the model is read without it")
@@ -104,6 +107,7 @@ def without_missing_depths(config: GPTConfig, names: Callable[[], Collection[str
 
 def after_layers(config: GPTConfig) -> str:
     """Return the pattern of tensors of depths that published weights hold and the model does not."""
+    # A model may be read with fewer depths than the weights have.
     return rf"model\.layers\.{config.num_layers + config.num_depths}\..*"
 
 
@@ -145,8 +149,10 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
     moe = MoEConfig(
         num_experts=values["n_routed_experts"],
         ffn_hidden_size=width,
+        # Their rule is a number of dense layers; ours names each.
         pattern=tuple(layer >= dense for layer in range(layers)),
         router=router,
+        # Several shared experts are one that is as much wider: their outputs are added.
         shared=SharedConfig(ffn_hidden_size=width * values["n_shared_experts"]),
     )
     return GPTConfig(
@@ -206,6 +212,7 @@ def deepseek_to(config: GPTConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "n_routed_experts": moe.num_experts,
+        # At least one, as a file cannot say a fraction; the difference shows when it is read back.
         "n_shared_experts": max(1, moe.shared.ffn_hidden_size // config.expert_ffn_hidden_size),
         "moe_intermediate_size": config.expert_ffn_hidden_size,
         "num_experts_per_tok": moe.router.top_k,

@@ -32,6 +32,7 @@ def gpt_oss_places(num_experts: int, width: int) -> dict[str, Theirs]:
     The weights of a layer's experts are stacked as ``[E, in, out]``, and their biases as ``[E, out]``. Output features
     of gate and up take turns.
     """
+    # Gate and up are rows of one tensor, in turn: even ones are gates.
     both = 2 * width
     places = {
         "layers.N.attention.sink.offset": Theirs("model.layers.N.self_attn.sinks"),
@@ -52,6 +53,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with what it need not say."""
     # Every other layer has a window, beginning with the first.
     turns = [_kind(layer % 2 == 0) for layer in range(values["num_hidden_layers"])]
+    # The file's own values win over the defaults.
     return {**DEFAULTS, **values, "layer_types": values.get("layer_types") or turns}
 
 
@@ -61,6 +63,7 @@ def as_gpt_oss(dense: GPTConfig, values: Mapping[str, Any]) -> GPTConfig:
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
+    # Both are fixed in their code, so another value in a file would have no effect there.
     for option, good in (("hidden_act", "silu"), ("swiglu_limit", LIMIT)):
         if values.get(option, good) != good:
             raise ConfigurationError(f"{option} is {values[option]!r}; only {good!r} has a counterpart here.")

@@ -34,6 +34,7 @@ def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> s
     Raises:
         ConfigurationError: a ratio is negative, or both leave no layer for Mamba-2.
     """
+    # Rounded, so that the same ratio fits models of any depth.
     attention, mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
     require(
         attention_ratio >= 0 and mlp_ratio >= 0 and attention + mlp < num_layers,
@@ -41,7 +42,9 @@ def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> s
         "and leave layers for Mamba-2. Lower one of them.",
     )
     pattern = ["M"] * num_layers
+    # As Megatron-LM places them, so that its ratios give the same layers.
     _place(pattern, list(range(num_layers)), "*", (num_layers - attention) / (attention + 1), attention)
+    # MLP layers after attention: runs are counted among the layers that are still Mamba-2.
     free = [layer for layer in range(num_layers) if pattern[layer] == "M"]
     _place(pattern, free, "-", (len(free) - mlp) / mlp if mlp else 0.0, mlp)
     return "".join(pattern)
@@ -49,6 +52,7 @@ def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> s
 
 def _place(pattern: list[str], free: list[int], symbol: str, run: float, count: int) -> None:
     """Put ``count`` symbols at free places, each after a run of ``run`` others on average."""
+    # Runs are fractions: what is left of one goes into the next, so that gaps differ by one layer at most.
     left = run
     for layer in free:
         if left < 0.5 and count:

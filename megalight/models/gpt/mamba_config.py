@@ -34,12 +34,14 @@ class MambaConfig:
     step_floor: float = 1e-4
 
     def __post_init__(self) -> None:
+        # Recipes give lists, and a configuration must be hashable.
         object.__setattr__(self, "step_range", tuple(self.step_range))
         object.__setattr__(self, "norm_groups", self.norm_groups or self.num_groups)
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "norm_groups"):
             require(getattr(self, name) >= 1, f"mamba.{name} is {getattr(self, name)}; it must be at least 1.")
         for name in ("num_groups", "norm_groups"):
             count = getattr(self, name)
+            # A group's projections serve whole heads: a rest would have none.
             require(
                 self.num_heads % count == 0,
                 f"mamba.num_heads {self.num_heads} is not a multiple of mamba.{name} {count}; each group serves the "
@@ -60,4 +62,5 @@ class MambaConfig:
     @property
     def conv_size(self) -> int:
         """Channels of the convolution."""
+        # The convolution runs over the heads' input and over both projections of the state.
         return self.inner_size + 2 * self.num_groups * self.state_size

@@ -66,6 +66,7 @@ def llama3(
         max_sequence_length=131072,
         tie_embeddings=tie_embeddings,
         norm=NormConfig(eps=1e-5),
+        # The frequencies are those of a shorter context, stretched by this factor.
         position=PositionConfig(base=500000.0, scaling=RotaryScaling(kind="llama3", factor=rotary_factor)),
     )
 
@@ -136,6 +137,7 @@ def olmoe() -> GPTConfig:
         attention=AttentionConfig(qk_norm=True, qk_norm_whole=True),
         moe=MoEConfig(
             num_experts=64,
+            # OLMoE takes the softmax over all experts, and does not normalise the chosen ones.
             router=RouterConfig(top_k=8, pre_softmax=True),
             balance=BalanceConfig(aux_loss=0.01, z_loss=0.001),
         ),
@@ -153,6 +155,7 @@ def deepseek_v3() -> GPTConfig:
         max_sequence_length=163840,
         norm=NormConfig(eps=1e-6),
         position=PositionConfig(
+            # Their checkpoints keep the features of a rotary pair side by side.
             interleaved=True,
             scaling=RotaryScaling("yarn", 40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
         ),
@@ -177,6 +180,7 @@ def kimi_k2() -> GPTConfig:
     return replace(
         base,
         num_heads=64,
+        # Zero, because `replace` would carry the base's number over.
         num_kv_heads=0,
         vocab_size=163840,
         max_sequence_length=131072,

@@ -85,6 +85,7 @@ def weight_map(config: GPTConfig) -> WeightMap:
             # Older files hold this buffer, which is computed here.
             left_out=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         )
+    # GPT-2 is the only one of them with learned positions.
     fused, size = "transformer.h.N.attn.c_attn", config.num_heads * config.head_dim
     # Queries, keys and values lie one after the other, each of all heads.
     rows = {name: range(i * size, (i + 1) * size) for i, name in enumerate("qkv")}
@@ -132,6 +133,7 @@ def config_from_transformers(values: Mapping[str, Any]) -> GPTConfig:
         raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(READERS)} can be read.")
     try:
         return READERS[kind](values)
+    # Any key may lack, so it is caught here instead of being asked for everywhere.
     except KeyError as missing:
         raise ConfigurationError(f"the configuration of the {kind} model lacks {missing}; copy it again.") from None
 
@@ -152,6 +154,7 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
     # latent attention and sinks are each of one kind, and that kind has no other attention
     only = "deepseek_v3" if config.latent is not None else None
     only = "gpt_oss" if config.attention.softmax == "learnable" else only
+    # The kind that training began with comes first: several can say the same configuration.
     for kind in sorted(WRITERS, key=lambda kind: kind != model_type):
         if kind != only and (only is not None or kind in ("deepseek_v3", "gpt_oss")):
             continue
@@ -166,6 +169,7 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
         if not differences:
             return values
         failed.append((kind, differences))
+    # The kind with the fewest differences is the one that the user most likely means.
     kind, differences = min(failed, key=lambda each: len(each[1]))
     raise ConfigurationError(f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
 
@@ -206,6 +210,7 @@ def _llama(values: Mapping[str, Any]) -> GPTConfig:
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
         position=rotary_from(values),
         attention=AttentionConfig(
+            # Qwen2 has these biases without an option for them.
             qkv_bias=bias or kind == "qwen2",
             proj_bias=bias,
             qk_norm=kind in ("qwen3", "qwen3_moe", "olmoe"),
@@ -243,6 +248,7 @@ def _gpt2(values: Mapping[str, Any]) -> GPTConfig:
         tie_embeddings=bool(values.get("tie_word_embeddings", True)),
         norm=NormConfig(kind="layer", eps=values["layer_norm_epsilon"]),
         position=PositionConfig(kind="learned"),
+        # Without the option, GPT-2 does not scale scores.
         attention=AttentionConfig(
             qkv_bias=True, proj_bias=True, scale=None if values.get("scale_attn_weights", True) else 1.0
         ),
@@ -300,6 +306,7 @@ def _to_biased_llama(config: GPTConfig) -> dict[str, Any]:
 
 
 def _to_mistral(config: GPTConfig) -> dict[str, Any]:
+    # Null is no window; a missing key would be their default of 4096.
     return {"sliding_window": None, **_to_llama(config)}
 
 

@@ -22,4 +22,5 @@ def rebuild(described: Iterable[Mapping[str, Any]]) -> list[ModelTransform]:
         MegalightError: a name is unknown. The message lists the known ones.
         ConfigurationError: the transform does not have these settings.
     """
+    # Through the same checks as settings of a recipe.
     return [from_plain(TRANSFORMS[entry["name"]], entry["values"]) for entry in described]

@@ -43,6 +43,7 @@ class LoRA(ModelTransform):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        # A string is a sequence of letters, and each would be a target.
         if isinstance(self.targets, str):
             raise ConfigurationError(f"targets={self.targets!r} is one string; give a list: [{self.targets!r}].")
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -65,6 +66,7 @@ class LoRA(ModelTransform):
         layers = dict(_linear_layers(model))
         names = [name for sections in layers.values() for name in sections]
         for target in self.targets:
+            # Before anything is changed: a wrong target leaves the model as it was.
             if not any(_matches(name, target) for name in names):
                 raise ConfigurationError(
                     f"target {target!r} of LoRA matches no linear layer of {type(model).__name__}."
@@ -108,6 +110,7 @@ def merge(model: nn.Module) -> int:
         adapter = getattr(module, "adapter", None)
         if isinstance(adapter, Adapter):
             assert isinstance(module.weight, Tensor)
+            # In place, as other modules may hold the same parameter.
             module.weight.copy_(merged(module.weight, adapter))
             remove_adapter(module)
             count += 1
@@ -137,4 +140,5 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _matches(name: str, target: str) -> bool:
+    # Both forms, so that `q` finds every `q`.
     return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")

@@ -36,6 +36,7 @@ def merge_checkpoint(
     opened = checkpoint.open(path)
     described = description(opened)
     transforms = rebuild(described.get("transforms", ()))
+    # Other transforms stay part of the model.
     others = [transform for transform in transforms if not isinstance(transform, LoRA)]
     if len(others) == len(transforms):
         raise CheckpointError(f"checkpoint {opened.path} has no adapters: there is nothing to merge.")
@@ -44,6 +45,7 @@ def merge_checkpoint(
     # The optimizer's state is that of the adapters, which are gone.
     common = {name: value for name, value in opened.common.items() if name not in RUN}
     common["model"] = {**described, "transforms": describe(others), BASE: True}
+    # Tokenizer and templates go with the weights, whatever became of the adapters.
     kept = {name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")}
     checkpoint.save(
         output,
