@@ -48,6 +48,7 @@ class Adapters(pl.Callback):
         # Called before processes start, and again in each of them.
         if self.transform not in module.transforms:
             module.transforms.append(self.transform)
+        # Now, and not at the first save: hours of training would be lost.
         if not self.save_base and module.initial_weights() is None:
             raise ConfigurationError(
                 "Adapters(save_base=False) writes checkpoints without the frozen weights, and this run draws those: "
@@ -57,4 +58,5 @@ class Adapters(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add the transform before the model is built."""
+        # For trainers without our strategy's early checks.
         self.attach(pl_module)

@@ -67,6 +67,7 @@ class NsysWindow(pl.Callback):
     def _stop(self, wait: bool = True) -> None:
         if self._recording:
             self._recording = False
+            # After a failure of the device, waiting would hang or raise again.
             if wait:
                 torch.cuda.synchronize()
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]

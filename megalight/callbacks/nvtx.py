@@ -73,6 +73,7 @@ class Ranges:
 
     def backward(self, name: str) -> None:
         """Begin the backward range of a layer; it ends the backward range of the layer after it."""
+        # The backward goes through layers one after another, so the next one's begin is this one's end.
         self._end_layer()
         self._layer = self.backend.range_start(f"backward of {name}")
 

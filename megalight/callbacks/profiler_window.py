@@ -26,6 +26,7 @@ class Annotations:
 
     def begin(self, name: str, where: dict[str, int]) -> None:
         """Begin the range of a span."""
+        # `record_function` is a context manager, and spans tell of both ends in separate calls.
         entered = record_function(label(name, where))
         entered.__enter__()  # type: ignore[no-untyped-call]
         if not hasattr(self._threads, "stack"):
@@ -105,6 +106,7 @@ class ProfilerWindow(StepSpans):
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Listen only inside a window."""
+        # Outside of a window nothing listens, so that spans cost nothing there.
         if self._profiler is not None:
             super()._listen(trainer)
 
@@ -131,9 +133,11 @@ class ProfilerWindow(StepSpans):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop the profiler after the last step of the window."""
+        # First: `step()` of the profiler must not fall inside a range of ours.
         self._end_all()
         if self._profiler is None:
             return
+        # With gradient accumulation, several batches make one step.
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             if self._step == self._first + self.window.steps:
@@ -161,6 +165,7 @@ class ProfilerWindow(StepSpans):
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(
             activities=activities,
+            # Once: the next window gets a profiler of its own.
             schedule=schedule(wait=0, warmup=warmup, active=self.window.steps, repeat=1),
             record_shapes=self.shapes,
             with_stack=self.stacks,
@@ -176,6 +181,7 @@ class ProfilerWindow(StepSpans):
         self._stop()
         # After our ranges have ended: an open one would be missing in the trace.
         profiler.stop()
+        # A trace without a recorded step is an empty file, which would be taken for a result.
         if self._seen < self._first:
             log.warning("training ended in the profiler's warm-up, before step %d: no trace written.", self._first)
             return

@@ -40,6 +40,7 @@ class StepProgress(TQDMProgressBar):
     def __init__(
         self, interval_s: float = 0.5, show: tuple[str, ...] = ("val_loss",), plain: bool | None = None
     ) -> None:
+        # Every step: how often the bar is drawn is decided here, by time.
         super().__init__(refresh_rate=1)
         if interval_s < 0:
             raise ConfigurationError(f"interval_s is {interval_s}; it must be at least 0 seconds.")
@@ -59,6 +60,7 @@ class StepProgress(TQDMProgressBar):
         trainer: pl.Trainer = args[0]
         self._window = None
         self._marked_step = trainer.global_step
+        # Other ranks have no bar, and no reason to copy values.
         self._meter = StepMeter(trainer.strategy.root_device) if self._enabled else None
         if self._meter is not None:
             self._meter.start(trainer.global_step, trainer)
@@ -79,6 +81,7 @@ class StepProgress(TQDMProgressBar):
             return
         self._meter.add(trainer, batch)
         if self._due(trainer):
+            # The time of the request, not of the arrival: otherwise a slow device would be asked more often.
             self._marked, self._marked_step = time.monotonic(), trainer.global_step
             self._meter.close(trainer.global_step, self._values(trainer, outputs))
         # What has arrived belongs to an earlier step, and is shown as such.
@@ -108,6 +111,7 @@ class StepProgress(TQDMProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the last step."""
         if self._meter is not None:
+            # The end of an epoch waits anyway, so the last values may.
             while (window := self._meter.poll(wait=True)) is not None:
                 self._window = window
                 self._tell(trainer, pl_module, int(self.total_train_batches) - 1)
@@ -141,6 +145,7 @@ class StepProgress(TQDMProgressBar):
         done = trainer.global_step - self._marked_step
         if self.plain:
             return done >= max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]
+        # Not twice for the same step, which accumulates several batches.
         return done > 0 and time.monotonic() - self._marked >= self.interval_s
 
     def _values(self, trainer: pl.Trainer, outputs: Any) -> dict[str, Tensor | float]:

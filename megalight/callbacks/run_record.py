@@ -79,6 +79,7 @@ def describe(trainer: pl.Trainer) -> dict[str, Any]:
 
 def cpu_name() -> str:
     """Return the model of the processor, as far as the system knows it."""
+    # `platform` knows the architecture, and on Linux not the model.
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -45,6 +45,7 @@ class StepSpans(pl.Callback, ABC):
         # A second fit may begin without the end of the first.
         self._finish()
         self._listener = self.listener(trainer, pl_module)
+        # With our strategies, spans of passes come from the passes themselves.
         self._foreign = not isinstance(trainer.strategy, MeshStrategy)
         self._listen(trainer)
 
@@ -107,6 +108,7 @@ class StepSpans(pl.Callback, ABC):
         if self._listener is not None:
             self._stops = [listen(self._listener)]
             for optimizer in trainer.optimizers:
+                # Lightning has no hook after the update; without this, the end of the batch would be it.
                 self._stops.append(optimizer.register_step_post_hook(lambda *given: self._end("optimizer")).remove)
 
     def _begin(self, name: str) -> None:

@@ -47,8 +47,10 @@ class Clock:
         """Return a time stamp of the current stream; None while a CUDA graph is captured, because nothing runs then."""
         if not self.cuda:
             return time.perf_counter()
+        # A recorded event has no time: it would be replayed with the graph, and read as that of the recording.
         if torch.cuda.is_current_stream_capturing():
             return None
+        # Creating an event is slow, and a step needs dozens: events that were read are used again.
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -61,6 +63,8 @@ class Clock:
         """Return the seconds between two time stamps, and wait for the device if needed. Use each stamp only once."""
         if not self.cuda:
             return float(last - first)
+        # Only here the host waits; `settle` reads what is done already, so the wait is for
+        # the latest ones at most.
         last.synchronize()
         seconds = float(first.elapsed_time(last)) / 1000
         self._spare += (first, last)
@@ -99,6 +103,7 @@ class Timer:
         Raises:
             MegalightError: the timer already runs in this thread.
         """
+        # Per thread: passes of two micro-batches take turns in threads of their own, under the same names.
         if getattr(self._threads, "running", False):
             raise MegalightError(f"the timer {self.name!r} already runs; stop it before you start it again.")
         self._threads.running, self._threads.begun = True, self.clock.now()
@@ -113,12 +118,14 @@ class Timer:
             raise MegalightError(f"the timer {self.name!r} does not run; start it before you stop it.")
         self._threads.running = False
         now = self.clock.now()
+        # A span that began or ended inside a capture has one stamp only, and is not measured.
         if self._threads.begun is not None and now is not None:
             self._segments.append((self._threads.begun, now))
             self._count += 1
 
     def settle(self) -> None:
         """Read the measurements that the device has finished, without waiting. Their events can be reused."""
+        # In order: events of one stream are done in the order in which they were recorded.
         while self._segments and self.clock.passed(self._segments[0][1]):
             seconds = self.clock.seconds(*self._segments.popleft())
             self.active += seconds
@@ -126,6 +133,7 @@ class Timer:
 
     def take(self) -> Measured:
         """Return the measurements since the last reset, for :meth:`read`, and reset the timer."""
+        # Copied, because the timer goes on while these wait to be read.
         taken = Measured(list(self._segments), self._elapsed, self._count)
         self._segments.clear()
         self._elapsed, self._count = 0.0, 0
@@ -139,6 +147,7 @@ class Timer:
 
     def elapsed(self, reset: bool = True) -> float:
         """Return the seconds since the last reset, and wait for the device if needed."""
+        # Counted before `take` resets it.
         count, seconds = self._count, self.read(self.take())
         if not reset:
             self._elapsed, self._count = seconds, count
@@ -221,6 +230,7 @@ class TimerTable:
             name: the name.
             level: the level of a new name. None: 1.
         """
+        # The level of the first call stays: later calls by name alone must find the same timer.
         if self.levels.setdefault(name, OWN if level is None else check_level(level)) > self.level:
             return OFF
         if name not in self._timers:

@@ -50,6 +50,7 @@ class TransformersExport(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what could only fail after the first checkpoint is written."""
+        # Evaluation writes no checkpoints.
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, MeshStrategy) or not isinstance(pl_module, FamilyModule):

@@ -56,11 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
     # The output's form follows from what the source is, so this comes first.
     arguments.source = newest_in(arguments.source)
     foreign = is_folder(arguments.source) or megatron.is_folder(arguments.source)
+    # From ours to theirs, or from theirs to ours, as nothing else would be a change.
     to = arguments.to or ("checkpoint" if foreign else "transformers")
     with Progress(console=Console(stderr=True), transient=True, disable=arguments.quiet) as bar:
         task = bar.add_task("converting", total=None)
         if to in MODELS:
             _convert_model(arguments, to, lambda count: bar.advance(task, count))
+        # These options change values, and the other formats promise the same ones.
         elif arguments.dtype or arguments.ema or arguments.average:
             raise ConfigurationError(f"--to {to} keeps all as it is; --dtype, --ema and --average change weights.")
         else:

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = newest_in(arguments.checkpoint)
     if path != arguments.checkpoint:
+        # To stderr: only completions go to the output, which may be piped.
         print(f"reading {path}", file=sys.stderr)
     if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
         check_is_one(path)

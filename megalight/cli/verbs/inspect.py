@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         1 if ``--verify`` found damage, or ``--diff`` a difference.
     """
+    # Imports inside of verbs: the overview and `--help` must not wait for torch.
     import json
     from dataclasses import asdict
 
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         plain = [json.dumps([asdict(each) for each in found], indent=2)] if arguments.json else list(map(str, found))
         print("\n".join(plain) or nothing)
         return int(bool(found))
+    # A single file has another reader with the same report.
     if path.is_file():
         from megalight.checkpoint.foreign.single_file import describe as read
     report = read(path, norms=arguments.norms)

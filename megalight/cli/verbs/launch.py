@@ -95,6 +95,7 @@ def _command(program: str, arguments: argparse.Namespace, *, preemption: bool) -
     added = {"--trainer.num_nodes": str(arguments.nodes), "--trainer.devices": str(arguments.gpus)}
     # Only training resumes from a checkpoint of its own.
     if words[0] == "fit":
+        # The newest checkpoint, or none in the first run: the same script serves both.
         added["--ckpt_path"] = "auto"
         if preemption:
             added["--trainer.callbacks+"] = "megalight.callbacks.Preemption"

@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
         return 0
+    # Their defaults are empty, so whatever is set was asked for.
     _refuse(arguments, CHAT_ONLY, "is for conversations; add --chat")
     from megalight.data.prepare import prepare
 

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     recipe = named(arguments.name)
     lora = "weights" in recipe.configuration["model"]["init_args"]
+    # As comments, so that the output is a recipe that can be saved as it is.
     print(f"# {recipe.name}: {recipe.describe().strip()}, for GPUs of 80 GB.")
     print("#   megalight fit -c THIS_FILE --data.data=PREFIX" + (" --model.weights=FOLDER" if lora else ""))
     if lora:

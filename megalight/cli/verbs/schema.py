@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         Path(arguments.output).write_text(text + "\n", encoding="utf-8")
+    # A wrong path is a mistake of the user, and no crash.
     except OSError as error:
         raise ConfigurationError(f"cannot write {arguments.output}: {error.strerror}.") from error
     return 0
