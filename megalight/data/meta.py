@@ -59,10 +59,12 @@ class CorpusMeta:
             DataError: the file is incomplete or has another format.
         """
         path = cls.path(prefix)
+        # Files of Megatron-LM have none; then ids are checked as they are read.
         if not path.is_file():
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            # Files of earlier versions lack newer fields, which have defaults.
             held = (field for field in fields(cls) if field.default is MISSING or field.name in content)
             return cls(**{field.name: content[field.name] for field in held})
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -74,8 +76,10 @@ class CorpusMeta:
     def save(self, prefix: str | os.PathLike[str]) -> None:
         """Write the facts atomically."""
         path = self.path(prefix)
+        # With the process in its name: several jobs may prepare the same data.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        # Replaced in one step: a reader finds the old file or the new one.
         os.replace(temporary, path)
 
 

@@ -81,6 +81,7 @@ class BertDataModule(TokenDataModule):
             cache_dir=cache_dir,
             samples=(train_samples, val_samples, test_samples),
         )
+        # After the base class, which has found the tokenizer.
         self.options = PairOptions(
             sequence_length=sequence_length,
             words=Words.of(self.tokenizer),
@@ -94,6 +95,7 @@ class BertDataModule(TokenDataModule):
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
         """Divide the documents of a corpus; each has several sequences, one per sentence."""
         bounds = corpus.data.documents
+        # By documents, so that both sentences of a pair are in the same split.
         first, second, third = (
             range(int(bounds[part.start]), int(bounds[part.stop])) for part in split_bounds(split, len(bounds) - 1)
         )

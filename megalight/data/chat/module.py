@@ -51,6 +51,7 @@ class SFTDataModule(TokenDataModule):
         LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
     """
 
+    # Text may be mixed in, so that a model keeps what it knew; preference pairs have another loss.
     kinds: ClassVar = ("chat", "text")
 
     def __init__(
@@ -99,6 +100,7 @@ class SFTDataModule(TokenDataModule):
 
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
         """Divide the sequences of a corpus; each sequence is a conversation."""
+        # Whole conversations: a part in two splits would be learned and tested at once.
         return split_bounds(split, len(corpus.data))
 
     def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:

@@ -102,6 +102,7 @@ class FillInMiddle:
         """Rearrange the texts between end-of-document tokens. Those tokens stay, also where several follow."""
         parts = []
         for part in _parts(ids, self.tokenizer.eod_id):
+            # Not at a separator, which is a part of its own.
             chosen = len(part) > 0 and part[0] != self.tokenizer.eod_id and random.random() < self.options.rate
             parts.append(self._fragments(part, random) if chosen else part)
         return np.concatenate(parts) if parts else ids
@@ -125,6 +126,7 @@ class FillInMiddle:
             return ids
         first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
         p, m, s = self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
+        # Suffix first (SPM), or prefix first (PSM), as in https://arxiv.org/abs/2207.14255.
         if random.random() < self.options.spm_rate:
             order = [self.prefix, self.suffix, *s, self.middle, *p, *m]
         else:
@@ -135,5 +137,6 @@ class FillInMiddle:
 def _parts(ids: Ids, separator: int | None) -> list[Ids]:
     """Cut at a separator. Each separator is a part of its own; no part is empty."""
     places = np.flatnonzero(ids == separator) if separator is not None else np.zeros(0, np.int64)
+    # Both sides of each separator are cut.
     parts = np.split(ids, np.unique(np.concatenate([places, places + 1])))
     return [part for part in parts if len(part)]

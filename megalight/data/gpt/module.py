@@ -97,6 +97,7 @@ class GPTDataModule(TokenDataModule):
         )
         self.fim = None if fim is None else FillInMiddle(fim, self.tokenizer)
         if allow_ambiguous_pad_tokens:
+            # Asked for by name: the base class takes an id only if it has no other meaning.
             self.pad_id = self._ambiguous_pad_id()
         self.options = SampleOptions(
             sequence_length=sequence_length,
