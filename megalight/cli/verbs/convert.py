@@ -10,6 +10,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 FORMS = {
     "transformers": "folder of transformers",
     "checkpoint": "checkpoint of weights",
+    "peft": "folder of peft",
     "fully_reshardable": "checkpoint that every layout resumes from",
     "dp_reshardable": "checkpoint with flat optimizer state, for layouts that do not split weights",
     "fsdp_dtensor": "checkpoint that torch.distributed.checkpoint.load reads, and every layout resumes from",
@@ -26,7 +27,7 @@ def describe() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "source", type=Path, help="a checkpoint, a run's folder, or a folder of transformers or of Megatron-core"
+        "source", type=Path, help="a checkpoint, a run's folder, or a folder of transformers, peft or Megatron-core"
     )
     parser.add_argument("output", type=Path, help="the folder to write")
     parser.add_argument(
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="transformers: a folder; checkpoint: weights; or a format, which keeps all of a checkpoint, optimizer "
         "state too (default: transformers from a checkpoint, checkpoint from a folder)",
     )
+    parser.add_argument("--base", type=Path, help="the model that a folder of peft adapts")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     parser.add_argument(
@@ -52,9 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.errors import ConfigurationError
     from megalight.models.folder import is_folder
     from megalight.models.gpt import megatron
+    from megalight.models.transforms.peft import is_adapter
 
     # The output's form follows from what the source is, so this comes first.
     arguments.source = newest_in(arguments.source)
+    if is_adapter(arguments.source) or arguments.to == "peft":
+        return _convert_adapters(arguments)
+    if arguments.base is not None:
+        raise ConfigurationError(f"--base is for folders of peft, and {arguments.source} is none; leave it out.")
     foreign = is_folder(arguments.source) or megatron.is_folder(arguments.source)
     # From ours to theirs, or from theirs to ours, as nothing else would be a change.
     to = arguments.to or ("checkpoint" if foreign else "transformers")
@@ -70,6 +77,26 @@ def run(arguments: argparse.Namespace) -> int:
 
             rewrite(arguments.source, arguments.output, to, lambda count: bar.advance(task, count))
     print(f"{arguments.output}: a {FORMS[to]}")
+    return 0
+
+
+def _convert_adapters(arguments: argparse.Namespace) -> int:
+    """Write adapters in the format of ``peft``, or read them from it."""
+    from megalight.errors import ConfigurationError
+    from megalight.models.transforms.peft import export_adapter, import_adapter, is_adapter
+
+    if arguments.dtype or arguments.ema or arguments.average:
+        raise ConfigurationError("adapters are converted as they are; --dtype, --ema and --average change weights.")
+    if is_adapter(arguments.source):
+        if arguments.base is None or arguments.to not in (None, "checkpoint"):
+            raise ConfigurationError(
+                f"{arguments.source} holds adapters of peft, which become a checkpoint; name the model that they adapt "
+                "with --base, and leave --to out."
+            )
+        count = import_adapter(arguments.source, arguments.base, arguments.output)
+    else:
+        count = export_adapter(arguments.source, arguments.output)
+    print(f"{arguments.output}: the adapters of {count} weights")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,6 +31,8 @@ class LoRA(ModelTransform):
             names (``attention.q``, ``q``). Default: all linear layers in the transformer layers.
         alpha: the update is multiplied by ``alpha / rank``.
         dropout: probability of dropping an input feature of an adapter in training.
+        rank_stabilized: scale by ``alpha / sqrt(rank)`` instead, so that a higher rank does not learn more slowly
+            (rsLoRA, https://arxiv.org/abs/2312.03732).
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -41,6 +44,7 @@ class LoRA(ModelTransform):
     targets: Sequence[str] = ("layers.*",)
     alpha: float = 16.0
     dropout: float = 0.0
+    rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         # A string is a sequence of letters, and each would be a target.
@@ -55,6 +59,11 @@ class LoRA(ModelTransform):
             raise ConfigurationError(f"alpha={self.alpha}; it must be above 0.")
         if not 0 <= self.dropout < 1:
             raise ConfigurationError(f"dropout={self.dropout}; it must be at least 0 and below 1.")
+
+    @property
+    def scale(self) -> float:
+        """Factor of ``B A``."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def change(self, model: nn.Module) -> None:
         """Freeze all parameters and add the adapters. Styles split adapters with their layers, so no rule is needed.
@@ -85,7 +94,7 @@ class LoRA(ModelTransform):
             raise ConfigurationError(f"{path} has an adapter already; use one LoRA, with the targets of both.")
         own = [name.rpartition(".")[2] for name in wanted]
         adapter = Adapter.of(
-            layer, path.rpartition(".")[2], own, width=self.rank, scale=self.alpha / self.rank, dropout=self.dropout
+            layer, path.rpartition(".")[2], own, width=self.rank, scale=self.scale, dropout=self.dropout
         )
         # A rank above this adds numbers and no freedom: the update cannot have more independent rows.
         least = min(adapter.A.shape[1], *adapter.sizes)

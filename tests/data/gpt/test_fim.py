@@ -156,6 +156,3 @@ def test_a_padding_token_with_another_meaning(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         assert counted(allow_ambiguous_pad_tokens=True) == 239  # the end of the first document
     assert "is also another special token, so no label with its id 0 counts" in caplog.text
-    alone = prepare(files, tmp_path / "e", tokenizer=tokenizer.save(tmp_path / "u.json"), progress=False).prefix
-    plain = Tokenizer.load(f"{alone}.tokenizer.json")
-    assert plain.safe_pad_id == plain.pad_id

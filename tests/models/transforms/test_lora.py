@@ -202,12 +202,18 @@ def test_adapters_in_foreign_models(kind: str) -> None:
 def test_a_record_in_plain_values() -> None:
     lora = LoRA(rank=4, targets=["q", "v"], alpha=8.0, dropout=0.1)
     described = describe([lora])
-    assert described == [{"name": "lora", "values": {"rank": 4, "targets": ["q", "v"], "alpha": 8.0, "dropout": 0.1}}]
+    values = {"rank": 4, "targets": ["q", "v"], "alpha": 8.0, "dropout": 0.1, "rank_stabilized": False}
+    assert described == [{"name": "lora", "values": values}]
     assert rebuild(described) == [lora]
     with pytest.raises(MegalightError, match=r"unknown model transform 'lorra'.*Did you mean 'lora'"):
         rebuild([{"name": "lorra", "values": {}}])
     with pytest.raises(ConfigurationError, match="rang"):
         rebuild([{"name": "lora", "values": {"rang": 4}}])
+
+
+def test_rank_stabilized() -> None:
+    assert LoRA(rank=16, alpha=8.0, rank_stabilized=True).scale == 2.0
+    assert LoRA(rank=16, alpha=8.0).scale == 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,243 @@
+"""Adapters in the format of ``peft``: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+The values of ``A`` and ``B`` are the same in both formats, so that both ways keep every bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from megalight import checkpoint
+from megalight.checkpoint.disk.files import sync_directory, write_file
+from megalight.checkpoint.disk.publish import Partial
+from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.sources.combine import Held
+from megalight.checkpoint.sources.precision import FullPrecision
+from megalight.checkpoint.view import views_of_source
+from megalight.errors import CheckpointError, ConfigurationError, nearest
+from megalight.models.family import Family, Weights, family, family_of_transformers
+from megalight.models.folder import is_folder, read_config
+from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config
+from megalight.models.transforms import describe, rebuild
+from megalight.models.transforms.lora import LoRA
+from megalight.nn.canonical import canonical_tensors
+from megalight.parallel.source import Target
+from megalight.parallel.transform import apply_transforms
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+ROOT = "base_model.model."
+"""Prefix of all names in a file of ``peft``, before the name in ``transformers``."""
+
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+}
+"""Settings of ``peft`` that change what a model computes, and the values of them that we have."""
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` looks like a folder that ``save_pretrained`` of ``peft`` wrote."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
+    """Write the adapters of a checkpoint as a folder that ``PeftModel.from_pretrained`` reads.
+
+    Args:
+        path: the checkpoint. Its base is not read.
+        output: the folder to write, which appears when it is complete.
+
+    Returns:
+        the number of adapted weights.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or has no adapters, or ``output`` is there already.
+        ConfigurationError: ``transformers`` has no such model, or stores an adapted weight fused with others.
+    """
+    opened = checkpoint.open(path)
+    described = description(opened)
+    transforms = rebuild(described.get("transforms", ()))
+    if len(transforms) != 1 or not isinstance(transforms[0], LoRA):
+        kinds = ", ".join(type(each).__name__ for each in transforms) or "no adapters"
+        raise CheckpointError(f"checkpoint {opened.path} has {kinds}; a folder of peft holds one LoRA.")
+    lora, known = transforms[0], family(described["family"])
+    config = known.config.from_dict(described["config"])
+    modules, transposed = _modules(known, config)
+    source = FullPrecision(opened)
+    tensors: dict[str, Tensor] = {}
+    targets: list[str] = []
+    with alone() as group:
+        for name, stored in source.tensors.items():
+            around, found, leaf = name.removeprefix(PREFIX).rpartition(".lora_")
+            if not found or not name.startswith(PREFIX):
+                continue
+            if around not in modules:
+                raise ConfigurationError(
+                    f"{around} is part of a fused or stacked weight in transformers, where peft adapts only the whole. "
+                    "Merge the adapters instead (megalight merge)."
+                )
+            data = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            source.fill([Target(name, stored.shape, (0,) * data.ndim, data)], strict=False, process_group=group)
+            tensors[f"{ROOT}{modules[around]}.lora_{leaf}"] = data
+            targets += [modules[around]] if leaf == "A.weight" else []
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if known.generates else None,
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rank_stabilized,
+        "target_modules": targets,
+        "fan_in_fan_out": any(name in transposed for name in targets),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    target = Path(os.path.abspath(output))
+    if target.exists():
+        raise CheckpointError(f"{target} is there already; remove it, or name another folder.")
+    partial = Partial(target)
+    try:
+        write_file(partial.folder / WEIGHTS, save(tensors, {"format": "pt"}))
+        write_file(partial.folder / CONFIG, (json.dumps(values, indent=2) + "\n").encode())
+        sync_directory(partial.folder)
+        partial.publish()
+    except BaseException:
+        partial.discard()
+        raise
+    return len(targets)
+
+
+def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
+    """Write a folder of ``peft`` as a checkpoint that holds only adapters.
+
+    Args:
+        folder: what ``save_pretrained`` of a ``PeftModel`` wrote.
+        base: the model that it adapts: a folder of ``transformers`` or a checkpoint. Only its configuration is read.
+        output: the checkpoint to write.
+
+    Returns:
+        the number of adapted weights.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the adapters are of another base model.
+        ConfigurationError: they are of a kind that we do not have.
+    """
+    values = _read_config(Path(folder))
+    known, config = _base(base)
+    modules, _ = _modules(known, config)
+    names = {theirs: ours for ours, theirs in modules.items()}
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in _read_weights(Path(folder)).items():
+        module, _, leaf = key.removeprefix(ROOT).rpartition(".lora_")
+        if module not in names:
+            raise CheckpointError(
+                f"{folder} adapts {module!r}, which the base {base} does not have.{nearest(module, names)} Name the "
+                "base that the adapters were trained on."
+            )
+        tensors[f"{names[module]}.lora_{leaf}"] = tensor
+    targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    lora = LoRA(
+        values["r"], targets, float(values["lora_alpha"]), values.get("lora_dropout", 0.0),
+        bool(values.get("use_rslora")),
+    )  # fmt: skip
+    _check_shapes(known, config, lora, tensors, f"{folder}", f"{base}")
+    held = Held({PREFIX + name: tensor for name, tensor in tensors.items()})
+    common = {"family": known.name, "config": config.to_dict(), "transforms": describe([lora]), BASE: False}
+    with alone() as group:
+        checkpoint.save(
+            output,
+            views_of_source(held, held.tensors, None, group),
+            common={"model": common},
+            files=companions_of(base),
+            process_group=group,
+        )
+    return len(targets)
+
+
+def _base(path: str | os.PathLike[str]) -> tuple[Family, Any]:
+    """Return the family and the configuration of a base model."""
+    if is_folder(path):
+        known = family_of_transformers(read_config(path))
+    else:
+        known = family(description(checkpoint.open(path))["family"])
+    return known, initial_config(path, known)
+
+
+def _modules(known: Family, config: Any) -> tuple[dict[str, str], set[str]]:
+    """Return our matrices -> their modules, where they are one and the same, and which of theirs are ``[in, out]``."""
+    if known.weights is None:
+        raise ConfigurationError(f"transformers has no models like those of the family {known.name}, nor has peft.")
+    weights: Weights = known.weights
+    table = weights.map(config)
+    with torch.device("meta"):
+        empty = canonical_tensors(known.model(config))
+    found, transposed = {}, set()
+    for name, tensor in empty.items():
+        if not name.endswith(".weight") or tensor.ndim != 2:
+            continue
+        place = table.theirs(name)
+        if place.rows is None and not place.stack:
+            module = place.name.removesuffix(".weight")
+            found[name.removesuffix(".weight")] = module
+            transposed |= {module} if place.transposed else set()
+    return found, transposed
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read ({error}); copy the folder again.") from error
+    for name, possible in DEFAULTS.items():
+        if values.get(name, possible[0]) not in possible:
+            raise ConfigurationError(
+                f"{folder} has {name}={values[name]!r}; only {possible[0]!r} can be read. Merge these adapters into "
+                "their base with peft (merge_and_unload), and read the merged model."
+            )
+    for name in ("r", "lora_alpha"):
+        if not isinstance(values.get(name), int | float):
+            raise CheckpointError(f"{folder / CONFIG} has {name}={values.get(name)!r}; it must be a number.")
+    return dict(values)
+
+
+def _read_weights(folder: Path) -> Mapping[str, Tensor]:
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist; weights are only read from safetensors files.")
+    try:
+        return load_file(file)
+    except Exception as error:  # the package raises its own kinds
+        raise CheckpointError(f"{file} cannot be read as safetensors ({error}); copy it again.") from error
+
+
+def _check_shapes(known: Family, config: Any, lora: LoRA, tensors: Mapping[str, Tensor], where: str, base: str) -> None:
+    """Check that the adapters are those that ``lora`` makes in the base model."""
+    with torch.device("meta"):
+        model = known.model(config)
+    made = apply_transforms(model, [lora])
+    shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items() if name in made}
+    wrong: Iterable[str] = (
+        f"{name} is {tuple(tensor.shape)} there and {shapes.get(name, 'absent')} in the base"
+        for name, tensor in tensors.items()
+        if shapes.get(name) != tuple(tensor.shape)
+    )
+    missing = [name for name in shapes if name not in tensors]
+    if problem := next(iter(wrong), None) or (f"{missing[0]} is missing" if missing else None):
+        raise CheckpointError(f"the adapters in {where} do not fit the base {base}: {problem}. Name the right base.")

@@ -1,0 +1,112 @@
+"""Adapters travel to ``peft`` and back, bit for bit, and compute the same there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megalight import checkpoint
+from megalight.cli.main import main
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.inference import load_model
+from megalight.models.transforms.peft import CONFIG, WEIGHTS, export_adapter, import_adapter
+from megalight.types import PackedSequences
+from tests.reference_gpt import relative_error
+
+peft = pytest.importorskip("peft")
+
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 53}
+TARGETS = ["q_proj", "v_proj", "down_proj", "gate_proj"]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def llama(**options: int) -> Any:
+    torch.manual_seed(3)
+    values = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, **options}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).double()
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """A model of ``peft`` with values in ``B`` too."""
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": TARGETS, **options})
+    found = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in found.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    return found.double().eval()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_there_and_back(tmp_path: Path, rslora: bool) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    theirs = adapted(llama(), use_rslora=rslora)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert (
+        main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours.ckpt"), "--base", str(tmp_path / "base")]) == 0
+    )
+    tokens = torch.randint(0, 53, (2, 11))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        ours = load_model(tmp_path / "ours.ckpt", base=tmp_path / "base")
+        found = ours(tokens.flatten(), PackedSequences.of_uniform(2, 11)).logits.view_as(expected)
+        assert relative_error(found, expected) < 2e-6  # transformers computes norms and rotations in float32
+        assert relative_error(found, llama().eval()(tokens).logits) > 1e-3
+
+    assert main(["convert", str(tmp_path / "ours.ckpt"), str(tmp_path / "back"), "--to", "peft"]) == 0
+    first, second = (load_file(tmp_path / folder / WEIGHTS) for folder in ("theirs", "back"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "back", autocast_adapter_dtype=False).eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected)
+
+
+def test_adapters_of_another_base(tmp_path: Path) -> None:
+    adapted(llama()).save_pretrained(tmp_path / "theirs")
+    for name, options in (("wider", {"intermediate_size": 48}), ("flatter", {"num_hidden_layers": 1})):
+        llama(**options).save_pretrained(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"do not fit the base .*wider: .* is \(3, 40\) there and \(3, 48\)"):
+        import_adapter(tmp_path / "theirs", tmp_path / "wider", tmp_path / "out.ckpt")
+    with pytest.raises(CheckpointError, match=r"adapts 'model\.layers\.1\.\S+', which the base .*flatter does not"):
+        import_adapter(tmp_path / "theirs", tmp_path / "flatter", tmp_path / "out.ckpt")
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"use_dora": True}, ConfigurationError, "has use_dora=True; only False can be read"),
+        ({"peft_type": "IA3"}, ConfigurationError, "peft_type='IA3'; only 'LORA'"),
+        ({"rank_pattern": {"q": 2}}, ConfigurationError, "rank_pattern=.*merge_and_unload"),
+        ({"r": None}, CheckpointError, "r=None; it must be a number"),
+    ],
+)
+def test_kinds_that_we_do_not_have(tmp_path: Path, change: dict, error: type[Exception], message: str) -> None:
+    adapted(llama()).save_pretrained(tmp_path / "theirs")
+    llama().save_pretrained(tmp_path / "base")
+    file = tmp_path / "theirs" / CONFIG
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(error, match=message):
+        import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "out.ckpt")
+
+
+def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "plain.ckpt")]) == 0
+    with pytest.raises(CheckpointError, match="has no adapters; a folder of peft holds one LoRA"):
+        export_adapter(tmp_path / "plain.ckpt", tmp_path / "out")
+    adapted(llama()).save_pretrained(tmp_path / "theirs")
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "out.ckpt")]) == 2
+    assert "name the model that they adapt with --base" in capsys.readouterr().err
+    import_adapter(tmp_path / "theirs", tmp_path / "base", tmp_path / "ours.ckpt")
+    assert all(".lora_" in name for name in checkpoint.open(tmp_path / "ours.ckpt").tensors)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="is there already"):
+        export_adapter(tmp_path / "ours.ckpt", tmp_path / "out")
