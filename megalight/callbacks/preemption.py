@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.publish import place
 from megalight.errors import ConfigurationError
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 
@@ -125,10 +126,10 @@ class Preemption(pl.Callback):
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
         return bool(told)
 
-    def _folder(self, trainer: pl.Trainer) -> Path:
+    def _folder(self, trainer: pl.Trainer) -> Place:
         if self.dirpath is not None:
-            return Path(self.dirpath)
+            return place(self.dirpath)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-                return Path(callback.dirpath)
-        return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+                return place(callback.dirpath)
+        return place(trainer.log_dir or trainer.default_root_dir) / "checkpoints"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.publish import finished
+from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.publish import finished, place
 from megalight.errors import CheckpointError, ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Kept:
         metric: the monitored metric when it was saved, or None.
     """
 
-    path: Path
+    path: Place
     step: int
     metric: float | None
 
@@ -89,14 +89,14 @@ class Retention(pl.Callback):
     def on_checkpoint_written(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: str) -> None:
         """Remove what no rule keeps, on rank 0. The strategy calls this when a checkpoint is complete."""
         # A checkpoint `last` comes beside one with a number, and says nothing new.
-        if not trainer.is_global_zero or Path(path).name.startswith("last"):
+        if not trainer.is_global_zero or place(path).name.startswith("last"):
             return
-        for each in self.removable(Path(path).parent):
+        for each in self.removable(place(path).parent):
             # By the strategy, so that other callbacks hear of it.
             trainer.strategy.remove_checkpoint(str(each.path))
             log.info("removed %s (step %d)", each.path, each.step)
 
-    def removable(self, folder: Path) -> list[Kept]:
+    def removable(self, folder: Place) -> list[Kept]:
         """Return the finished checkpoints of a folder that no rule keeps, oldest first."""
         found = [kept for path in finished(folder) if not path.name.startswith("last") for kept in self._read(path)]
         keep = {each.path for each in found[-self.last :]}
@@ -111,7 +111,7 @@ class Retention(pl.Callback):
         keep |= {link.resolve() for link in folder.iterdir() if link.is_symlink()}
         return [each for each in found if each.path not in keep and each.path.resolve() not in keep]
 
-    def _read(self, path: Path) -> list[Kept]:
+    def _read(self, path: Place) -> list[Kept]:
         """Return a checkpoint's step and metric; nothing if it is damaged or of something else."""
         try:
             common = checkpoint.open(path).common

@@ -58,6 +58,12 @@ class TransformersExport(pl.Callback):
                 "TransformersExport reads the checkpoints of MegatronStrategy, of a module of a model family (such as "
                 f"GPTModule); this run has {type(trainer.strategy).__name__} and {type(pl_module).__name__}."
             )
+        remote = [path for path in map(_dirpath, trainer.checkpoint_callbacks) if "://" in path]
+        if remote:
+            raise ConfigurationError(
+                f"TransformersExport writes beside checkpoints on this machine, and {remote[0]} is remote storage. "
+                "Keep checkpoints in a folder, or copy one to a folder and convert it (megalight convert)."
+            )
         if pl_module.transforms:
             raise ConfigurationError(
                 "TransformersExport cannot write a model with adapters. Train first, then merge them (megalight merge) "
@@ -90,6 +96,10 @@ class TransformersExport(pl.Callback):
         # All ranks together. Each reads the checkpoint back, so no rank gathers the model.
         export(open_model(path, ema=self.ema), folder_of(path), dtype=dtype, overwrite=True)
         log.info("exported %s to %s", path, folder_of(path))
+
+
+def _dirpath(callback: pl.Callback) -> str:
+    return str(getattr(callback, "dirpath", None) or "")
 
 
 def folder_of(path: str) -> Path:

@@ -10,7 +10,6 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from megalight.checkpoint.disk.files import (
     Entry,
     FileRecord,
+    Place,
     dump_json,
     pack_header,
     parse_header,
@@ -167,7 +167,7 @@ def files(name: str, value: Any, what: str) -> dict[str, bytes]:
     return {f"{name}.json": text, **({} if data is None else {f"{name}.safetensors": data})}
 
 
-def read(root: Path, name: str, records: dict[str, FileRecord]) -> Any:
+def read(root: Place, name: str, records: dict[str, FileRecord]) -> Any:
     """The verified tree ``name`` of a checkpoint."""
     text = read_file(root, f"{name}.json", records[f"{name}.json"])
     beside = f"{name}.safetensors"

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -21,7 +20,7 @@ from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.files import parse_json, read_file
+from megalight.checkpoint.disk.files import Place, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
@@ -40,7 +39,7 @@ class Checkpoint:
         tensors: canonical name -> shape, dtype, chunks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self._root = publish.resolve(path)
         # Locked before anything is read: another process might remove the checkpoint while it is.
@@ -146,7 +145,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: missing, unfinished, torn, foreign, or of a later version; the message names the newest good
             checkpoint beside it, if there is one.
     """
-    path = publish.local(path)
+    path = publish.absolute(path)
     try:
         return Checkpoint(path)
     except CheckpointError as error:
@@ -174,6 +173,6 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _alternative(path: Path) -> str:
+def _alternative(path: Place) -> str:
     others = [other for other in publish.finished(path.parent) if other != path]
     return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.futures import Future
 from megalight.checkpoint.boxes import hull, in_threads, read_box
 from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, FileRecord
+from megalight.checkpoint.disk.files import CODES, FileRecord, Place
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.memory import host_buffer
 from megalight.errors import CheckpointError
@@ -35,7 +34,7 @@ class Reader(StorageReader):
     Verification is part of DCP's planning, so that a torn file fails all ranks before any tensor has changed.
     """
 
-    def __init__(self, directory: Path, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
+    def __init__(self, directory: Place, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
         self.directory = directory
         self.records = records
         self.tensors = tensors

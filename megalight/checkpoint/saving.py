@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megalight import __version__
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.part import Seal, Written, write_part
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.staging import Staged, stage
@@ -37,7 +38,7 @@ def save(
     A save that fails or is killed at any moment leaves what was at ``path`` before, untouched.
 
     Args:
-        path: on storage that all ranks share. A checkpoint that is there is replaced.
+        path: a folder, or an address of remote storage, that all ranks share. A checkpoint that is there is replaced.
         views: this rank's views (see :mod:`megalight.checkpoint.view`), by canonical name.
         common: plain values that belong to the whole run; rank 0's are kept.
         rank_state: plain values of this rank (random states).
@@ -71,12 +72,13 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         CheckpointError: on every rank, when any rank failed; nothing is left behind.
     """
     ranks = Ranks(process_group)
-    path = publish.local(path)
-    started: list[publish.Partial] = []
+    path = publish.absolute(path)
+    started: list[publish.Unfinished] = []
 
-    def begin() -> Path:
-        started.append(publish.Partial(path))
-        return started[0].folder
+    def begin() -> Place:
+        started.append(publish.begin(path))
+        folder: Place = started[0].folder
+        return folder
 
     def write_mine() -> Written:
         return write_part(
@@ -102,7 +104,7 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
         raise
 
 
-def seal_of(path: Path, staged: Staged) -> Seal:
+def seal_of(path: Place, staged: Staged) -> Seal:
     """What rank 0 needs to seal the checkpoint."""
     # a plain str: torch's own class of versions would make a worker import torch
     versions = {"megalight": __version__, "torch": str(torch.__version__)}

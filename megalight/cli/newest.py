@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
 from megalight.errors import CheckpointError
@@ -39,7 +40,7 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
         return wanted
     if wanted != "last" and (wanted != "auto" or verb != "fit"):
         return str(newest_in(wanted, f"--ckpt_path={wanted}"))
-    places = sorted({Path(folder).absolute() for folder in folders})
+    places = _places(folders)
     found = _newest_undamaged(places)
     if found is not None:
         _log(f"--ckpt_path={wanted}: the newest checkpoint is {found}")
@@ -51,16 +52,16 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     return None
 
 
-def newest_in(path: str | os.PathLike[str], said: str = "") -> Path:
+def newest_in(path: str | os.PathLike[str], said: str = "") -> Place:
     """Return the newest finished checkpoint in a folder of runs. Any other path stays as it is.
 
     Args:
         path: a checkpoint, or a folder that holds some at any depth.
         said: what the user wrote, for the log. Empty: nothing is logged.
     """
-    folder = Path(path)
+    folder = publish.place(path)
     # A checkpoint itself, a single file, or an address that another part understands.
-    if not folder.is_dir() or (folder / manifests.NAME).exists():
+    if not folder.is_dir() or not _may_hold(folder):
         return folder
     found = _newest([folder])
     if found is not None and said:
@@ -70,12 +71,12 @@ def newest_in(path: str | os.PathLike[str], said: str = "") -> Path:
 
 def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
     """Raise :class:`CheckpointError` if there is no finished checkpoint, damaged or not, in the folders."""
-    places = sorted({Path(folder).absolute() for folder in folders})
+    places = _places(folders)
     if _newest(places) is None:
         raise _none(places)
 
 
-def check_is_one(path: Path) -> None:
+def check_is_one(path: Place) -> None:
     """Raise :class:`CheckpointError` if a path is no finished checkpoint. This takes no torch, unlike opening it."""
     try:
         manifests.read(publish.resolve(path))
@@ -85,14 +86,14 @@ def check_is_one(path: Path) -> None:
         raise type(error)(f"{error}{hint}") from error
 
 
-def _none(places: Iterable[Path]) -> CheckpointError:
+def _none(places: Iterable[Place]) -> CheckpointError:
     return CheckpointError(
         f"--ckpt_path=last: there is no finished checkpoint under {', '.join(map(str, places))}. Give the path of one, "
         "or --ckpt_path=auto to start anew if there is none."
     )
 
 
-def _newest_undamaged(places: Iterable[Path]) -> Path | None:
+def _newest_undamaged(places: Iterable[Place]) -> Place | None:
     """Return the newest checkpoint whose every byte is as it was saved.
 
     The process that starts the others verifies, and they use its choice. Processes that a cluster starts cannot agree
@@ -100,10 +101,10 @@ def _newest_undamaged(places: Iterable[Path]) -> Path | None:
     """
     chooser, _, path = os.environ.get(CHOSEN, "").partition(":")
     if launched() and chooser != str(os.getpid()):  # Lightning marks also the process that starts the others
-        return _newest(places) if not chooser else Path(path) if path else None
+        return _newest(places) if not chooser else publish.place(path) if path else None
     chosen = None
     # Newest first, so that the search ends with the first one that is good.
-    for _, found in sorted({each for place in places for each in _finished(place)}, reverse=True):
+    for _, found in sorted({each for place in places for each in _finished(place)}, key=_age, reverse=True):
         damage = verify(found) if found.is_dir() else []
         if not damage:
             chosen = found
@@ -114,9 +115,17 @@ def _newest_undamaged(places: Iterable[Path]) -> Path | None:
     return chosen
 
 
-def _newest(places: Iterable[Path]) -> Path | None:
-    found = max((each for place in places for each in _finished(place)), default=None)
+def _newest(places: Iterable[Place]) -> Place | None:
+    found = max((each for place in places for each in _finished(place)), default=None, key=_age)
     return None if found is None else found[1]
+
+
+def _age(found: tuple[int, Place]) -> tuple[int, str]:
+    return found[0], str(found[1])
+
+
+def _places(folders: Iterable[str | os.PathLike[str]]) -> list[Place]:
+    return sorted({publish.absolute(folder) for folder in folders}, key=str)
 
 
 def _log(message: str) -> None:
@@ -133,23 +142,25 @@ def folders_of(trainer: Any) -> list[str]:
     return [trainer.get("default_root_dir") or ".", *filter(None, named)]
 
 
-def _finished(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its path.
+def _finished(here: Place, levels: int = DEPTH) -> Iterator[tuple[int, Place]]:
+    """Yield when each finished checkpoint was saved, in nanoseconds since 1970, and its place.
 
     Hidden ones do not count: a learning-rate finder that was killed leaves one behind.
     """
-    for folder, names, files in os.walk(root):
-        here = Path(folder)
-        for path in publish.finished(here):
-            if not path.name.startswith("."):
-                yield manifests.read(publish.resolve(path)).saved_at, path
-        for path in (here / name for name in files if name.endswith(".ckpt") and not name.startswith(".")):
-            yield path.stat().st_mtime_ns, path
-        deep = len(here.relative_to(root).parts) >= DEPTH
-        # In place: `os.walk` then leaves these folders out.
-        names[:] = [] if deep else [name for name in names if not name.startswith(".") and _may_hold(here / name)]
+    for path in publish.finished(here):
+        if not path.name.startswith("."):
+            yield manifests.read(publish.resolve(path)).saved_at, path
+    with suppress(OSError):  # as os.walk does: folders that nobody may read hold no checkpoint for us
+        for entry in sorted(here.iterdir()):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                deeper = levels > 0 and not entry.is_symlink() and _may_hold(entry)
+                yield from _finished(entry, levels - 1) if deeper else ()
+            elif entry.name.endswith(".ckpt"):
+                yield entry.stat().st_mtime_ns, entry
 
 
-def _may_hold(folder: Path) -> bool:
+def _may_hold(folder: Place) -> bool:
     """Whether a folder may hold checkpoints: not if it is one itself."""
-    return not (folder / manifests.NAME).exists()
+    return not (publish.resolve(folder) / manifests.NAME).exists()

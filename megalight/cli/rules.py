@@ -86,7 +86,7 @@ def _check_checkpoint(verb: str, values: Values) -> None:
     wanted = values.get("ckpt_path")
     if not isinstance(wanted, str) or wanted in newest.LIGHTNINGS or wanted == "auto":
         return
-    # Addresses and registries are not paths, and are left to what opens them.
+    # remote storage is asked later, once: it may be slow
     if wanted != "last" and not wanted.startswith("registry:") and "://" not in wanted and not Path(wanted).exists():
         newest.check_is_one(Path(wanted))
     callbacks = [

@@ -116,7 +116,7 @@ def description(opened: Checkpoint) -> Mapping[str, Any]:
     return described_model(opened.common, opened.path)
 
 
-def described_model(entries: Mapping[str, Any], path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def described_model(entries: Mapping[str, Any], path: object) -> Mapping[str, Any]:
     """Do the same for the entries of the checkpoint at ``path``."""
     described = entries.get("model")
     if not isinstance(described, Mapping) or not {"family", "config"} <= described.keys():

@@ -87,10 +87,11 @@ def test_the_last_checkpoint_and_its_averages_at_the_end(tmp_path: Path) -> None
 BAD = [
     ({"config": replace(BASE, logit_softcap=3.0)}, [], "logit_softcap is 3.0 here"),
     ({}, [Adapters(rank=2)], "cannot write a model with adapters"),
+    ({}, [ModelCheckpoint("memory://run")], "memory://run is remote storage"),
 ]
 
 
-@pytest.mark.parametrize(("options", "callbacks", "message"), BAD, ids=["softcap", "adapters"])
+@pytest.mark.parametrize(("options", "callbacks", "message"), BAD, ids=["softcap", "adapters", "remote"])
 def test_what_cannot_be_exported_is_refused_before_training(
     options: dict[str, Any], callbacks: list[pl.Callback], message: str
 ) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from itertools import count
-from pathlib import Path
 
 import torch
 
 from megalight import checkpoint
+from megalight.checkpoint.disk.files import Place
+from megalight.checkpoint.disk.publish import place
 from tests.checkpoint import simple
 
 
-def main(directory: Path) -> None:
+def main(directory: Place) -> None:
     torch.set_num_threads(1)
     newest = checkpoint.latest(directory)
     for step in count(simple.step_of(newest) + 1 if newest else 1):
@@ -23,4 +24,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(place(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def views(values: dict[str, Tensor]) -> dict[str, View]:
     return checkpoint.views_of_parameters(values.items(), specs, ParallelMesh())
 
 
-def save(path: Path, step: int, background: checkpoint.Background | None = None) -> None:
+def save(path: str | os.PathLike[str], step: int, background: checkpoint.Background | None = None) -> None:
     """Save; with a background, begin to."""
     write = checkpoint.save if background is None else background.save
     write(
@@ -36,7 +36,7 @@ def save(path: Path, step: int, background: checkpoint.Background | None = None)
     )
 
 
-def step_of(path: Path) -> int:
+def step_of(path: str | os.PathLike[str]) -> int:
     """The step a checkpoint is of: everything in it must agree. Verifies everything."""
     opened = checkpoint.open(path)
     step = opened.common["global_step"]

@@ -2,20 +2,20 @@
 
 The worker locks ``parts/<rank>.json.writing`` as long as it lives. ``parts/<rank>.json`` says what it has written, or
 why it could not. Both begin with a line that names the machine: some file systems have locks that other machines do not
-see, so a lock that is not there tells of a death on the same machine only. No torch in here.
+see, so a lock that is not there tells of a death on the same machine only. Remote storage has no locks: there only the
+last file is written, and its trainer notices the death of a worker. No torch in here.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
 from megalight.checkpoint.disk import index
-from megalight.checkpoint.disk.files import FileRecord, dump_json, parse_json, write_all
+from megalight.checkpoint.disk.files import FileRecord, Place, dump_json, parse_json, write_all, write_file
 from megalight.checkpoint.disk.part import Written
-from megalight.checkpoint.disk.publish import locked, machine
+from megalight.checkpoint.disk.publish import delete, locked, machine
 from megalight.errors import CheckpointError
 
 FOLDER = "parts"
@@ -26,12 +26,31 @@ WATCHED = 16
 """Ranks that are looked at per period: each look asks the storage three times, which many ranks write to."""
 
 
+def announcement(folder: Place, rank: int) -> Announcement:
+    """Begin to tell the others about the part of a rank."""
+    return LockedAnnouncement(folder, rank) if isinstance(folder, Path) else Announcement(folder, rank)
+
+
 class Announcement:
-    """What one worker tells the others about one save. Its death shows by the lock that it leaves."""
+    """What one worker tells the others about one save."""
+
+    def __init__(self, folder: Place, rank: int) -> None:
+        self._done = folder / FOLDER / f"{rank}.json"
+
+    def tell(self, outcome: Written | str) -> None:
+        """Say what was written, or what went wrong."""
+        write_file(self._done, f"{machine()}\n".encode() + _said(outcome))
+
+    def close(self) -> None:
+        """Say nothing more."""
+
+
+class LockedAnnouncement(Announcement):
+    """The same on a file system: the worker's death shows by the lock that it leaves."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, rank)
         (folder / FOLDER).mkdir(exist_ok=True)
-        self._done = folder / FOLDER / f"{rank}.json"
         self._writing = folder / FOLDER / f"{rank}.json.writing"
         new = folder / FOLDER / f"{rank}.json.new"
         self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -41,22 +60,21 @@ class Announcement:
         os.rename(new, self._writing)  # locked before it can be seen: without a lock it tells of a death
 
     def tell(self, outcome: Written | str) -> None:
-        """Say what was written, or what went wrong."""
-        value = {"error": outcome} if isinstance(outcome, str) else _plain(outcome)
+        """See :class:`Announcement`."""
         try:
-            write_all(self._descriptor, dump_json(value))
+            write_all(self._descriptor, _said(outcome))
             os.fsync(self._descriptor)  # other hosts see the name only with its content
             os.rename(self._writing, self._done)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Say nothing more."""
+        """See :class:`Announcement`."""
         while self._open:
             os.close(self._open.pop())
 
 
-def collect(folder: Path, ranks: int) -> list[Written]:
+def collect(folder: Place, ranks: int) -> list[Written]:
     """Wait for the parts of all ranks, and remove what told of them.
 
     Raises:
@@ -71,14 +89,15 @@ def collect(folder: Path, ranks: int) -> list[Written]:
                 found[rank] = written
         if len(found) < ranks:
             time.sleep(PERIOD_SECONDS * (1 + (ranks - len(found)) // WATCHED))
-    shutil.rmtree(folder / FOLDER)
+    delete(folder / FOLDER)
     return [found[rank] for rank in range(ranks)]
 
 
-def _look(folder: Path, rank: int, seconds: float) -> Written | None:
+def _look(folder: Place, rank: int, seconds: float) -> Written | None:
     """What a rank has written; None if it is not done."""
-    done = folder / FOLDER / f"{rank}.json"
-    alive = _alive(done.with_suffix(".json.writing"), seconds)  # looked at first: a worker renames its file, then ends
+    done, writing = (folder / FOLDER / f"{rank}.json{end}" for end in ("", ".writing"))
+    # looked at first: a worker renames its file, then ends
+    alive = not isinstance(writing, Path) or _alive(writing, seconds)
     if done.exists():
         return _parse(done, rank)
     if not alive:
@@ -99,13 +118,17 @@ def _alive(writing: Path, seconds: float) -> bool:
         return file.readline().strip() != machine()
 
 
+def _said(outcome: Written | str) -> bytes:
+    return dump_json({"error": outcome} if isinstance(outcome, str) else _plain(outcome))
+
+
 def _plain(written: Written) -> dict[str, object]:
     records = {name: [record.size, record.checksum] for name, record in written.records.items()}
     tensors = [[tensor.name, index.to_json({"": tensor})[""]] for tensor in written.tensors]
     return {"error": None, "records": records, "tensors": tensors, "archives": written.archives}
 
 
-def _parse(path: Path, rank: int) -> Written:
+def _parse(path: Place, rank: int) -> Written:
     value = parse_json(path.read_bytes().partition(b"\n")[2], str(path))
     if value["error"] is not None:
         raise CheckpointError(f"rank {rank}: {value['error']}")

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from megalight.checkpoint.background.shared import SharedMemory
 from megalight.checkpoint.background.worker import Job, Report
 from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.saving import seal_of
 from megalight.checkpoint.staging import Staged, stage
@@ -102,10 +103,10 @@ class Pending:
         report: how this rank's worker ended; None before.
     """
 
-    path: Path
+    path: Place
     begun: float
     waited: float
-    partial: publish.Partial | None
+    partial: publish.Unfinished | None
     report: Report | None = None
 
     @property
@@ -151,16 +152,22 @@ class Background:
         """
         # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         assert self.pending is None, "finish the save under way first"
-        path, begun, ranks = publish.local(path), time.time(), self._ranks
-        started: list[publish.Partial] = []
+        target, begun, ranks = publish.absolute(path), time.time(), self._ranks
+        started: list[publish.Unfinished] = []
 
-        def begin() -> Path:
-            started.append(publish.Partial(path))
-            return started[0].folder
+        def begin() -> Place:
+            if str(target).startswith("memory://"):
+                raise CheckpointError(
+                    f"{path} is memory of this process, which its worker process does not see. Save without "
+                    "async_save, or to other storage."
+                )
+            started.append(publish.begin(target))
+            folder: Place = started[0].folder
+            return folder
 
         def give() -> None:
             # the other workers look for this rank's part: no rank may leave before all have handed over theirs
-            self._give(folder, path, staged)
+            self._give(folder, target, staged)
 
         try:
             folder = ranks.first(f"starting to save {path}", begin)
@@ -175,7 +182,7 @@ class Background:
                 partial.discard()
             raise
         waited = time.time() - begun
-        self.pending = Pending(path, begun, waited, started[0] if started else None)
+        self.pending = Pending(target, begun, waited, started[0] if started else None)
 
     def ready(self) -> bool:
         """Whether the save under way has come to its end. A collective of all ranks, on the host."""
@@ -255,7 +262,7 @@ class Background:
             self._memory = SharedMemory()
         return self._memory.reserve(nbytes)
 
-    def _give(self, folder: Path, path: Path, staged: Staged) -> None:
+    def _give(self, folder: Place, path: Place, staged: Staged) -> None:
         assert self._memory is not None
         ranks = self._ranks
         starts = tuple(box.data.data_ptr() - self._memory.address for _, box in staged.boxes)

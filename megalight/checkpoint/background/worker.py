@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from megalight.checkpoint.background.rendezvous import Announcement, collect
+from megalight.checkpoint.background.rendezvous import announcement, collect
 from megalight.checkpoint.disk.checksum import blocks
+from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.part import Part, Seal, write_part
 from megalight.checkpoint.disk.publish import publish
 from megalight.errors import CheckpointError
@@ -38,7 +38,7 @@ class Job:
         seal: for rank 0: how the checkpoint is sealed.
     """
 
-    folder: Path
+    folder: Place
     part: Part
     starts: tuple[int, ...]
     ranks: int
@@ -65,16 +65,16 @@ def perform(job: Job, memory: int) -> None:
         CheckpointError: another rank failed.
         OSError: the storage failed.
     """
-    announcement = Announcement(job.folder, job.part.rank)
+    told = announcement(job.folder, job.part.rank)
     try:
         # not closed here: a failed write still refers to it, and its error must be the one that is told
         view = memoryview(mmap.mmap(memory, 0, access=mmap.ACCESS_READ))
-        announcement.tell(write_part(job.folder, job.part, _pieces(job, view)))
+        told.tell(write_part(job.folder, job.part, _pieces(job, view)))
     except Exception as error:
-        announcement.tell(_text(error))
+        told.tell(_text(error))
         raise
     finally:
-        announcement.close()
+        told.close()
     if job.seal is not None:
         job.seal.close(job.folder, collect(job.folder, job.ranks))
         publish(job.folder, job.seal.path)

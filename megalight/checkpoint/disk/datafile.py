@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Self
+from functools import singledispatch
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalight.checkpoint.disk.checksum import BLOCK, checksum
-from megalight.checkpoint.disk.files import MAX_HEADER, TORCH_SUFFIX, FileRecord, located
+from megalight.checkpoint.disk.files import MAX_HEADER, TORCH_SUFFIX, FileRecord, Place, located
 from megalight.errors import CheckpointError
 
 
+class Reader(Protocol):
+    """An open file."""
+
+    def size(self) -> int:
+        """Bytes that it has."""
+
+    def into(self, memory: memoryview, start: int) -> int:
+        """Fill memory from byte ``start`` on, as far as the file goes. Return how many bytes were read at once."""
+
+    def close(self) -> None:
+        """Give it up."""
+
+
+class LocalReader:
+    """A file of this machine. Reads by ``pread``, so that a bad disk is an error and not a signal."""
+
+    def __init__(self, path: Any) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def size(self) -> int:
+        """See :class:`Reader`."""
+        return os.fstat(self._descriptor).st_size
+
+    def into(self, memory: memoryview, start: int) -> int:
+        """See :class:`Reader`."""
+        return os.preadv(self._descriptor, [memory], start)
+
+    def close(self) -> None:
+        """See :class:`Reader`."""
+        os.close(self._descriptor)
+
+
+@singledispatch
+def opened(path: Any) -> Reader:
+    """Open a file for reading."""
+    return LocalReader(path)
+
+
 class OpenFile:
-    """An open file. Reads by ``pread``, so that a bad disk is an error and not a signal.
+    """An open file.
 
     Attributes:
         what: the file, for messages.
@@ -24,18 +62,18 @@ class OpenFile:
         count: bytes that were read.
     """
 
-    def __init__(self, path: Path, what: str, buffer: NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, path: Place, what: str, buffer: NDArray[np.uint8] | None = None) -> None:
         self.path = path
         self.what = what
         self.buffer = np.empty(BLOCK, np.uint8) if buffer is None else buffer
         self.count = 0
 
     def __enter__(self) -> Self:
-        self.descriptor = os.open(self.path, os.O_RDONLY)
+        self._reader = opened(self.path)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+        self._reader.close()
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``start`` on.
@@ -46,8 +84,8 @@ class OpenFile:
         position = 0
         while position < len(into):
             try:
-                # `preadv` may return less than was asked for.
-                count = os.preadv(self.descriptor, [into[position:]], start + position)
+                # It may read less than was asked for.
+                count = self._reader.into(into[position:], start + position)
             except OSError as error:
                 raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
             if not count:
@@ -61,7 +99,7 @@ class DataFile(OpenFile):
 
     def __init__(
         self,
-        directory: Path,
+        directory: Place,
         name: str,
         records: Mapping[str, FileRecord],
         buffer: NDArray[np.uint8] | None = None,
@@ -77,7 +115,7 @@ class DataFile(OpenFile):
         Raises:
             CheckpointError: anything differs, or cannot be read.
         """
-        size = os.fstat(self.descriptor).st_size
+        size = self._reader.size()
         if size != self.record.size:
             raise CheckpointError(f"{self.what} is torn: {size} bytes, {self.record.size} were saved.")
         if self.path.suffix != TORCH_SUFFIX:

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial, singledispatch
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from megalight.checkpoint.disk.checksum import checksum
 from megalight.errors import CheckpointError
@@ -49,6 +50,63 @@ TORCH_SUFFIX = ".distcp"
 """Data files with this suffix are torch's archives, not safetensors; they have no header."""
 
 _NAME = re.compile(r"[A-Za-z0-9_\-+=@,][A-Za-z0-9_.\-+=@, ]*")
+
+
+class Place(Protocol):
+    """Where a folder or file is: what a local ``Path`` and an address of remote storage have in common.
+
+    What differs between the two (how a file is made, how a checkpoint is published) are functions that
+    :mod:`megalight.checkpoint.disk.remote` registers for addresses.
+    """
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, from the last dot on."""
+
+    @property
+    def parent(self) -> Self:
+        """The folder that it is in."""
+
+    def __fspath__(self) -> str:
+        """The path, or the whole address."""
+
+    def __truediv__(self, name: str, /) -> Self:
+        """A file or folder in it."""
+
+    def __lt__(self, other: Self, /) -> bool:
+        """Whether it comes first in a sorted list."""
+
+    def exists(self) -> bool:
+        """Whether there is anything."""
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder."""
+
+    def is_symlink(self) -> bool:
+        """Whether it is a link."""
+
+    def iterdir(self) -> Iterator[Self]:
+        """What is in a folder."""
+
+    def read_bytes(self) -> bytes:
+        """The content of a file."""
+
+    def resolve(self) -> Self:
+        """Where links lead."""
+
+    def stat(self) -> Any:
+        """Its ``st_size``."""
+
+
+Write = Callable[[bytes | memoryview], None]
+"""Puts bytes behind those that a file has."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +153,9 @@ def checked_name(name: str) -> str:
     return name
 
 
-def located(root: Path, name: str) -> Path:
-    """The path of a regular file inside a checkpoint; links that lead elsewhere are refused.
+@singledispatch
+def located(root: Any, name: str) -> Any:
+    """The place of a regular file inside a checkpoint; links that lead elsewhere are refused.
 
     Raises:
         CheckpointError: bad name, missing, not a regular file, or reached through a link.
@@ -105,7 +164,7 @@ def located(root: Path, name: str) -> Path:
     if not path.exists():
         raise CheckpointError(f"checkpoint {root} is torn: {name} is missing.")
     # Resolved: a link inside the folder may lead anywhere.
-    if not path.is_file() or Path(os.path.realpath(path)) != Path(os.path.realpath(root)) / name:
+    if not path.is_file() or path.resolve() != root.resolve() / name:
         raise CheckpointError(f"{name} in checkpoint {root} is no regular file inside it; copy the file itself there.")
     return path
 
@@ -117,19 +176,34 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_file(path: Path, data: bytes) -> FileRecord:
-    """Write a whole new file and bring it to the disk."""
+@singledispatch
+def created(path: Any) -> AbstractContextManager[Write]:
+    """Make a new file, and its folder. At the end of the context, all that was written is safe."""
+    return _created(path)
+
+
+@contextmanager
+def _created(path: Any) -> Iterator[Write]:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # `O_EXCL`: two ranks that write one file would be an error here, and not a mixture.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        write_all(descriptor, data)
+        yield partial(write_all, descriptor)
+        # On disk before the manifest is, which says that it is.
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_file(path: Place, data: bytes) -> FileRecord:
+    """Write a whole new file and bring it to the disk."""
+    with created(path) as write:
+        write(data)
     return FileRecord(len(data), checksum(data))
 
 
-def sync_directory(path: Path) -> None:
+@singledispatch
+def sync_directory(path: Any) -> None:
     """Bring a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -138,7 +212,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_file(root: Path, name: str, record: FileRecord) -> bytes:
+def read_file(root: Place, name: str, record: FileRecord) -> bytes:
     """Read a whole small file, and verify it.
 
     Raises:
@@ -148,9 +222,8 @@ def read_file(root: Path, name: str, record: FileRecord) -> bytes:
     if record.size > MAX_JSON:
         raise CheckpointError(f"{name} in checkpoint {root} claims {record.size} bytes; at most {MAX_JSON} are read.")
     try:
-        with path.open("rb") as file:
-            # One byte more than it should have, so that a longer file shows.
-            data = file.read(record.size + 1)
+        # the size first: the file may have grown beyond memory
+        data = path.read_bytes() if path.stat().st_size == record.size else b""
     except OSError as error:
         raise CheckpointError(f"{name} in checkpoint {root} cannot be read: {error}.") from error
     if len(data) != record.size or checksum(data) != record.checksum:

@@ -5,15 +5,15 @@ No torch in here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import singledispatch
 from typing import Any
 
 from megalight.checkpoint.disk.checksum import checksum
 from megalight.checkpoint.disk.files import (
     FileRecord,
+    Place,
     checked_count,
     checked_name,
     dump_json,
@@ -59,7 +59,7 @@ class Manifest:
     versions: Mapping[str, str]
     scheme: str
 
-    def write(self, root: Path) -> None:
+    def write(self, root: Place) -> None:
         """Seal the folder."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["files"] = {name: [record.size, record.checksum] for name, record in sorted(self.files.items())}
@@ -68,7 +68,7 @@ class Manifest:
         write_file(root / NAME, (_SEAL % checksum(body)).encode() + body)
 
 
-def read(root: Path) -> Manifest:
+def read(root: Place) -> Manifest:
     """The manifest of a folder, itself verified; the files it lists are not looked at.
 
     Raises:
@@ -105,7 +105,8 @@ def _parse(value: Any, what: str) -> Manifest:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
 
 
-def check_files(root: Path, manifest: Manifest) -> None:
+@singledispatch
+def check_files(root: Any, manifest: Manifest) -> None:
     """Every listed file is there with its size. Contents are verified where they are read.
 
     Raises:
@@ -117,12 +118,12 @@ def check_files(root: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"checkpoint {root} is torn: {name} has {size} bytes, {record.size} were saved.")
 
 
-def _guess(root: Path) -> str:
+def _guess(root: Place) -> str:
     if not root.exists():
         return "nothing is there."
     if root.is_file():
         return "it is a single file. Files of plain Lightning are loaded by Lightning's own strategies."
-    found = set(os.listdir(root))
+    found = {entry.name for entry in root.iterdir()}
     if found & {".zarray", ".zgroup"} or any((root / name / ".zarray").exists() for name in found):
         return (
             "it looks like a zarr folder of an old Megatron-LM, a format that is no longer read. Load it with the "

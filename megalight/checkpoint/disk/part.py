@@ -6,7 +6,6 @@ them in a worker process, by the same functions.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,10 +23,11 @@ from megalight.checkpoint.disk.files import (
     TORCH_SUFFIX,
     Entry,
     FileRecord,
+    Place,
+    created,
     dump_json,
     pack_header,
     sync_directory,
-    write_all,
     write_file,
 )
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
@@ -98,12 +98,12 @@ class Seal:
         scheme, world_size, versions: see :class:`~megalight.checkpoint.disk.manifest.Manifest`.
     """
 
-    path: Path
+    path: Place
     scheme: str
     world_size: int
     versions: Mapping[str, str]
 
-    def close(self, folder: Path, parts: Sequence[Written]) -> None:
+    def close(self, folder: Place, parts: Sequence[Written]) -> None:
         """Write the index and the manifest, after a look whether all files are there.
 
         Raises:
@@ -130,7 +130,7 @@ class Seal:
         manifest.write(folder)
 
 
-def write_part(folder: Path, part: Part, blocks: Iterable[Iterable[memoryview]]) -> Written:
+def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]) -> Written:
     """Write a rank's part into the folder of a checkpoint that is being made, and bring it to the disk.
 
     Args:
@@ -157,8 +157,8 @@ def write_part(folder: Path, part: Part, blocks: Iterable[Iterable[memoryview]])
         with _naming(name):
             records[name] = write_file(folder / name, source.read_bytes() if isinstance(source, Path) else source)
     # The entries of the files, which are not on disk with their contents.
-    for inside in {(folder / name).parent for name in records}:
-        sync_directory(inside)
+    for inside in {name.rpartition("/")[0] for name in records}:
+        sync_directory(folder / inside if inside else folder)
     return Written(records, tuple(tensors), tuple(archives))
 
 
@@ -172,7 +172,7 @@ def _suffix(scheme: str) -> str:
 
 
 def _write_data(
-    folder: Path, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
+    folder: Place, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
 ) -> tuple[FileRecord, list[TensorInfo]]:
     """Write a data file, and say where its tensors lie."""
     record, placed, sums = write_tensors(folder / name, [piece.entry for piece in pieces], blocks)
@@ -184,7 +184,7 @@ def _write_data(
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], blocks: Iterable[Iterable[memoryview]]
+    path: Place, entries: Sequence[Entry], blocks: Iterable[Iterable[memoryview]]
 ) -> tuple[FileRecord, list[Entry], list[tuple[str, ...]]]:
     """Write one safetensors file and bring it to the disk.
 
@@ -193,27 +193,19 @@ def write_tensors(
     Returns:
         size and header checksum of the file; the entries with their places; for each tensor its blocks' checksums.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     header, placed = pack_header(entries, {"format": "pt"})
     sums: list[tuple[str, ...]] = []
-    # `O_EXCL`: two ranks that write one file would be an error here, and not a mixture.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            pending: Future[None] = thread.submit(write_all, descriptor, header)
-            for tensor in blocks:
-                digests = []
-                for block in tensor:
-                    digests.append(checksum(block))
-                    # The block before must be on its way before its memory is used again.
-                    pending.result()
-                    pending = thread.submit(write_all, descriptor, block)
-                sums.append(tuple(digests))
-            pending.result()
-        # On disk before the manifest is, which says that it is.
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with created(path) as write, ThreadPoolExecutor(1) as thread:
+        pending: Future[None] = thread.submit(write, header)
+        for tensor in blocks:
+            digests = []
+            for block in tensor:
+                digests.append(checksum(block))
+                # The block before must be on its way before its memory is used again.
+                pending.result()
+                pending = thread.submit(write, block)
+            sums.append(tuple(digests))
+        pending.result()
     size = placed[-1].start + placed[-1].nbytes if placed else len(header)
     return FileRecord(size, checksum(header)), placed, sums
 

@@ -21,10 +21,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import singledispatch
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol
 
 from megalight.checkpoint.disk import manifest as manifests
-from megalight.checkpoint.disk.files import sync_directory
+from megalight.checkpoint.disk.files import Place, sync_directory
 from megalight.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(?P<state>partial|old|removed)-(?P<machine>[0-9a-f]{8})[0-9a-f]{8}")
@@ -38,35 +41,49 @@ def machine() -> str:
     return boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node()
 
 
-def local(path: str | os.PathLike[str]) -> Path:
-    """``path``, absolute.
+def place(path: str | os.PathLike[str]) -> Place:
+    """Where a path, or an address of remote storage such as ``s3://bucket/run``, leads."""
+    text = os.fspath(path)
+    # Addresses have a protocol of at least two letters. One letter is a drive.
+    protocol, found, rest = text.partition("://")
+    if not found or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol):
+        return Path(path)
+    if protocol in ("file", "local"):
+        return Path(rest)
+    # fsspec is imported when it is needed; the import also registers what remote storage does in its own way
+    address: Place = import_module("megalight.checkpoint.disk.remote").Address(text.rstrip("/"))
+    return address
 
-    Raises:
-        CheckpointError: it is an address of remote storage.
-    """
-    # Addresses have a scheme of at least two letters. One letter is a drive.
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
-        raise CheckpointError(f"{path} is remote storage; checkpoints need a mounted file system that all ranks share.")
-    return Path(os.path.abspath(path))
+
+def absolute(path: str | os.PathLike[str]) -> Place:
+    """The same, whatever the current folder is later."""
+    found = place(path)
+    return Path(os.path.abspath(found)) if isinstance(found, Path) else found
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes."""
     try:
-        root = Path(path)
+        root = resolve(path)
         manifests.check_files(root, manifests.read(root))
     except (CheckpointError, OSError):
         return False
     return True
 
 
-def resolve(path: str | os.PathLike[str]) -> Path:
+def resolve(path: str | os.PathLike[str]) -> Place:
+    """Where the checkpoint of this name is."""
+    found: Place = actual(place(path))
+    return found
+
+
+@singledispatch
+def actual(path: Any) -> Any:
     """Where the checkpoint of this name is.
 
     At ``path``; or, when a save was killed between sealing its folder and renaming it (or between the two renames of a
     replacement, on file systems that cannot swap), under the temporary name it still has.
     """
-    path = Path(path)
     if path.exists():
         return path
     # "partial" first: it is newer than what it was to replace.
@@ -77,19 +94,25 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def finished(directory: str | os.PathLike[str]) -> list[Path]:
+def finished(directory: str | os.PathLike[str]) -> list[Place]:
     """All finished checkpoints in a directory, oldest first."""
-    found: dict[Path, int] = {}
-    for entry in _entries(Path(directory)):
-        match = _TEMPORARY.fullmatch(entry.name)
-        path = entry.with_name(match["path"]) if match else entry
-        actual = resolve(path)
-        if path not in found and is_complete(actual):
-            found[path] = manifests.read(actual).saved_at
+    found: dict[Place, int] = {}
+    for path in named(place(directory)):
+        root = resolve(path)
+        if path not in found and is_complete(root):
+            found[path] = manifests.read(root).saved_at
     return sorted(found, key=lambda path: (found[path], path))
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+@singledispatch
+def named(directory: Any) -> Iterator[Any]:
+    """The names that checkpoints in a directory may go by, one or more times each."""
+    for entry in _entries(directory):
+        match = _TEMPORARY.fullmatch(entry.name)
+        yield entry.with_name(match["path"]) if match else entry
+
+
+def latest(directory: str | os.PathLike[str]) -> Place | None:
     """The newest finished checkpoint in a directory, or None. What a killed save left does not count."""
     return next(reversed(finished(directory)), None)
 
@@ -100,20 +123,26 @@ def remove(path: str | os.PathLike[str]) -> bool:
     Returns:
         False if somebody reads it: then it stays.
     """
-    path = Path(path)
+    gone: bool = removed(place(path))
+    return gone
+
+
+@singledispatch
+def removed(path: Any) -> bool:
+    """See :func:`remove`."""
     trash = _temporary(path, "removed")
     try:
-        lock = locked(resolve(path))
+        lock = locked(actual(path))
     except BlockingIOError:
         return False
     except FileNotFoundError:
         return True
     try:
         # Renamed before it is deleted: at every moment there is a whole checkpoint of this name, or none.
-        os.rename(resolve(path), trash)
+        os.rename(actual(path), trash)
         # The rename reaches the disk before anything is deleted.
         sync_directory(path.parent)
-        _delete(trash)
+        delete(trash)
     except FileNotFoundError:
         pass
     finally:
@@ -122,7 +151,8 @@ def remove(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def reading(root: Path) -> int | None:
+@singledispatch
+def reading(root: Any) -> int | None:
     """Lock a checkpoint's folder for reading: nobody removes it until the returned descriptor is closed.
 
     Returns:
@@ -155,7 +185,7 @@ class Partial:
 
     def discard(self) -> None:
         """Delete it; the published checkpoint of the same name, if any, is untouched."""
-        _delete(self.folder)
+        delete(self.folder)
         self.release()
 
     def release(self) -> None:
@@ -167,7 +197,31 @@ class Partial:
             self._lock = None
 
 
-def publish(folder: Path, path: Path) -> None:
+class Unfinished(Protocol):
+    """A checkpoint while it is being written, as :class:`Partial` is one."""
+
+    @property
+    def folder(self) -> Any:
+        """Where it is written."""
+
+    def publish(self) -> None:
+        """Put the sealed folder in its place."""
+
+    def discard(self) -> None:
+        """Delete it."""
+
+    def release(self) -> None:
+        """Let others take it for what it is: published, or a leftover."""
+
+
+@singledispatch
+def begin(path: Any) -> Unfinished:
+    """Begin to write a checkpoint, in one process for all."""
+    return Partial(path)
+
+
+@singledispatch
+def publish(folder: Any, path: Any) -> None:
     """Put a sealed folder in its place. A checkpoint that was there stays until this one is."""
     # The contents are on disk before the name is.
     sync_directory(folder)
@@ -176,7 +230,7 @@ def publish(folder: Path, path: Path) -> None:
         sync_directory(path.parent)
     elif _swap(folder, path):
         sync_directory(path.parent)
-        _delete(folder)
+        delete(folder)
     else:
         old = _temporary(path, "old")
         # For a moment there is none of this name. `resolve` then finds it under its old one.
@@ -187,7 +241,7 @@ def publish(folder: Path, path: Path) -> None:
             os.rename(old, path)
             raise
         sync_directory(path.parent)
-        _delete(old)
+        delete(old)
 
 
 def clean(path: Path) -> None:
@@ -200,7 +254,7 @@ def clean(path: Path) -> None:
     for entry in _entries(path.parent):
         match = _TEMPORARY.fullmatch(entry.name)
         # A complete leftover whose path is missing is that checkpoint, and stays.
-        if match is None or resolve(entry.with_name(match["path"])) == entry:
+        if match is None or actual(entry.with_name(match["path"])) == entry:
             continue
         try:
             descriptor = locked(entry)
@@ -208,7 +262,7 @@ def clean(path: Path) -> None:
             continue
         told = descriptor is not None and match["machine"] == _token()
         if told or match["path"] == path.name or _abandoned(entry):
-            _delete(entry)
+            delete(entry)
         if descriptor is not None:
             os.close(descriptor)
 
@@ -240,7 +294,9 @@ def _escaped(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _delete(folder: Path) -> None:
+@singledispatch
+def delete(folder: Any) -> None:
+    """Delete a folder with all that is in it, as far as that is possible."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)

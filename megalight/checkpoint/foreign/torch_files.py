@@ -7,9 +7,7 @@ it is written for torch, and never read here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,43 +23,37 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megalight.checkpoint.disk.checksum import checksum
-from megalight.checkpoint.disk.files import TORCH_METADATA, FileRecord, write_all, write_file
+from megalight.checkpoint.disk.files import TORCH_METADATA, FileRecord, Place, Write, created, write_file
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.checkpoint.disk.part import Archive, Piece
 from megalight.checkpoint.foreign import pickles
 
 
 def write_data(
-    folder: Path, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
+    folder: Place, name: str, pieces: Sequence[Piece], blocks: Iterable[Iterable[memoryview]]
 ) -> tuple[FileRecord, list[TensorInfo], list[Archive]]:
     """Write a data file of archives, and say where the tensors and the archives lie."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     position, frames = 0, bytearray()
     tensors: list[TensorInfo] = []
     archives: list[Archive] = []
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    with created(folder / name) as write:
         for piece, parts in zip(pieces, blocks, strict=True):
             memory, sums, filled = memoryview(bytearray(piece.entry.nbytes)), [], 0
             for part in parts:  # each is good until the next but one only
                 memory[filled : filled + len(part)] = part
                 sums.append(checksum(part))
                 filled += len(part)
-            archive = Archived(descriptor, torch.frombuffer(memory, dtype=getattr(torch, piece.dtype)).view(piece.size))
+            archive = Archived(write, torch.frombuffer(memory, dtype=getattr(torch, piece.dtype)).view(piece.size))
             frames += archive.frame
             chunk = Chunk(piece.offset, piece.size, name, piece.name, position + archive.first, tuple(sums))
             tensors.append(TensorInfo(piece.name, piece.shape, piece.dtype, (chunk,)))
             archives.append((piece.name, piece.offset, name, position, archive.size))
             position += archive.size
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return FileRecord(position, checksum(bytes(frames))), tensors, archives
 
 
 def write_metadata(
-    folder: Path, tensors: Mapping[str, TensorInfo], archives: Iterable[Archive]
+    folder: Place, tensors: Mapping[str, TensorInfo], archives: Iterable[Archive]
 ) -> dict[str, FileRecord]:
     """Write DCP's own index."""
     paths = {name: torch_path(name) for name in tensors}
@@ -104,7 +96,7 @@ class Archived:
     """The archive that ``torch.save`` makes of one tensor, passed on to a file. The elements are not copied.
 
     Args:
-        descriptor: the file; what is written goes behind what is there.
+        write: puts bytes into the file.
         tensor: contiguous, on the CPU.
 
     Attributes:
@@ -113,11 +105,11 @@ class Archived:
         size: bytes of the archive.
     """
 
-    def __init__(self, descriptor: int, tensor: Tensor) -> None:
+    def __init__(self, write: Write, tensor: Tensor) -> None:
         self.frame = bytearray()
         self.first = -1
         self.size = 0
-        self._descriptor = descriptor
+        self._write = write
         self._elements = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         torch.save(tensor, self)  # type: ignore[arg-type]
 
@@ -128,7 +120,7 @@ class Archived:
             self.frame += data
         elif self.first < 0:
             self.first = self.size
-        write_all(self._descriptor, data)
+        self._write(data)
         self.size += len(data)
         return len(data)
 

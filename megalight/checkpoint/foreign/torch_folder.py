@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalight.checkpoint.boxes import in_threads
+from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.files import CODES, MAX_JSON, TORCH_METADATA, checked_count, checked_shape, located
 from megalight.checkpoint.foreign import pickles
 from megalight.errors import CheckpointError
@@ -120,9 +121,9 @@ class TorchFolder:
         # before anything is allocated: the metadata may claim any length
         if shard.start + shard.length > path.stat().st_size:
             raise CheckpointError(f"{where} is damaged: the file ends before it does. Copy the checkpoint again.")
-        with path.open("rb") as file:
-            file.seek(shard.start)
-            data = file.read(shard.length)
+        data = bytearray(shard.length)
+        with OpenFile(path, where) as file:
+            file.read(shard.start, memoryview(data))
         try:
             # Tensors only: a pickle that names anything else is refused.
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, FileRecord
+from megalight.checkpoint.disk.files import CODES, FileRecord, Place
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import read
 from megalight.checkpoint.inspection.inspect import describe, floats
@@ -57,7 +56,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Dif
         ours, theirs = _kind(a.get(name)), _kind(b.get(name))
         relative = None
         if name in a and name in b and a[name].shape == b[name].shape:
-            relative = _relative(_values(Path(one), a[name]), _values(Path(other), b[name]))
+            relative = _relative(_values(publish.place(one), a[name]), _values(publish.place(other), b[name]))
         if relative is None or relative > 0 or ours != theirs:
             found.append(Difference(name, ours, theirs, relative))
     return found
@@ -76,7 +75,7 @@ def _relative(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     return distance / norm if norm else float("inf")
 
 
-def _values(path: Path, info: TensorInfo) -> NDArray[np.float64]:
+def _values(path: Place, info: TensorInfo) -> NDArray[np.float64]:
     """A whole tensor, from all its chunks."""
     root = publish.resolve(path)
     records: Mapping[str, FileRecord] = read(root).files

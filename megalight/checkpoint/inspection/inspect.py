@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import hypot, prod, sqrt
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, Place, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.errors import CheckpointError
 
@@ -40,7 +39,7 @@ class Report:
         layout: the parallel layout that saved it, as text; empty if it is not known.
     """
 
-    path: Path
+    path: Place
     tensors: Mapping[str, TensorInfo]
     norms: Mapping[str, float]
     files: Mapping[str, int]
@@ -68,7 +67,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     Raises:
         CheckpointError: it is missing, unfinished, torn or foreign.
     """
-    path = Path(path)
+    path = publish.place(path)
     root = publish.resolve(path)
     manifest = manifests.read(root)
     manifests.check_files(root, manifest)
@@ -134,7 +133,7 @@ def _progress(common: Any) -> dict[str, int | float | str]:
     return {key: value for key, value in pairs if isinstance(key, str) and type(value) in (int, float, str)}
 
 
-def _norms(root: Path, manifest: manifests.Manifest, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
+def _norms(root: Place, manifest: manifests.Manifest, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
     """Block by block, file by file, in float64."""
     squares = dict.fromkeys(tensors, 0.0)
     by_file: dict[str, list[tuple[TensorInfo, indices.Chunk]]] = {}

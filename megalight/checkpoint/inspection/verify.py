@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 from megalight.checkpoint.disk import index as indices
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.checksum import blocks
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, parse_json, read_file
+from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, Place, parse_json, read_file
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.errors import CheckpointError
 
@@ -62,7 +61,7 @@ def verify(path: str | os.PathLike[str]) -> list[Damage]:
     return found + [damage for name, parts in sorted(by_file.items()) for damage in _data(root, name, records, parts)]
 
 
-def _small(root: Path, name: str, records: Mapping[str, FileRecord]) -> Iterator[Damage]:
+def _small(root: Place, name: str, records: Mapping[str, FileRecord]) -> Iterator[Damage]:
     try:
         read_file(root, name, records[name])
     except CheckpointError as error:
@@ -70,7 +69,7 @@ def _small(root: Path, name: str, records: Mapping[str, FileRecord]) -> Iterator
 
 
 def _data(
-    root: Path, name: str, records: Mapping[str, FileRecord], parts: list[tuple[TensorInfo, Chunk]]
+    root: Place, name: str, records: Mapping[str, FileRecord], parts: list[tuple[TensorInfo, Chunk]]
 ) -> Iterator[Damage]:
     try:
         with DataFile(root, name, records) as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 
 def describe() -> str:
@@ -13,11 +12,11 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's folder (its newest one)")
+    parser.add_argument("checkpoint", help="a checkpoint, or a run's folder (its newest one); also s3://...")
     parser.add_argument("--norms", action="store_true", help="also read and verify all data, and show the norms")
     parser.add_argument("--depth", type=int, help="show only this many parts of the names, with sums of the rest")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--diff", type=Path, metavar="OTHER", help="show how the tensors of another checkpoint differ")
+    what.add_argument("--diff", metavar="OTHER", help="show how the tensors of another checkpoint differ")
     what.add_argument("--verify", action="store_true", help="read every byte, and name each damaged file and tensor")
     parser.add_argument("--json", action="store_true", help="write JSON")
 

@@ -328,7 +328,7 @@ def test_a_lock_that_is_not_seen_on_other_machines_tells_of_no_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on file systems whose locks belong to one machine."""
-    announcement = rendezvous.Announcement(tmp_path, 3)
+    announcement = rendezvous.announcement(tmp_path, 3)
     writing = tmp_path / "parts" / "3.json.writing"
     assert rendezvous._alive(writing, 0.0)
     announcement.close()

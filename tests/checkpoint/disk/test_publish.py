@@ -283,12 +283,6 @@ def test_odd_path_names(name: str, tmp_path: Path) -> None:
     assert names(tmp_path) == {name}
 
 
-def test_remote_addresses_are_refused() -> None:
-    for call in (checkpoint.open, lambda path: simple.save(path, 1)):
-        with pytest.raises(CheckpointError, match="mounted file system"):
-            call("s3://bucket/last.ckpt")
-
-
 def test_files_that_other_ranks_wrote_elsewhere_are_missed(tmp_path: Path) -> None:
     record = files.FileRecord(3, "")
     with pytest.raises(CheckpointError, match=r"data/1-0\.safetensors is missing"):

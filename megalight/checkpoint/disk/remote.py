@@ -1,0 +1,290 @@
+"""Checkpoints in remote storage (``s3://``, ``gs://``, ``memory://``, ...), through fsspec. No torch in here.
+
+A store of objects has no rename and no locks, but an object appears as a whole. So each save of ``<path>`` writes into
+a folder of its own, ``<path>/save-<token>``, and its manifest, written last, publishes it. The checkpoint is the newest
+such folder with a manifest; one without is a leftover. When a save is published, the folders before it are deleted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+from megalight.checkpoint.disk import datafile, files, publish
+from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk.files import Write
+from megalight.checkpoint.disk.manifest import Manifest
+from megalight.errors import CheckpointError
+
+PART = 16 << 20
+"""Bytes that are sent at a time. S3 takes 10,000 parts of a file at most."""
+
+_TOKEN = "save-"
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """A place in remote storage.
+
+    Attributes:
+        url: with its protocol, and without a slash at the end.
+
+    Raises:
+        CheckpointError: there is no such protocol, or the package for it is not installed (at the first use).
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Address:
+        return Address(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return f".{self.name.rpartition('.')[2]}" if "." in self.name else ""
+
+    @property
+    def parent(self) -> Address:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return Address(self.url.rpartition("/")[0])
+
+    @property
+    def store(self) -> Any:
+        """The store. It keeps no listings: other processes write to it too."""
+        return self._found[0]
+
+    @property
+    def key(self) -> str:
+        """What the store calls this place."""
+        return str(self._found[1])
+
+    @property
+    def _found(self) -> tuple[Any, str]:
+        try:
+            # fsspec keeps one store per protocol and options; credentials come from the environment
+            return url_to_fs(self.url, use_listings_cache=False)  # type: ignore[no-any-return]
+        except (ImportError, ValueError) as error:  # no such protocol, or no package for it
+            raise CheckpointError(
+                f"{self.url} cannot be reached: {error}. Checkpoints are kept wherever fsspec reaches: install the "
+                "package of the protocol (s3fs for s3://, gcsfs for gs://)."
+            ) from error
+
+    def exists(self) -> bool:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return bool(self.store.exists(self.key))
+
+    def is_file(self) -> bool:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return bool(self.store.isfile(self.key))
+
+    def is_dir(self) -> bool:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return bool(self.store.isdir(self.key))
+
+    def is_symlink(self) -> bool:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return False
+
+    def iterdir(self) -> Iterator[Address]:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        names = {str(name).rstrip("/").rpartition("/")[2] for name in self.store.ls(self.key, detail=False)}
+        yield from (self / name for name in sorted(names - {self.name, ""}))
+
+    def read_bytes(self) -> bytes:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return bytes(self.store.cat_file(self.key))
+
+    def resolve(self) -> Address:
+        """See :class:`~megalight.checkpoint.disk.files.Place`."""
+        return self
+
+    def stat(self) -> SimpleNamespace:
+        """Its size in bytes, and when it was written."""
+        info = self.store.info(self.key)
+        return SimpleNamespace(st_size=int(info.get("size") or 0), st_mtime_ns=int(self.modified * 1e9))
+
+    @property
+    def modified(self) -> float:
+        """When it was written, in seconds since 1970."""
+        return float(self.store.modified(self.key).timestamp())
+
+
+@files.located.register
+def _located(root: Address, name: str) -> Address:
+    """Without a question to the store: it has no links, and whoever reads a file is told if it is missing."""
+    return root / files.checked_name(name)
+
+
+@files.created.register
+@contextmanager
+def _created(path: Address) -> Iterator[Write]:
+    file = path.store.open(path.key, "wb", block_size=PART)
+    try:
+        yield file.write
+    except BaseException:
+        file.discard()
+        with suppress(AttributeError):
+            file.closed = True  # or the end of the object would send what there is
+        raise
+    file.close()
+
+
+@files.sync_directory.register
+def _sync_directory(path: Address) -> None:
+    """Nothing to do: an object is safe when it has been sent."""
+
+
+class RemoteReader:
+    """A file in a store, read by ranges."""
+
+    def __init__(self, path: Address) -> None:
+        self._path = path
+        self._size = int(path.store.size(path.key))
+
+    def size(self) -> int:
+        """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
+        return self._size
+
+    def into(self, memory: memoryview, start: int) -> int:
+        """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
+        stop = min(start + len(memory), self._size)
+        if stop <= start:
+            return 0
+        data = self._path.store.cat_file(self._path.key, start=start, end=stop)
+        memory[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
+
+
+datafile.opened.register(Address, RemoteReader)
+
+
+@manifests.check_files.register
+def _check_files(root: Address, manifest: Manifest) -> None:
+    """One listing in place of a question per file."""
+    prefix = len(root.key) + 1
+    found = {name[prefix:]: info["size"] for name, info in root.store.find(root.key, detail=True).items()}
+    for name, record in manifest.files.items():
+        if name not in found:
+            raise CheckpointError(f"checkpoint {root} is torn: {name} is missing.")
+        if found[name] != record.size:
+            raise CheckpointError(
+                f"checkpoint {root} is torn: {name} has {found[name]} bytes, {record.size} were saved."
+            )
+
+
+@publish.actual.register
+def _actual(path: Address) -> Address:
+    """The newest save of this path that is published; the path itself where a folder was copied there by hand."""
+    sealed = [save for save in (path, *_saves(path)) if (save / manifests.NAME).exists()]
+    return max(sealed, key=_saved_at, default=path) if len(sealed) != 1 else sealed[0]
+
+
+@publish.named.register
+def _named(directory: Address) -> Iterator[Address]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from (each for each in directory.iterdir() if each.is_dir())
+
+
+@publish.reading.register
+def _reading(root: Address) -> None:
+    """A store has no locks: who reads a checkpoint that is removed gets an error, and never wrong values."""
+
+
+@publish.removed.register
+def _removed(path: Address) -> bool:
+    for save in (*_saves(path), path):
+        _delete(save)
+    return True
+
+
+@publish.publish.register
+def _publish(folder: Address, path: Address) -> None:
+    """The manifest has published it; what was there before goes."""
+    for save in _saves(path):
+        if save != folder:
+            _delete(save)
+
+
+class RemotePartial:
+    """A save that is being written; see :class:`~megalight.checkpoint.disk.publish.Partial`."""
+
+    def __init__(self, path: Address) -> None:
+        if path.is_file():
+            raise CheckpointError(f"{path} exists and is not a folder. Save elsewhere, or remove it.")
+        _clean(path)
+        self.path = path
+        self.folder = path / f"{_TOKEN}{secrets.token_hex(8)}"
+
+    def publish(self) -> None:
+        """Remove what was there before."""
+        _publish(self.folder, self.path)
+
+    def discard(self) -> None:
+        """Delete it; the checkpoint of the same name, if any, is untouched."""
+        _delete(self.folder)
+
+    def release(self) -> None:
+        """Nothing to release."""
+
+
+publish.begin.register(Address, RemotePartial)
+
+
+def _saves(path: Address) -> list[Address]:
+    try:
+        return [each for each in path.iterdir() if each.name.startswith(_TOKEN)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _saved_at(save: Address) -> int:
+    try:
+        return manifests.read(save).saved_at
+    except CheckpointError:
+        return -1
+
+
+def _clean(path: Address) -> None:
+    """Delete unpublished saves: of this path, and those beside it that nobody has written to for a day."""
+    current = _actual(path)
+    for save in _saves(path):
+        if save != current:
+            _delete(save)
+    for other in _named(path.parent):
+        for save in _saves(other) if other != path else []:
+            if not (save / manifests.NAME).exists() and time.time() - _newest(save) > publish.ABANDONED_SECONDS:
+                _delete(save)
+
+
+def _newest(folder: Address) -> float:
+    found = folder.store.find(folder.key)
+    return max((float(folder.store.modified(name).timestamp()) for name in found), default=time.time())
+
+
+@publish.delete.register
+def _delete(folder: Address) -> None:
+    # the manifest first: a deletion that is cut short must leave no checkpoint with holes
+    for each in (folder / manifests.NAME, folder):
+        with suppress(FileNotFoundError):
+            each.store.rm(each.key, recursive=each is folder)

@@ -1,0 +1,320 @@
+"""Checkpoints in remote storage: in memory, and in a server of objects on this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch.distributed as dist
+
+from megalight import checkpoint
+from megalight.checkpoint.background.saves import KINDS, Background, Kind
+from megalight.checkpoint.disk import publish, remote
+from megalight.checkpoint.disk.remote import Address
+from megalight.checkpoint.inspection.diff import diff
+from megalight.checkpoint.inspection.inspect import describe
+from megalight.checkpoint.inspection.verify import verify
+from megalight.cli import newest
+from megalight.errors import CheckpointError
+from tests.checkpoint import simple
+from tests.checkpoint.beside import fault, workers_of
+from tests.checkpoint.layouts import Layout, Model
+from tests.objects import BUCKET, server, use  # noqa: F401 (a fixture)
+from tests.workers import run
+
+
+@pytest.fixture
+def objects(server: str) -> Address:  # noqa: F811
+    """A folder of its own in the server."""
+    return Address(f"s3://{BUCKET}/{uuid4().hex}")
+
+
+@pytest.fixture(params=["memory", "s3"])
+def folder(request: pytest.FixtureRequest) -> Iterator[Address]:
+    """A folder of its own, in memory and in the server."""
+    made = Address(f"memory://{uuid4().hex}") if request.param == "memory" else request.getfixturevalue("objects")
+    yield made
+    publish.delete(made)
+
+
+def names(folder: Address) -> list[str]:
+    """Every object, by its path in the folder, with ``*`` for tokens."""
+    found = folder.store.find(folder.key)
+    parts = (name.removeprefix(folder.key + "/").split("/") for name in found)
+    return sorted("/".join("*" if part.startswith("save-") else part for part in each) for each in parts)
+
+
+def one(name: str) -> list[str]:
+    held = ("common.json", "common.safetensors", "data/0-0.safetensors", "files/tokenizer.json", "index.json")
+    return sorted(f"{name}/*/{file}" for file in (*held, "manifest.json", "ranks/0.json", "ranks/0.safetensors"))
+
+
+def test_it_is_saved_found_replaced_and_removed(folder: Address) -> None:
+    assert checkpoint.latest(folder) is None
+    for step in (1, 2):
+        simple.save(folder / "last.ckpt", step)
+        assert simple.step_of(folder / "last.ckpt") == step
+        assert names(folder) == one("last.ckpt")
+    simple.save(folder / "b.ckpt", 3)
+    assert checkpoint.finished(folder) == [folder / "last.ckpt", folder / "b.ckpt"]
+    assert checkpoint.latest(str(folder)) == folder / "b.ckpt"
+    assert checkpoint.is_complete(str(folder / "b.ckpt"))
+    assert checkpoint.remove(str(folder / "b.ckpt"))
+    assert checkpoint.remove(str(folder / "b.ckpt"))
+    assert checkpoint.finished(folder) == [folder / "last.ckpt"]
+    with pytest.raises(CheckpointError, match=r"b\.ckpt.*nothing is there.*last\.ckpt"):
+        checkpoint.open(str(folder / "b.ckpt"))
+
+
+def test_the_newest_of_a_run_is_found(folder: Address) -> None:
+    for step, name in enumerate(("run/version_0/checkpoints/a.ckpt", "run/version_1/checkpoints/b.ckpt", "c.ckpt")):
+        simple.save(folder / name, step)
+    assert newest.newest_in(str(folder / "run")) == folder / "run/version_1/checkpoints/b.ckpt"
+    assert newest.newest_in(str(folder / "c.ckpt")) == folder / "c.ckpt"
+    assert newest.resolve("last", "fit", [str(folder)]) == str(folder / "c.ckpt")
+    damaged = publish.resolve(folder / "c.ckpt") / "data/0-0.safetensors"
+    flip(damaged)
+    assert newest.resolve("auto", "fit", [str(folder)]) == str(folder / "run/version_1/checkpoints/b.ckpt")
+    assert newest.resolve("auto", "fit", [str(folder / "nothing")]) is None
+
+
+def flip(file: Address, place: int = -5) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.store.pipe_file(file.key, bytes(data))
+
+
+def test_damage_is_named_and_contents_are_shown(folder: Address) -> None:
+    for name, step in (("a.ckpt", 1), ("b.ckpt", 1), ("c.ckpt", 2)):
+        simple.save(folder / name, step)
+    report = describe(folder / "a.ckpt", norms=True)
+    assert report.progress["global_step"] == 1
+    assert report.norms["c.bias"] == pytest.approx(1000**0.5)
+    assert diff(folder / "a.ckpt", folder / "b.ckpt") == []
+    assert {each.name for each in diff(folder / "a.ckpt", folder / "c.ckpt")} == set(simple.SHAPES)
+    assert verify(folder / "a.ckpt") == []
+    root = publish.resolve(folder / "a.ckpt")
+    for name in ("data/0-0.safetensors", "common.json", "ranks/0.safetensors"):
+        flip(root / name)
+    assert {damage.file for damage in verify(folder / "a.ckpt")} == {
+        "data/0-0.safetensors",
+        "common.json",
+        "ranks/0.safetensors",
+    }
+    with pytest.raises(CheckpointError, match="torn"):
+        simple.step_of(folder / "a.ckpt")
+    (root / "index.json").store.rm((root / "index.json").key)
+    with pytest.raises(CheckpointError, match=r"index\.json is missing.*c\.ckpt"):
+        checkpoint.open(folder / "a.ckpt")
+
+
+def test_formats_of_torch_are_kept_there_too(folder: Address) -> None:
+    views = simple.views(simple.tensors(4))
+    checkpoint.save(folder / "a.ckpt", views, scheme="fsdp_dtensor")
+    values = simple.tensors(0)
+    checkpoint.open(folder / "a.ckpt").fill(checkpoint.targets_of(simple.views(values)))
+    assert all((value == 4).all() for value in values.values())
+    assert verify(folder / "a.ckpt") == []
+
+
+class Killed(BaseException):
+    """The end of a process, after which nothing is cleaned up."""
+
+
+class Deadly:
+    """A store in which the process dies at the n-th change."""
+
+    def __init__(self, store: Any, at: int, died: list[int]) -> None:
+        self._store, self._at, self._died = store, at, died
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+        if name not in ("open", "rm"):
+            return call
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._died.append(1)
+            if len(self._died) >= self._at:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def killed_at(at: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Do the work in a process that dies at the n-th change of the store. False: it ends before."""
+    died: list[int] = []
+    store = Address.store.fget
+    with monkeypatch.context() as patch:
+        patch.setattr(Address, "store", property(lambda self: Deadly(store(self), at, died)))
+        try:
+            work()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("folder", ["memory", pytest.param("s3", marks=pytest.mark.full)], indirect=True)
+def test_a_kill_between_parts_loses_nothing(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each moment there is the checkpoint from before or the new one; the next save cleans up."""
+    path = folder / "last.ckpt"
+    simple.save(path, 1)
+    seen = set()
+    for at in count(1):
+        if not killed_at(at, lambda: simple.save(path, 2), monkeypatch):
+            break
+        step = simple.step_of(path)
+        seen.add(step)
+        assert checkpoint.latest(folder) == path
+        simple.save(path, 1)
+        assert simple.step_of(path) == 1
+        assert names(folder) == one("last.ckpt")
+    assert seen == {1, 2}
+    assert at > 10  # eight files, and what was there before
+    for at in count(1):
+        if not killed_at(at, lambda: checkpoint.remove(path), monkeypatch):
+            break
+        assert checkpoint.latest(folder) in (path, None)
+        simple.save(path, 1)
+        assert names(folder) == one("last.ckpt")
+    assert names(folder) == []
+
+
+def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert killed_at(4, lambda: simple.save(folder / "a.ckpt", 1), monkeypatch)
+    left = names(folder)
+    assert left
+    simple.save(folder / "b.ckpt", 1)
+    assert names(folder) == sorted(left + one("b.ckpt"))  # it may be under way
+    now = time.time()
+    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    simple.save(folder / "b.ckpt", 2)
+    assert names(folder) == one("b.ckpt")
+
+
+def test_a_store_that_fails_is_told_of(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "a.ckpt"
+    simple.save(path, 1)
+    kind = type(path.store)
+    send = kind.open
+
+    def refuse(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.endswith("index.json"):
+            raise OSError(28, "quota exceeded")
+        return send(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"saving .*a\.ckpt failed|publishing .*quota exceeded"):
+        simple.save(path, 2)
+    monkeypatch.undo()
+    assert simple.step_of(path) == 1
+    assert names(folder) == one("a.ckpt")
+
+
+def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_path: Any) -> None:
+    simple.save(tmp_path / "a.ckpt", 1)
+    folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
+    assert simple.step_of(folder / "a.ckpt") == 1
+    root = publish.resolve(folder / "a.ckpt")
+    root.store.get(root.key, str(tmp_path / "b.ckpt"), recursive=True)
+    assert simple.step_of(tmp_path / "b.ckpt") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saves_beside_training(objects: Address, kind: Kind) -> None:
+    background, path = Background(kind), objects / "a.ckpt"
+    try:
+        for step in (1, 2):
+            simple.save(path, step, background)
+            background.settle()
+            assert simple.step_of(path) == step
+        with fault("gate:/nonexistent"):  # of the next worker
+            background.abort()
+            simple.save(path, 3, background)
+        assert background._worker is not None
+        background._worker.process.kill()
+        with pytest.raises(CheckpointError, match="died"):
+            background.settle()
+        assert simple.step_of(path) == 2
+        assert names(objects) == one("a.ckpt")
+        simple.save(path, 4, background)
+        background.settle()
+        assert simple.step_of(path) == 4
+    finally:
+        background.close()
+    assert not workers_of(os.getpid())
+
+
+def _two_ranks(url: str, address: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        use(address, patch)
+        background, layout = Background(), Layout(2, 1, "no_shard")
+        try:
+            model = Model(layout, dist.get_rank(), filled=True)
+            background.save(url, model.views())
+            background.settle()
+            again = Model(layout, dist.get_rank(), filled=False)
+            checkpoint.open(url).fill(checkpoint.targets_of(again.views()))
+            return again.differs(model)
+        finally:
+            background.close()
+
+
+def test_workers_of_two_ranks_meet_there(objects: Address, server: str) -> None:  # noqa: F811
+    assert run(_two_ranks, 2, str(objects / "a.ckpt"), server) == [[], []]
+    assert "a.ckpt/*/manifest.json" in names(objects)
+    assert not [name for name in names(objects) if "/parts/" in name]
+
+
+def test_memory_is_not_seen_by_a_worker() -> None:
+    background = Background()
+    with pytest.raises(CheckpointError, match="memory of this process"):
+        simple.save(Address("memory://x/a.ckpt"), 1, background)
+    background.close()
+
+
+def test_a_protocol_that_nobody_knows_is_named() -> None:
+    for call in (checkpoint.open, lambda path: simple.save(path, 1)):
+        with pytest.raises(CheckpointError, match=r"nosuch://a.* cannot be reached.*s3fs"):
+            call("nosuch://a/b.ckpt")
+
+
+def test_file_addresses_are_paths(tmp_path: Any) -> None:
+    simple.save(f"file://{tmp_path}/a.ckpt", 1)
+    assert simple.step_of(tmp_path / "a.ckpt") == 1
+
+
+def _kills(folder: Address, rounds: int, seed: int) -> None:
+    """SIGKILL at random moments: what was told to be safe is there, and the next save cleans up."""
+    draw, safe = random.Random(seed), 0
+    for _ in range(rounds):
+        command = [sys.executable, "-m", "tests.checkpoint.killed", str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            safe = max(safe, int(child.stdout.readline()))
+            time.sleep(draw.uniform(0, 0.5))
+            child.kill()
+            rest, errors = child.communicate()
+        assert not errors
+        safe = max([safe, *map(int, rest.split())])
+        found = checkpoint.latest(folder)
+        assert found is not None
+        assert simple.step_of(found) >= safe
+        for path in checkpoint.finished(folder):
+            simple.step_of(path)
+    simple.save(folder / "last.ckpt", safe + 5)
+    assert [name for name in names(folder) if name.startswith("last.ckpt")] == one("last.ckpt")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_moments(objects: Address, seed: int) -> None:
+    _kills(objects, 8, seed)
