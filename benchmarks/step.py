@@ -22,7 +22,8 @@ class Step:
     named by op (``attention:cudnn``). ``graph`` runs steps as CUDA graphs. With ``experts``, every layer has as many of
     width ``ffn``, divided over ``ep`` ranks; a token passes through ``topk`` of them. Random numbers choose them, so
     that all are equally busy, unless ``natural``. ``dim`` is the size of a head (0: ``hidden / heads``). ``level``
-    says what data-parallel replicas shard.
+    says what data-parallel replicas shard, and ``sharding`` gives further options of ``DataParallel``, as
+    ``prefetch:2``.
     """
 
     layers: int = 16
@@ -56,6 +57,7 @@ class Step:
     natural: bool = False
     dim: int = 0
     level: str = "optim"
+    sharding: tuple[str, ...] = ()
     device: str = "cuda"
 
     @property
@@ -173,12 +175,15 @@ def _value(old: Any, word: str) -> Any:
     return tuple(word.split(",")) if isinstance(old, tuple) else word
 
 
+SPLITS = ("tp", "pp", "vpp", "cp", "layout", "schedule", "kind", "ep")
+
+
 def only_of(step: Step, allowed: Iterable[str]) -> str | None:
     """Return why a peer that supports only the ``allowed`` choices cannot run the step, or None."""
     plain = Step()
     asked = [
         name
-        for name in ("tp", "pp", "vpp", "cp", "layout", "schedule", "kind", "recompute", "graph", "experts", "ep")
+        for name in (*SPLITS, "recompute", "graph", "experts", "sharding")
         if name not in allowed and getattr(step, name) != getattr(plain, name)
     ]
     return f"this runner has no {', '.join(asked)}" if asked else None

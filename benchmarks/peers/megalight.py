@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.meter import Meter, forget, random_rows
@@ -209,7 +210,7 @@ def train(
         context=ContextOptions(step.kind, inner=2 if step.kind == "all_to_all_ring" else None),
         recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,
         micro_batch_size=step.mbs,
-        data_parallel=DataParallel(level=step.level),  # type: ignore[arg-type]
+        data_parallel=DataParallel(level=step.level, **sharding_of(step)),  # type: ignore[arg-type]
     )
     cuda = step.device == "cuda"
     graphs = [CUDAGraph(warmup_steps=GRAPH_WARMUP, on_refusal="error")] if step.graph else []
@@ -256,6 +257,11 @@ def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
         {op: name for op, name in named.items() if op in settings},
         {op: name for op, name in named.items() if op not in settings},
     )
+
+
+def sharding_of(step: Step) -> dict[str, Any]:
+    """Return further options of ``DataParallel``."""
+    return {name: yaml.safe_load(value) for name, value in (word.split(":", 1) for word in step.sharding)}
 
 
 def by_hand(step: Step) -> list[float]:
