@@ -70,11 +70,13 @@ def _cudnn_why_not(spec: Spec) -> str | None:
 
 
 def _varlen_why_not(spec: Spec) -> str | None:
+    # Narrower values can be widened to the kernel's one size of heads; wider ones cannot.
     if spec.value_dim < spec.head_dim:
         spec = spec._replace(value_dim=spec.head_dim)  # values are padded
     return _kernel_why_not(spec, 256)
 
 
+# cuDNN first: it is faster where it can serve.
 ATTENTION_BLOCK.register(Backend("cudnn", cudnn.forward, 20, _cudnn_why_not))
 ATTENTION_BLOCK.register(Backend("varlen", varlen.forward, 10, _varlen_why_not))
 ATTENTION_BLOCK.register(Backend("reference", reference.forward, 0, serve_all))
@@ -95,6 +97,7 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, ca
             f"there are {heads} query heads and {kv_heads} key heads; the first must be a multiple of the second."
         )
     aligned = sequences is not None and sequences.keys is not None
+    # Kernels align masks at different corners; a square block is the same for all of them.
     if causal and not aligned and q.shape[1] != k.shape[1]:
         raise LayoutError(
             f"a causal block has {q.shape[1]} queries and {k.shape[1]} keys; their numbers must be equal. Remove the "

@@ -30,6 +30,7 @@ def _factor(scale: float | None, head_dim: int) -> float:
 
 def _scores(query: Tensor, key: Tensor, causal: bool, factor: float, window: int | None) -> Tensor:
     """``[H, S, Sk]``: the scores; minus infinity where a query does not see a key."""
+    # Key heads are repeated: neighbouring query heads share one.
     scores = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * factor
     allowed = mask(query.shape[1], key.shape[1], causal, window, query.device)
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
@@ -59,6 +60,7 @@ def forward(
     ):
         scores = _scores(query, key, causal, factor, window)
         sums.append(scores.logsumexp(-1))
+        # With the log-sum-exp of this block; a caller with more blocks merges the outputs.
         weights = (scores - sums[-1][..., None]).exp()
         outputs.append(weights @ value.repeat_interleave(query.shape[0] // value.shape[0], 0))
     return _pack(outputs, q), torch.stack(sums) if lengths is None else torch.cat(sums, -1)[None]
@@ -89,9 +91,11 @@ def backward(
     for (grad, query, output, logs), (key, value) in zip(per_query, per_key, strict=True):
         repeats = query.shape[0] // key.shape[0]
         weights = (_scores(query, key, causal, factor, window) - logs[..., None]).exp()
+        # The sum stands for the derivative of the softmax's denominator.
         pulled = grad @ value.repeat_interleave(repeats, 0).mT - (grad * output).sum(-1, keepdim=True)
         slopes = weights * pulled * factor
         grads[0].append(slopes @ key.repeat_interleave(repeats, 0))
         for found, whole in zip(grads[1:], (slopes.mT @ query, weights.mT @ grad), strict=True):
+            # Query heads that share a key head add up to its gradient.
             found.append(whole.unflatten(0, (-1, repeats)).sum(1))
     return _pack(grads[0], q), _pack(grads[1], k), _pack(grads[2], v)

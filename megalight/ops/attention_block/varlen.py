@@ -71,6 +71,7 @@ def backward(
     packing, lse, no_dropout = _packing(q, k, sequences), lse.contiguous(), lse.new_empty(0)
     plain, options = causal and window is None, _options(causal, scale, window)
     value_dim = v.shape[-1]
+    # Widened values: features of 0 add nothing to outputs or gradients.
     grad_out, v, out = (_padded(x, q.shape[-1]) for x in (grad_out, v, out))
     # As in the other backends, `out` and `lse` are merged over all blocks.
     tensors = (grad_out, q, k, v, out, lse)

@@ -38,6 +38,7 @@ def _triton_why_not(spec: Spec) -> str | None:
 _TRITON = "megalight.ops.rotary.triton"
 APPLY_ROTARY.register(Backend("triton", lazy(_TRITON, "apply_rotary"), 20, _triton_why_not))
 APPLY_ROTARY.register(Backend("reference", reference.apply_rotary, 0, serve_all))
+# Measuring saves a pass: the cast to 8 bits needs the largest magnitude of the gradient.
 ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv", measures=True), 20, _triton_why_not))
 ROTATE_QKV.register(Backend("reference", reference.rotate_qkv, 0, serve_all))
 

@@ -96,6 +96,8 @@ class RotaryScaling:
             return 1.0
         if self.mscale is None or self.mscale_all_dim is None:
             return self._magnitude(1.0)
+        # DeepSeek puts one part of the factor into the scores, where it reaches features
+        # that are not rotated, too.
         return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     @property
@@ -120,11 +122,13 @@ class RotaryScaling:
         return min(max(low, 0), dim - 1), min(max(high, 0), dim - 1)
 
     def _magnitude(self, weight: float) -> float:
+        # The formula of the YaRN paper, with its fit of 0.1.
         return 0.1 * weight * math.log(self.factor) + 1.0
 
 
 def unscaled(dim: int, base: float, device: torch.device | str = "cpu") -> Tensor:
     """Return ``base^(-2i/dim)``, ``[dim / 2]`` in float64."""
+    # float64: positions up to millions multiply these, and an error of a fraction grows with them.
     return float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
 
 
@@ -135,6 +139,7 @@ def _linear(scaling: RotaryScaling, dim: int, base: float, device: torch.device 
 def _ntk(scaling: RotaryScaling, dim: int, base: float, device: torch.device | str) -> Tensor:
     if dim == 2:
         raise ValueError("rotary scaling ntk needs at least 4 rotated features: it keeps the first of several pairs.")
+    # The base grows so that the slowest pair alone is divided by the whole factor.
     return unscaled(dim, base * scaling.factor ** (dim / (dim - 2)), device)
 
 
@@ -142,6 +147,7 @@ def _llama3(scaling: RotaryScaling, dim: int, base: float, device: torch.device 
     frequencies = unscaled(dim, base, device)
     turns = scaling.original_length * frequencies / (2 * math.pi)  # full turns within the original context
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    # Linear in the number of turns between both limits, as in Meta's code.
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
@@ -151,6 +157,7 @@ def _yarn(scaling: RotaryScaling, dim: int, base: float, device: torch.device | 
     low, high = scaling.correction_range(dim, base)
     high += 0.001 if low == high else 0.0  # a step, without a division by 0
     ramp = ((torch.arange(len(frequencies), dtype=torch.float64, device=device) - low) / (high - low)).clamp(0, 1)
+    # A weighted mean: pairs before the ramp keep their frequency, those after it are divided.
     return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
 
 

@@ -84,10 +84,12 @@ def _apply(
     INTERLEAVED: constexpr,
     BACKWARD: constexpr,
 ) -> None:
+    # 64 bits: token times row may pass 2^31.
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    # The inverse rotation, which is also the transposed one.
     if BACKWARD:
         s = -s
     _turn(
@@ -201,6 +203,7 @@ def _run_apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward:
             **_shape(head_dim, cos.shape[-1]),
             INTERLEAVED=interleaved,
             BACKWARD=backward,
+            # More warps for wide tokens, as one program serves all heads.
             num_warps=4 if heads * head_dim <= 8192 else 8,
         )
     return out
@@ -252,6 +255,7 @@ def _run_qkv(
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        # Angles only: the input is not needed, as the rotation is linear.
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return _run_apply(x, cos, sin, interleaved, False)
@@ -298,6 +302,7 @@ class _RotateQKV(torch.autograd.Function):
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first features of ``x [T, H, D]``."""
+    # The kernel reads tables row by row, without strides.
     out: Tensor = apply(_Apply, x, cos.contiguous(), sin.contiguous(), interleaved)
     return out
 

@@ -71,6 +71,7 @@ def ssd(
         ``[T, H, P]`` in the dtype of ``x``.
     """
     spec = Spec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
+    # Positions tell where sequences begin, without a copy of offsets to the host.
     return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions)
 
 

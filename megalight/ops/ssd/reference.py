@@ -38,6 +38,7 @@ def scan(
             which ``state`` holds.
         state: ``[H, P, N]``, the state before the first token. None: 0.
     """
+    # In float32 at least: decays are products of many factors.
     dtype, (tokens, heads, size), groups = wide(x.dtype), x.shape, b.shape[1]
     chunks = -(-tokens // CHUNK)
     missing = chunks * CHUNK - tokens
@@ -53,10 +54,11 @@ def scan(
     # padding continues the last sequence
     begin = torch.cat([starts, starts[-1:].expand(missing)]).view(chunks, CHUNK)
     first = torch.arange(chunks, device=x.device)[:, None] * CHUNK
-    # logarithm of the decay from the chunk's beginning, the token's own included
+    # Logarithm of the decay from the chunk's beginning, the token's own included: a product would underflow.
     total = (steps * a.to(dtype).view(groups, per)).cumsum(1)
 
     same = (begin[:, :, None] == begin[:, None, :]).tril()[..., None, None]
+    # Masked before the exponential: above the diagonal it would overflow.
     decay = (total[:, :, None] - total[:, None, :]).masked_fill(~same, -torch.inf).exp()
     weights = torch.einsum("ctgn,csgn->ctsg", queries, keys)[..., None] * decay * steps[:, None]
     y = torch.einsum("ctsgr,csgrp->ctgrp", weights, inputs)
@@ -65,9 +67,11 @@ def scan(
     last = (begin == begin[:, -1:])[..., None, None]
     to_end = (total[:, -1:] - total).masked_fill(~last, -torch.inf).exp() * steps
     added = torch.einsum("csgr,csgrp,csgn->cgrpn", to_end, inputs, keys)
+    # The state from before goes on only where the chunk's last sequence began before the chunk.
     kept = total[:, -1].exp() * (begin[:, -1:] < first)[..., None]
     current = added.new_zeros(added.shape[1:]) if state is None else state.to(dtype).view(added.shape[1:])
     before = []
+    # The only loop over time: all else is a product over whole chunks.
     for chunk in range(chunks):
         before.append(current)
         current = kept[chunk, ..., None, None] * current + added[chunk]
@@ -82,6 +86,7 @@ def continued(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, lengths: Sequence[int], states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See :func:`megalight.ops.ssd.ssd_continued`."""
+    # Decoding: one product per token, and no chunks.
     if max(lengths) == 1:
         return _step(x, dt, a, b, c, d, states)
     outputs, ends = [], []
