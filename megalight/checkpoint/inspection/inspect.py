@@ -70,6 +70,7 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     path = publish.place(path)
     root = publish.resolve(path)
     manifest = manifests.read(root)
+    # Sizes of files alone: reading them would take as long as loading the checkpoint.
     manifests.check_files(root, manifest)
     records = dict(manifest.files)
 
@@ -129,6 +130,7 @@ def _layout(common: Any) -> str:
 
 
 def _progress(common: Any) -> dict[str, int | float | str]:
+    # Bookkeeping only: nested entries are state of callbacks and loops.
     pairs = common.get("$dict", common.items()) if isinstance(common, dict) else ()
     return {key: value for key, value in pairs if isinstance(key, str) and type(value) in (int, float, str)}
 
@@ -142,6 +144,7 @@ def _norms(root: Place, manifest: manifests.Manifest, tensors: Mapping[str, Tens
             by_file.setdefault(chunk.file, []).append((info, chunk))
     for name, parts in sorted(by_file.items()):
         with DataFile(root, name, dict(manifest.files)) as file:
+            # Block sums are checked below, as each block is read anyway.
             file.verify(())
             for info, chunk in sorted(parts, key=lambda part: part[1].start):
                 nbytes = prod(chunk.size) * CODES[info.dtype][1]
@@ -158,6 +161,7 @@ def floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
         # bfloat16 is the upper half of float32.
         return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
     if dtype in _FLOAT8:
+        # A table of all 256 values: numpy has no such types.
         return np.array([_FLOAT8[dtype](byte) for byte in range(256)])[raw]
     return raw.view("float32" if dtype == "complex64" else dtype).astype(np.float64)
 
@@ -169,6 +173,7 @@ def _minifloat(byte: int, mantissa: int, bias: int) -> float:
     return -size if byte & 0x80 else size
 
 
+# IEEE 754 has infinities; `e4m3fn` has none, and one pattern for NaN.
 def _e5m2(byte: int) -> float:
     if (byte & 0x7C) == 0x7C:
         return float("nan") if byte & 3 else float("-inf" if byte & 0x80 else "inf")
@@ -204,6 +209,7 @@ def _rows(report: Report, depth: int | None) -> Iterator[tuple[str, str]]:
     shown: tuple[str, ...] = ()
     summed: dict[tuple[str, ...], list[TensorInfo]] = {}
     for name, info in sorted(report.tensors.items(), key=lambda item: _natural(item[0])):
+        # Grouped by the first levels of the name, which keeps the sorted order.
         parts = tuple(name.split("."))
         summed.setdefault(parts[:depth] if depth else parts, []).append(info)
     for parts, infos in summed.items():

@@ -42,6 +42,7 @@ def verify(path: str | os.PathLike[str]) -> list[Damage]:
     """
     root = publish.resolve(path)
     try:
+        # Without the manifest nothing is known of the rest.
         manifest = manifests.read(root)
     except (CheckpointError, OSError) as error:
         return [Damage(manifests.NAME, None, str(error))]
@@ -74,6 +75,7 @@ def _data(
     try:
         with DataFile(root, name, records) as file:
             try:
+                # What lies around the blocks: headers and gaps.
                 file.verify(())
                 if file.path.suffix == TORCH_SUFFIX:
                     file.verify_around((c.start, c.start + prod(c.size) * CODES[i.dtype][1]) for i, c in parts)

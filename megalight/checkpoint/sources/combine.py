@@ -46,6 +46,7 @@ class Filling(ABC):
         """See :meth:`megalight.parallel.source.Source.fill`."""
         boxes = list(targets)
         filled = self.first.fill(boxes, strict=strict, prefix=prefix, process_group=process_group)
+        # After the first has filled: what follows may change or replace that.
         self.follow(boxes, prefix, process_group)
         return filled
 
@@ -69,7 +70,8 @@ class Averaged(Filling):
         floating = [box for box in boxes if self._is_float(box.name)]
         total: list[Target] = []
         for source in self.sources:
-            # also the first is read again: its values may have been rounded to the boxes' dtype
+            # The first is read again, too: its values may have been rounded to the boxes' dtype, and a sum of half
+            # values would lose digits.
             parts = [replace(box, data=_wide(box.data)) for box in floating]
             source.fill(parts, strict=False, process_group=process_group)
             # Empty in the first turn, whose parts become the sum.
@@ -103,6 +105,7 @@ class Overlaid(Filling):
     def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
         """See :meth:`Filling.follow`."""
         held = self.over.tensors
+        # Only its own tensors; all else stays as `under` has filled it.
         self.over.fill([box for box in boxes if box.name in held], strict=False, process_group=process_group)
 
 
@@ -148,6 +151,7 @@ class Held:
         filled = compare(Ranks(process_group), "memory", self.tensors, asked, strict=strict, prefix=prefix)
         for box in boxes:
             if box.name in self.values:
+                # A box is a part of the tensor: its offset and size say which.
                 place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True))
                 box.data.copy_(self.values[box.name][place])
         return filled

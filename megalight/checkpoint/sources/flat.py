@@ -100,6 +100,7 @@ class FlatStates:
         touched: dict[str, Tensor] = {}
         overlaps = []
         for box in boxes:
+            # Tensors that are not in pieces are filled as they are.
             for offset, size in self.wholes[box.name].pieces if box.name in self.wholes else ():
                 overlap = _overlap(box, offset, size)
                 if overlap is not None:

@@ -35,7 +35,9 @@ class FullPrecision(Filling):
 
     def follow(self, boxes: Sequence[Target], prefix: str, process_group: ProcessGroup | None) -> None:
         """See :meth:`Filling.follow`."""
+        # Flat masters are seen as whole ones first, so that both schemes serve.
         masters = Renamed(canonical(self.saved), prefix, MASTER + prefix)
+        # A run in float32 has no masters: its weights are exact already.
         if masters.tensors:
             wide = [target for target in boxes if target.data.dtype in WIDE]
             masters.fill(wide, strict=False, process_group=process_group)

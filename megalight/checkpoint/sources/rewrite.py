@@ -42,6 +42,7 @@ def rewrite(
     # All ranks that saved it, though one process writes: their random states must not be lost.
     states = {rank: opened.rank_state(rank) for rank in range(opened.world_size)}
     names = [name.removeprefix("files/") for name in opened.manifest.files if name.startswith("files/")]
+    # One process of a larger run may call this, so it must not wait for the others.
     with alone() as group:
         save(
             output,
@@ -57,6 +58,7 @@ def rewrite(
 def _views(source: Source, scheme: str, group: ProcessGroup | None) -> dict[str, View]:
     """One view per tensor; the flat scheme's states are flattened, as a run without tensor parallelism holds them."""
     names = list(source.tensors)
+    # Weights stay canonical in every scheme; only states differ.
     flat = [name for name in names if scheme == DP_RESHARDABLE and not name.startswith(WEIGHTS)]
     return {
         **views_of_source(source, (name for name in names if name not in flat), None, group),

@@ -93,11 +93,13 @@ class PackedDataset:
         self._arguments = (corpus, documents, options, num_samples, seed, label, cache_dir)
         self._seed, self._label = seed, label
         lengths = corpus.data.lengths[documents.start : documents.stop]
+        # All that the rows depend on: another value must find no cached rows.
         description = {
             "lengths": hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest(),
             "documents": [documents.start, documents.stop],
             "loss_tokens": None if corpus.meta is None else corpus.meta.num_loss_tokens,
             "seed": seed,
+            # Ids of padding and of the vocabulary do not change rows.
             **{key: value for key, value in asdict(options).items() if key not in ("pad_id", "vocab_size")},
         }
         self.order = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
@@ -109,8 +111,10 @@ class PackedDataset:
         )
         self.items, self.bounds = arrays["items"], arrays["bounds"]
         self.num_rows = len(self.bounds) - 1
+        # Whole passes, so that the order of each depends on its number alone.
         passes = 1 if num_samples is None else max(1, -(-num_samples // self.num_rows))
         self._length = passes * self.num_rows
+        # Two passes, as loaders read ahead into the next one.
         self._permutation = lru_cache(maxsize=2)(self._permuted)
 
     def __reduce__(self) -> tuple[Callable[..., PackedDataset], tuple[Any, ...]]:
@@ -149,6 +153,7 @@ class PackedDataset:
                 mask[here] = (text[1:] != self.options.pad_id) & (text[1:] >= 0)
             lengths.append(size)
             at += size
+        # Checked here: an id above the vocabulary is an error of the device on a GPU, without a name.
         highest = max(int(tokens.max()), int(labels.max()))
         if self.options.vocab_size is not None and highest >= self.options.vocab_size:
             raise DataError(
@@ -157,6 +162,7 @@ class PackedDataset:
             )
         if at < s:
             lengths.append(s - at)  # padding is a sequence of its own, so no conversation attends to it
+        # Ids below 0 mark tokens without a loss in data of others; embeddings have no such rows.
         return Sample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
 
     def _build(self, documents: range) -> dict[str, NDArray[Any]]:
@@ -183,6 +189,7 @@ def _pieces(corpus: Corpus, documents: range, options: PackOptions, label: str) 
     sequences = np.arange(documents.start, documents.stop, dtype=np.int64)
     positions = corpus.data.lengths[documents.start : documents.stop].astype(np.int64) - 1
     if corpus.loss is None:
+        # Text has no beginning that must be kept: pieces of `S` positions, the last one shorter.
         counts = np.maximum(-(-positions // s), 0)
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its text
         sizes = np.minimum(np.repeat(positions, counts) - number * s, s)
@@ -200,6 +207,7 @@ def _pieces(corpus: Corpus, documents: range, options: PackOptions, label: str) 
         if options.too_long == "cut_start":
             items[long, 1] = positions[long] - s
         items[long, 2] = s
+        # A single token has nothing to predict.
         kept = positions > 0
         if options.too_long == "drop":
             kept[long] = False

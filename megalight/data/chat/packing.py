@@ -38,6 +38,7 @@ def best_fit(sizes: NDArray[Any], capacity: int) -> tuple[NDArray[np.int64], NDA
     bins: dict[int, list[int]] = {}  # room -> the bins that have it
     count = 0
     for place, size in enumerate(sizes[order].tolist()):
+        # The smallest room that is large enough: the fullest bin.
         at = bisect_left(room, size)
         if at == len(room):
             number, left = count, capacity - size
@@ -53,6 +54,7 @@ def best_fit(sizes: NDArray[Any], capacity: int) -> tuple[NDArray[np.int64], NDA
                 insort(room, left)
                 bins[left] = []
             bins[left].append(number)
+    # Stable, so that items of a bin keep the order of their sizes.
     by_bin = np.argsort(chosen, kind="stable")
     bounds = np.searchsorted(chosen[by_bin], np.arange(count + 1))
     return order[by_bin], bounds.astype(np.int64)

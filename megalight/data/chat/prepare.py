@@ -36,6 +36,7 @@ class _ChatEncoder:
     dtype: np.dtype[Any]
 
     def __call__(self, block: Block) -> Encoded:
+        # Empty pieces first: a block without rows must still give arrays of these dtypes.
         tokens, masks, lengths, ends = [np.zeros(0, self.dtype)], [np.zeros(0, np.uint8)], list[int](), list[bool]()
         skipped: list[str] = []
         for place, record in records_of(block):
@@ -66,6 +67,7 @@ class _ChatEncoder:
         if isinstance(record, DataError):
             raise record
         found = conversations(record, place)
+        # Pairs have two sequences per document, so a reader takes all documents for the same kind.
         if (kind := _kind(found)) != self.kind:
             raise DataError(
                 f"{place} is of the kind {kind!r}, and the first row is of the kind {self.kind!r}; a data set holds "
@@ -78,6 +80,7 @@ class _ChatEncoder:
                 encoded.append(encode(self.tokenizer, text, spans))
             except DataError as error:
                 raise DataError(f"{place}: {error}") from error
+            # Such a row would be a row of padding for the loss.
             if not encoded[-1][1].any():
                 raise DataError(
                     f"{place}: the conversation has no token of the assistant to learn from; it needs a message with "
@@ -142,6 +145,7 @@ def prepare_chat(
     source = None if chat_template is None else _read(chat_template)
     chosen = Tokenizer.load(tokenizer)
     template = ChatTemplate.of(chosen, source)
+    # Saved with the tokenizer, so that generation writes prompts as training saw them.
     chosen.chat_template = template.source
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar(progress))
@@ -163,6 +167,7 @@ def prepare_chat(
 
 def _first_kind(files: Sequence[TextFile]) -> Kind:
     """Return the kind of the first row that can be read. Bad rows before it are reported when they are encoded."""
+    # Bad rows are skipped here, whatever the user chose: they are told of when they are encoded.
     for block in blocks(files, on_bad="skip"):
         for place, record in records_of(block):
             try:

@@ -143,6 +143,7 @@ def _of_messages(row: _Row) -> tuple[Conversation, ...]:
 
 def _of_prompt(row: _Row) -> tuple[Conversation, ...]:
     prompt = row.messages("prompt", "user")
+    # Only the completion is learned, whoever speaks in the prompt.
     return (Conversation(prompt + row.messages("completion", "assistant"), row.tools(), len(prompt)),)
 
 
@@ -165,6 +166,7 @@ def _of_sharegpt(row: _Row) -> tuple[Conversation, ...]:
         if not isinstance(value, str):
             row.fail(f"{where}.value", value, "a string")
         if speaker == "function_call":
+            # The name that ShareGPT's files have for a message that calls a tool.
             messages.append({"role": "assistant", "tool_calls": _calls(row, f"{where}.value", value), "content": None})
         elif speaker in SPEAKERS:
             messages.append({"role": SPEAKERS[speaker], "content": value})
@@ -194,6 +196,7 @@ def _of_pair(row: _Row) -> tuple[Conversation, ...]:
     else:
         # the prompt is what both begin with
         same = (number for number, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1])
+        # If one answer begins with the other, what they share is the prompt.
         first = next(same, min(len(chosen), len(rejected)))
     if chosen == rejected:
         row.fail("'rejected'", row.record["rejected"], "another answer than 'chosen'")

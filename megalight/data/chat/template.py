@@ -46,6 +46,7 @@ class ChatTemplate:
                 "the tokenizer has no chat template; take the folder of a chat model, or give a Jinja file with "
                 "chat_template (--chat-template)."
             )
+        # Special tokens under their own names win over what we know of them.
         named = {"eos_token": tokenizer.eod_token, "pad_token": tokenizer.pad_token, **tokenizer.named}
         template = cls(source, {name: token for name, token in named.items() if token is not None})
         jinja2 = require("jinja2", "chat templates")
@@ -138,6 +139,7 @@ def encode(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[list
 
     The text is encoded as a whole. A token that begins before a span and reaches into it counts.
     """
+    # As a whole, because tokens may reach over the ends of messages: pieces would be encoded differently.
     ids, offsets = tokenizer.encode_with_offsets(text)
     loss = np.zeros(len(ids), np.uint8)
     if spans and ids:
