@@ -1,4 +1,4 @@
-"""Twenty typical mistakes: each must end with one screen of text and an exit code, and soon.
+"""Typical mistakes: each must end with one screen of text and an exit code, and soon.
 
 python benchmarks/mistakes.py                                      # prints a table
 python benchmarks/mistakes.py --out benchmarks/results/mistakes.md
@@ -55,6 +55,8 @@ MISTAKES = {
     "word for a number": f"{RUN} --model.config.hidden_size=big",
     "unknown choice": f"{RUN} --trainer.precision=bf16mixed",
     "sequence parallel alone": f"{RUN} --trainer.strategy.sequence_parallel=true",
+    "heads that do not divide": f"{RUN} --model.config.num_heads=5",
+    "more ranks than heads": f"{RUN} --trainer.devices=8 --trainer.strategy.tensor_parallel=8",
     "negative clipping": f"{RUN} --trainer.gradient_clip_val=-1",
     "data that is not there": f"{RUN} --data.data=data/txt",
     "negative number of readers": f"{RUN} --data.num_workers=-1",
@@ -124,7 +126,7 @@ def main() -> int:
     print(text)
     if arguments.out is not None:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        head = f"# Twenty typical mistakes\n\nMade by `python benchmarks/mistakes.py` ({machine}).\n\n"
+        head = f"# Typical mistakes\n\nMade by `python benchmarks/mistakes.py` ({machine}).\n\n"
         arguments.out.write_text(head + text + "\n")
     bad = [f"{row.name}: exit {row.code}, {row.lines} lines: {row.first}" for row in rows if not row.good]
     print("\n".join(bad), file=sys.stderr)

@@ -1,7 +1,8 @@
-"""Find mistakes in a command before torch is imported: in keys, in kinds of values, and in values themselves.
+"""Find mistakes in a command before Lightning is imported: in keys, in kinds of values, and in values themselves.
 
 Keys and kinds are compared with the source of the classes (:mod:`megalight.cli.signatures`); values are checked by the
-functions that the classes themselves call. What cannot be known without imports is left to the parser.
+functions that the classes themselves call. None of these needs torch. Sizes of a model and its split do, so they come
+last (:mod:`megalight.cli.sizes`). What cannot be known without other imports is left to the parser.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalight.cli import explain, rules, signatures
+from megalight.cli import explain, rules, signatures, sizes
 from megalight.cli.signatures import Source
 from megalight.errors import ConfigurationError, nearest
 
@@ -80,7 +81,9 @@ def check(verb: str, words: Sequence[str]) -> None:
         values = {key: value for key, value in values.items() if key not in replaced} | part
     # Nothing is run then, so the values need not fit together.
     if not any(key.partition("=")[0] == "print_config" for key in values):
-        rules.check(verb, {key: signatures.read_word(value) for key, value in values.items()}, classes)
+        read = {key: signatures.read_word(value) for key, value in values.items()}
+        rules.check(verb, read, classes)
+        sizes.check(read, classes, rules.is_megatron(classes))
 
 
 def _classes(part: Mapping[str, Any], before: Mapping[str, Source | None]) -> Classes:

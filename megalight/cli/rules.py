@@ -27,7 +27,7 @@ def check(verb: str, values: Values, classes: Mapping[str, Source | None]) -> No
         MegalightError: a value breaks a rule.
     """
     check_trainer(_under("trainer", values))
-    if _is_one_of(STRATEGIES, classes.get("trainer.strategy")):
+    if is_megatron(classes):
         given = _under("trainer.strategy", values)
         _call(check_degrees, given)
         # A value of another kind is refused elsewhere, with a better message.
@@ -104,6 +104,11 @@ def _call(rule: Callable[..., None], given: Values) -> None:
 
 def _under(prefix: str, values: Values) -> dict[str, Any]:
     return {key[len(prefix) + 1 :]: value for key, value in values.items() if key.startswith(f"{prefix}.")}
+
+
+def is_megatron(classes: Mapping[str, Source | None]) -> bool:
+    """Return whether the strategy is one of Megalight's."""
+    return _is_one_of(STRATEGIES, classes.get("trainer.strategy"))
 
 
 def _is_one_of(names: tuple[str, ...], source: Source | None) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "_defaults_from_env_vars")
 """Decorators and metaclasses that leave the arguments of a class as they are."""
 
@@ -365,9 +366,11 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 def read_word(value: Any) -> Any:
     """Return the value that a word stands for: ``0x10`` is 16, ``no`` is False."""
     try:
-        return yaml.safe_load(value) if isinstance(value, str) else value
+        read = yaml.safe_load(value) if isinstance(value, str) else value
     except (ValueError, yaml.YAMLError):
         return value
+    # YAML 1.1 reads 1e-5 as text, because it has no point; the parser reads a number.
+    return float(read) if isinstance(read, str) and EXPONENT.fullmatch(read) else read
 
 
 def _number(value: Any) -> float | None:
