@@ -24,7 +24,7 @@ from megalight.strategies.megatron import MegatronStrategy
 
 log = logging.getLogger(__name__)
 
-SCOPES = ("iteration", "layer", "attention")
+SCOPES = ("iteration", "layer", "attention", "router")
 MAX_GRAPHS = 4
 COUNTERS = ("global_step", "current_epoch")
 """Attributes of the trainer that change from step to step."""
@@ -39,13 +39,14 @@ class CUDAGraph(pl.Callback):
     addresses of tensors. Other steps run eagerly.
 
     ``scope="layer"`` and ``"attention"`` record forward and backward of each layer or of its attention, once for each
-    micro-batch in flight. The rest runs eagerly: embedding, head, loss, and bucket by bucket the reduction of gradients
+    micro-batch in flight. ``"router"`` also records the routers of layers with experts, whose shapes do not depend on
+    the routes. The rest runs eagerly: embedding, head, loss, and bucket by bucket the reduction of gradients
     and the gathering of parameters.
 
     Clipping, the optimizer and evaluation are not recorded.
 
     Args:
-        scope: ``iteration``, ``layer`` or ``attention``.
+        scope: ``iteration``, ``layer``, ``attention`` or ``router``.
         warmup_steps: number of eager steps before recording, at least 2; for ``iteration``, of each form of steps. The
             last of them is checked for operations that cannot be recorded.
         max_graphs: for ``iteration``: maximum number of recorded forms of steps (shapes, numbers of micro-batches).
@@ -68,7 +69,7 @@ class CUDAGraph(pl.Callback):
 
     def __init__(
         self,
-        scope: Literal["iteration", "layer", "attention"] = "iteration",
+        scope: Literal["iteration", "layer", "attention", "router"] = "iteration",
         warmup_steps: int = 3,
         max_graphs: int | None = None,
         backend: str = "own",
@@ -91,10 +92,10 @@ class CUDAGraph(pl.Callback):
                 f"max_graphs={max_graphs} limits the forms of steps, and scope={scope!r} records modules; leave it "
                 "out, or choose scope='iteration'."
             )
-        if backend != "own" and scope == "iteration":
+        if backend != "own" and scope in ("iteration", "router"):
             raise ConfigurationError(
-                f"backend={backend!r} records modules, and scope='iteration' is no module; choose "
-                "scope='layer' or 'attention', or backend='own'."
+                f"backend={backend!r} records layers and attention, not scope={scope!r}; choose scope='layer' or "
+                "'attention', or backend='own'."
             )
         self.scope = scope
         self.backend = backend

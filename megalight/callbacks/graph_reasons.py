@@ -12,6 +12,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
+from megalight.nn.moe import MoE
 from megalight.parallel.groups import speaks
 from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.pipeline import schedules
@@ -105,21 +106,25 @@ def of_hooks_in(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
 
 
 def parts_of(chunk: nn.Module, scope: str) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a chunk, or their attention, by name and in order.
+    """Return the layers of a chunk, or their attention (and routers, with scope ``router``), by name and in order.
 
     Raises:
         ConfigurationError: the chunk has no layers, or they have no attention.
     """
-    found = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
-    layers = [(f"layers.{index}", layer) for index, layer in found.items()] + list(depths_of(chunk).items())
+    by_index = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
+    layers = [(f"layers.{index}", layer) for index, layer in by_index.items()] + list(depths_of(chunk).items())
     if scope == "layer":
         return layers
+    found: list[tuple[str, nn.Module]] = []
     for name, layer in layers:
         if not isinstance(getattr(layer, "attention", None), nn.Module):
             raise ConfigurationError(
                 f"{name} ({type(layer).__name__}) has no module `attention`; give it that name, or use scope='layer'"
             )
-    return [(f"{name}.attention", layer.attention) for name, layer in layers]  # type: ignore[misc]
+        found.append((f"{name}.attention", layer.attention))  # type: ignore[arg-type]
+        if scope == "router" and isinstance(mlp := getattr(layer, "mlp", None), MoE):
+            found.append((f"{name}.mlp.router", mlp.router))
+    return found
 
 
 def of_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -19,8 +19,10 @@ from megalight.callbacks.graph_reasons import of_environment, of_parts, of_whole
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig
 from megalight.models.module import Carry
+from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision
@@ -41,6 +43,21 @@ EVALUATING = {"limit_val_batches": 1, "val_check_interval": 1}
 LATER = Pipeline(schedule="zero_bubble")
 DROPPING = replace(BASE, dropout=DropoutConfig(hidden=0.2, attention=0.1, embedding=0.1))
 FOUR = replace(DROPPING, num_layers=4)
+EXPERTS = replace(
+    BASE,
+    moe=MoEConfig(
+        num_experts=4,
+        ffn_hidden_size=12,
+        pattern=(False, True),
+        router=RouterConfig(score="sigmoid", expert_bias=True, expert_bias_rate=0.1),
+        balance=BalanceConfig(aux_loss=0.1, global_aux_loss=0.1, z_loss=0.01),
+        capacity=CapacityConfig(factor=1.5, pad=True),
+    ),
+)
+"""Experts with a fixed number of rows, and counts of the step that is on its way."""
+ROUTED = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity=None))
+"""The number of rows depends on the routes."""
+EP2 = {"micro_batch_size": 1, "expert_parallel": 2, "expert": ExpertOptions(equal_tokens=True)}
 
 
 def train(config: Any, warmup: int, options: dict[str, Any]) -> Any:
@@ -115,6 +132,15 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
     "delayed scales": (1, WIDE, low_precision("delayed"), STEPS - 2, 1),
     "vpp, first layer in bf16": (2, replace(WIDE, num_layers=4), MIXED, STEPS - 2, 1),
     "stochastic rounding": (1, WIDE, low_precision("nvfp4"), STEPS - 2, 1),
+    "experts": (1, EXPERTS, {"micro_batch_size": 2}, STEPS - 2, 1),
+    "experts, forced": (
+        1,
+        replace(EXPERTS, moe=replace(EXPERTS.moe, router=RouterConfig(force_balance=True))),
+        {"micro_batch_size": 2},
+        STEPS - 2,
+        1,
+    ),
+    "experts, ep": (2, EXPERTS, EP2, STEPS - 2, 1),
     "weights as codes": (2, WIDE, low_precision("tensorwise", primary_weights=True), STEPS - 2, 1),
 }
 
@@ -173,6 +199,9 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
         2 * 1,
         2 * 2,
     ),
+    "layer, experts": ("layer", 1, EXPERTS, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
+    "layer, experts, ep": ("layer", 2, EXPERTS, EP2, 2 * 2, 2 * 2),
+    "router, ep": ("router", 2, ROUTED, {"micro_batch_size": 1, "expert_parallel": 2}, 2 * 3, 2 * 3),
     "layer, stochastic rounding": ("layer", 1, WIDE, low_precision("nvfp4"), 2 * 2, 2 * 2),
 }
 """Scope, ranks, model, options; forwards of parts per step and rank; recordings, where they are the same everywhere."""

@@ -65,7 +65,7 @@ def grouped_bias(y: Tensor, bias: Tensor, offsets: Tensor, weights: Tensor | Non
     row = torch.arange(len(y), dtype=offsets.dtype, device=y.device)
     expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
     # a product with one-hot rows, so that the gradient of the bias is a product too: always summed in the same order
-    chosen = torch.nn.functional.one_hot(expert, len(bias)).to(y.dtype)
+    chosen = (expert.unsqueeze(1) == torch.arange(len(bias), device=y.device)).to(y.dtype)
     if weights is not None:
         chosen = chosen * weights.to(y.dtype).unsqueeze(-1)
     return torch.addmm(y, chosen, bias.to(y.dtype))

@@ -13,8 +13,8 @@ def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int
     """Implement :func:`megalight.ops.permute.permutation`."""
     flat = experts.flatten().long()
     here = (flat >= 0) & (flat < num_experts)
-    # `[T k, E]`. Pairs without a row fall into an extra column, which is cut off.
-    chosen = torch.nn.functional.one_hot(torch.where(here, flat, num_experts), num_experts + 1)[:, :-1]
+    # `[T k, E]`. Pairs without a row equal no expert. (`one_hot` would read values on the host.)
+    chosen = (flat.unsqueeze(1) == torch.arange(num_experts, device=flat.device)).long()
     sizes = chosen.sum(0)
     if capacity is not None:
         sizes = sizes.clamp(max=capacity)

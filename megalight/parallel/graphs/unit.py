@@ -63,15 +63,15 @@ class Unit:
         """Record both graphs in the middle of a step, while messages of other ranks may be in flight.
 
         Raises:
-            MegalightError: an output has no gradient.
+            MegalightError: no output has a gradient.
         """
         # Forward before backward, in one pool: the backward reads activations that the forward's graph keeps alive.
         self._forward = recorder.record(self._call, generators, pool, settle=False)
         self._structure = self._forward.result
         self.outputs = tensors_of(self._structure)
-        if not self.outputs or not all(output.requires_grad for output in self.outputs):
-            raise MegalightError(f"{self.name} must return at least one tensor, and all of them need gradients")
-        self.gradients = [torch.empty_like(output) for output in self.outputs]
+        if not any(output.requires_grad for output in self.outputs):
+            raise MegalightError(f"{self.name} must return at least one tensor that needs a gradient")
+        self.gradients = [torch.empty_like(output) for output in self._differentiable]
         self._backward = recorder.record(self._differentiate, generators, pool, settle=False)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -113,7 +113,7 @@ class Unit:
     def _differentiate(self) -> list[Tensor | None]:
         with self.engine.main_gradients.noting() as self.arrivals:
             # Replays read the activations that the forward saved, so autograd must not free them.
-            torch.autograd.backward(self.outputs, self.gradients, retain_graph=True)
+            torch.autograd.backward(self._differentiable, self.gradients, retain_graph=True)
         found = [leaf.grad for leaf in self.leaves]
         if self.previous is None:
             return found
@@ -126,6 +126,11 @@ class Unit:
         for leaf in self.leaves:  # copied, so the graphs' pool can reuse the memory
             leaf.grad = None
         return list(self.previous.gradients)
+
+    @property
+    def _differentiable(self) -> list[Tensor]:
+        """The outputs with gradients. A router returns indices of experts, too."""
+        return [output for output in self.outputs if output.requires_grad]
 
     def replay_forward(self) -> tuple[Tensor, ...]:
         """Replay the forward, and return the module's outputs."""
@@ -143,7 +148,8 @@ class Unit:
             )
         assert self._backward is not None
         self.forwarded = False
-        for target, gradient in zip(self.gradients, gradients, strict=True):
+        arrived = [g for g, output in zip(gradients, self.outputs, strict=True) if output.requires_grad]
+        for target, gradient in zip(self.gradients, arrived, strict=True):
             if gradient.data_ptr() != target.data_ptr():
                 target.copy_(gradient, non_blocking=True)
         self._backward.replay()
@@ -164,7 +170,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        return unit.replay_forward()
+        outputs = unit.replay_forward()
+        ctx.mark_non_differentiable(*(x for x, own in zip(outputs, unit.outputs, strict=True) if not own.requires_grad))
+        return outputs
 
     @staticmethod
     @once_differentiable
