@@ -51,6 +51,20 @@ def hull(size: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> 
     return first, first + 1 + sum((n - 1) * s for n, s in zip(lengths, steps, strict=True))
 
 
+def meeting(
+    first: Sequence[int], size: Sequence[int], second: Sequence[int], extent: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return where two boxes meet, as places in the first and in the second; None if they do not."""
+    low = [max(a, b) for a, b in zip(first, second, strict=True)]
+    high = [min(a + m, b + n) for a, m, b, n in zip(first, size, second, extent, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    return (
+        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, first, strict=True)),
+        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, second, strict=True)),
+    )
+
+
 def read_box(
     file: OpenFile, start: int, dtype: torch.dtype, size: Sequence[int], offset: Sequence[int], target: Tensor
 ) -> None:

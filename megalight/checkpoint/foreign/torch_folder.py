@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.boxes import in_threads
+from megalight.checkpoint.boxes import in_threads, meeting
 from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.files import CODES, MAX_JSON, TORCH_METADATA, checked_count, checked_shape, located
 from megalight.checkpoint.foreign import pickles
@@ -95,7 +95,7 @@ class TorchFolder:
         for box in wanted:
             found = 0
             for shard in self.tensors[box.key].shards:
-                inside = _overlap(box.offset, box.data.shape, shard.offset, shard.size)
+                inside = meeting(box.offset, box.data.shape, shard.offset, shard.size)
                 if inside is not None:
                     mine, theirs = inside
                     found += box.data[mine].numel()
@@ -158,17 +158,3 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
     if sum(prod(shard.size) for shard in shards) < prod(shape):
         raise CheckpointError(f"{what}: {key} of shape {list(shape)} is not complete: shards are missing.")
     return TorchTensor(shape, dtype, tuple(shards))
-
-
-def _overlap(
-    first: Sequence[int], size: Sequence[int], second: Sequence[int], extent: Sequence[int]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where two boxes meet, as places in the first and in the second; None if they do not."""
-    low = [max(a, b) for a, b in zip(first, second, strict=True)]
-    high = [min(a + m, b + n) for a, m, b, n in zip(first, size, second, extent, strict=True)]
-    if any(a >= b for a, b in zip(low, high, strict=True)):
-        return None
-    return (
-        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, first, strict=True)),
-        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, second, strict=True)),
-    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalight.checkpoint.boxes import meeting
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
@@ -102,28 +103,19 @@ class FlatStates:
         for box in boxes:
             # Tensors that are not in pieces are filled as they are.
             for offset, size in self.wholes[box.name].pieces if box.name in self.wholes else ():
-                overlap = _overlap(box, offset, size)
-                if overlap is not None:
+                found = meeting(box.offset, box.data.shape, offset, size)
+                if found is not None:
+                    mine, inside = found
                     name = piece_name(box.name, offset, size)
                     # Once for all boxes that touch the piece.
                     touched.setdefault(name, torch.empty(prod(size), dtype=box.data.dtype))
-                    overlaps.append((name, size, *overlap))
+                    overlaps.append((name, size, box.data[mine], inside))
         flat = [Target(name, (len(data),), (0,), data) for name, data in touched.items()]
         # One fill for all, so that files are opened once.
         self.saved.fill([*plain, *flat], strict=False, process_group=process_group)
         for name, size, part, inside in overlaps:
             part.copy_(touched[name].view(size)[inside])
         return filled
-
-
-def _overlap(box: Target, offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[Tensor, tuple[slice, ...]] | None:
-    """Return the memory that a box and a piece share, and its place in the piece; None if they share none."""
-    low = [max(a, b) for a, b in zip(box.offset, offset, strict=True)]
-    high = [min(a + m, b + n) for a, m, b, n in zip(box.offset, box.data.shape, offset, size, strict=True)]
-    if any(a >= b for a, b in zip(low, high, strict=True)):
-        return None
-    part = box.data[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))]
-    return part, tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
