@@ -38,6 +38,7 @@ def compare(
     """
 
     def check() -> list[str]:
+        # Sorted, so that every run names the same tensors.
         missing = sorted(asked.keys() - stored.keys())
         if strict and missing:
             raise CheckpointError(
@@ -52,6 +53,7 @@ def compare(
             raise CheckpointError(f"shapes in {where} and in this model differ: {lines}{more}. Is it of another model?")
         return list(asked)
 
+    # All ranks together: one that fails alone would leave the others in a collective.
     everyone = ranks.together(f"loading {where}", check)
 
     # On rank 0, which knows what all ranks ask for: a rank of a pipeline asks for its own layers only.
@@ -65,6 +67,7 @@ def compare(
             f"{where} holds {_some(unexpected, label)} that this model does not ask for. Is it of another model? "
             "strict=False ignores such tensors."
         )
+    # Missing ones are a rank's own; unexpected ones are known of all ranks only.
     return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)
 
 

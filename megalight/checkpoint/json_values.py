@@ -69,6 +69,7 @@ def encode(value: Any, tensors: list[Tensor], path: str = "") -> Any:
     if kind in (Tensor, torch.nn.Parameter) and value.layout is torch.strided:
         tensors.append(value.detach())
         return {"$tensor": len(tensors) - 1}
+    # Complex numbers and plain ones only: arrays of objects would need a pickle.
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         # A copy, as the array may change before it is written.
         array = np.asarray(value)
@@ -93,6 +94,7 @@ def decode(value: Any, tensors: list[Tensor], what: str) -> Any:
         return [decode(item, tensors, what) for item in value]
     if not isinstance(value, dict):
         return value
+    # A dict of ours has string keys without a tag, so a tag is no accident.
     tags = [key for key in value if key.startswith("$")]
     if not tags:
         return {key: decode(item, tensors, what) for key, item in value.items()}
@@ -105,6 +107,7 @@ def decode(value: Any, tensors: list[Tensor], what: str) -> Any:
             return dict(content)
         if tag in ("tensor", "array", "number"):
             tensor = tensors[content]
+            # As a number of numpy's type again: its dtype is part of the value.
             return tensor if tag == "tensor" else tensor.numpy() if tag == "array" else tensor.numpy()[()]
         return _TAGGED[tag][2](content)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -112,6 +115,7 @@ def decode(value: Any, tensors: list[Tensor], what: str) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
+    # `getattr` of torch could find anything; only a dtype is taken.
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{name} is no dtype")

@@ -44,6 +44,8 @@ class Checkpoint:
         self._root = publish.resolve(path)
         # Locked before anything is read: another process might remove the checkpoint while it is.
         lock = publish.reading(self._root)
+        # Also when the object is dropped without `release`: a lock that stays would keep
+        # the checkpoint for ever.
         self._unlock = weakref.finalize(self, _close, lock)
         self.manifest = manifests.read(self._root)
         if self.manifest.scheme not in SCHEMES:
@@ -91,6 +93,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none of this name, or it is torn.
         """
+        # Files of the user have a folder of their own, so that no name collides with ours.
         known = [key.removeprefix("files/") for key in self.manifest.files if key.startswith("files/")]
         if name not in known:
             raise CheckpointError(
@@ -117,6 +120,7 @@ class Checkpoint:
         ranks, views = Ranks(process_group), views_to_fill(targets)
         asked = {name: tuple(view.shape) for name, view in views.items()}
         filled = compare(ranks, f"checkpoint {self.path}", self.tensors, asked, strict=strict, prefix=prefix)
+        # Missing ones were reported above; DCP would fail on them.
         present = {name: view for name, view in views.items() if name in self.tensors}
         try:
             with _collectives(f"loading {self.path}"):
@@ -157,11 +161,13 @@ def _collectives(stage: str) -> Iterator[None]:
     """DCP's failures as ours: one error that names the first rank that failed, and why."""
     try:
         with warnings.catch_warnings():
+            # DCP warns that one process loads alone, which is meant here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failure:
         # The lowest rank, so that all ranks name the same one.
         rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
+        # An interrupt or the end of the process passes as it is.
         if not isinstance(error, Exception):
             raise error from failure
         text = str(error) if isinstance(error, CheckpointError) else repr(error)

@@ -24,6 +24,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as flat ``uint8``."""
+    # Any dtype is written as bytes; safetensors' header says which one it was.
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

@@ -55,6 +55,7 @@ class Ranks:
             if own is not None:
                 raise _failure(stage, [(0, own)]) from own
             return [value]
+        # Only rank 0 gets all answers: it decides for all.
         answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
         # Gathered even after an error here: the others wait for this rank.
         dist.gather_object((None if own is None else _portable(own), value), answers, group=self.group, group_dst=0)
@@ -84,6 +85,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. The group's collectives must work on the host."""
+        # Without a message: a single rank knows already.
         if self.size == 1:
             return flag
         found = torch.tensor(int(flag))
@@ -93,6 +95,7 @@ class Ranks:
 
 def _portable(error: Exception) -> Exception:
     """The error if it is ours, else its text: an error must be picklable to be sent to other ranks."""
+    # Classes of other packages may need arguments to be unpickled.
     return CheckpointError(str(error)) if isinstance(error, CheckpointError) else CheckpointError(repr(error))
 
 

@@ -88,4 +88,5 @@ def fsdp_dtensor(contents: Contents) -> dict[str, View]:
     In torch they are entries of a nested ``state_dict`` by parameter name, to be loaded into tensors and DTensors; see
     :mod:`megalight.checkpoint.foreign.torch_files`.
     """
+    # The same tensors; only the files differ, which the writer chooses by the scheme's name.
     return fully_reshardable(contents)

@@ -95,6 +95,7 @@ def serve(connection: Connection, memory: int) -> None:
         try:
             job: Job = connection.recv()
         except (EOFError, OSError):
+            # The trainer is gone or done: there is nothing more to write.
             return
         error = None
         try:
@@ -106,8 +107,10 @@ def serve(connection: Connection, memory: int) -> None:
 
 def _end_with(parent: int) -> None:
     """End this process when its trainer is gone, even in the midst of a write."""
+    # A parent that has died is replaced by another process: the number changes.
     while os.getppid() == parent:
         time.sleep(PERIOD_SECONDS)
+    # At once: the trainer's own end must not wait for a write that nobody will publish.
     os._exit(1)
 
 

@@ -88,6 +88,7 @@ class OpenFile:
                 count = self._reader.into(into[position:], start + position)
             except OSError as error:
                 raise CheckpointError(f"{self.what} cannot be read: {error}.") from error
+            # The end of the file: asking again would never end.
             if not count:
                 raise CheckpointError(f"{self.what} is torn: it ends at byte {start + position}, inside a tensor.")
             position += count
@@ -118,6 +119,7 @@ class DataFile(OpenFile):
         size = self._reader.size()
         if size != self.record.size:
             raise CheckpointError(f"{self.what} is torn: {size} bytes, {self.record.size} were saved.")
+        # Torch's archives have no header of ours; `verify_around` checks what surrounds their tensors.
         if self.path.suffix != TORCH_SUFFIX:
             self._verify_header(size)
         self.verify_blocks(places)
@@ -137,6 +139,7 @@ class DataFile(OpenFile):
         Raises:
             CheckpointError: they differ from what was saved, or cannot be read.
         """
+        # The same memory for each block: the largest part of a file is never held at once.
         data = self.buffer.data[: stop - start]
         self.read(start, data)
         if checksum(data) != digest:
@@ -159,6 +162,7 @@ class DataFile(OpenFile):
 
     def _verify_header(self, size: int) -> None:
         length = int.from_bytes(self._bytes(8), "little") if size >= 8 else MAX_HEADER + 1
+        # The length is a claim of the file, so it is compared before as many bytes are read.
         if length > min(MAX_HEADER, size - 8) or checksum(self._bytes(8 + length)) != self.record.checksum:
             raise CheckpointError(f"{self.what} is torn: its header differs from what was saved.")
 

@@ -237,6 +237,7 @@ def dump_json(value: Any) -> bytes:
     compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     if not isinstance(value, dict):
         return compact(value).encode()
+    # One line per key, without spaces inside: short, and still readable.
     lines = (f"{compact(key)}:{compact(item)}" for key, item in value.items())
     return ("{" + ",\n".join(lines) + "}\n").encode()
 
@@ -277,6 +278,7 @@ def parse_header(data: bytes | memoryview, size: int, what: str) -> list[Entry]:
     Raises:
         CheckpointError: the header is no safetensors header, lies about sizes, overlaps or leaves gaps.
     """
+    # Eight bytes of length, as the format of safetensors begins.
     length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else MAX_HEADER + 1
     if length > min(MAX_HEADER, size - 8, len(data) - 8):
         raise CheckpointError(f"{what} has a safetensors header of {length} bytes, more than the file allows.")

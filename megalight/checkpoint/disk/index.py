@@ -66,6 +66,7 @@ def to_json(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
                 for c in info.chunks
             ],
         }
+        # Sorted by name, whatever rank came first.
         for name, info in sorted(tensors.items())
     }
 

@@ -62,6 +62,7 @@ class Manifest:
     def write(self, root: Place) -> None:
         """Seal the folder."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        # Sorted, so that the same content has the same bytes.
         content["files"] = {name: [record.size, record.checksum] for name, record in sorted(self.files.items())}
         # Without its first brace: the seal's line comes in front of it, and the whole is JSON again.
         body = dump_json(content)[1:]
@@ -75,6 +76,7 @@ def read(root: Place) -> Manifest:
         CheckpointError: there is none, it is torn or malformed, or of a later version.
     """
     if not (root / NAME).exists():
+        # A folder that is missing and one that is unfinished call for different steps.
         error = CheckpointError if root.exists() else MissingCheckpointError
         raise error(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
     path = located(root, NAME)
@@ -83,6 +85,7 @@ def read(root: Place) -> Manifest:
         raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")
     data = path.read_bytes()
     prefix, body = data[: len(_SEAL % ("0" * 16))], data[len(_SEAL % ("0" * 16)) :]
+    # Before it is parsed: what a torn file says is worth nothing.
     if prefix != (_SEAL % checksum(body)).encode():
         raise CheckpointError(f"checkpoint {root} is torn: {NAME} differs from what was saved.")
     return _parse(parse_json(data, str(path)), str(path))
@@ -90,6 +93,7 @@ def read(root: Place) -> Manifest:
 
 def _parse(value: Any, what: str) -> Manifest:
     try:
+        # Versions are refused both ways, as neither knows what the other means.
         if value["format"] != FORMAT or value["version"] != VERSION:
             raise CheckpointError(
                 f"{what} is of format {value['format']!r} version {value['version']!r}; this Megalight reads "
@@ -112,6 +116,7 @@ def check_files(root: Any, manifest: Manifest) -> None:
     Raises:
         CheckpointError: one is missing, of another size, or no regular file.
     """
+    # Sizes only: one call per file finds what was cut off, at the price of a listing.
     for name, record in manifest.files.items():
         size = located(root, name).stat().st_size
         if size != record.size:

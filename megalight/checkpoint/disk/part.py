@@ -55,6 +55,7 @@ class Piece:
     @property
     def entry(self) -> Entry:
         """Its place in a file: a whole tensor goes by its own name, a part by name and offset."""
+        # Parts of a tensor go by their offset, as one file may hold several.
         key = self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
         return Entry(key, self.dtype, self.size)
 
@@ -142,6 +143,7 @@ def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]
     records: dict[str, FileRecord] = {}
     tensors: list[TensorInfo] = []
     archives: list[Archive] = []
+    # One iterator for all files: blocks are made in the order in which they are written.
     remaining = iter(blocks)
     for number, pieces in enumerate(_batches(part.pieces)):
         name = f"data/{part.rank}-{number}{_suffix(part.scheme)}"
@@ -164,6 +166,7 @@ def write_part(folder: Place, part: Part, blocks: Iterable[Iterable[memoryview]]
 
 def _torch_files() -> Any:
     """What writes torch's own files. It needs torch, which a worker loads for this scheme alone."""
+    # By name, as importing torch would slow the start of every worker.
     return import_module("megalight.checkpoint.foreign.torch_files")
 
 
@@ -207,6 +210,7 @@ def write_tensors(
             sums.append(tuple(digests))
         pending.result()
     size = placed[-1].start + placed[-1].nbytes if placed else len(header)
+    # The header's sum alone: tensors have sums of their own, by block.
     return FileRecord(size, checksum(header)), placed, sums
 
 
@@ -224,6 +228,7 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     size = 0
     for piece in pieces:
         nbytes = piece.entry.nbytes
+        # A piece larger than the limit gets a file of its own.
         if batch and size + nbytes > MAX_FILE:
             yield batch
             batch, size = [], 0

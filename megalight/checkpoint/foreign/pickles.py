@@ -45,6 +45,7 @@ class Record:
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Keep the arguments."""
         record = super().__new__(cls)
+        # Named arguments too, by position: what a class would have called them does not matter here.
         record.arguments, record.state = (*arguments, *named.values()), {}
         return record
 
@@ -64,6 +65,7 @@ class Record:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute."""
+        # A hostile pickle can give any state.
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
@@ -108,5 +110,6 @@ class _Records(pickle.Unpickler):
         # A class for each name, made here: nothing is looked up or imported.
         return PLAIN.get((module, name)) or type("Record", (Record,), {"kind": f"{module}.{name}"})
 
+    # How `torch.save` refers to the memory of a tensor, which is not needed.
     def persistent_load(self, pid: Any) -> Any:
         return Record(pid)

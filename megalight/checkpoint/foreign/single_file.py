@@ -26,6 +26,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is not a checkpoint of Lightning, or holds more than tensors and plain values.
     """
+    # Before torch looks at it: files of old releases are bare pickles, and are refused.
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of Megalight nor a file of torch.save.")
     try:
@@ -49,12 +50,14 @@ def describe(path: str | os.PathLike[str], *, norms: bool = False) -> Report:
     entries = read(path)
     tensors: dict[str, Tensor] = {name: value for name, value in entries[WEIGHTS].items() if isinstance(value, Tensor)}
     names = {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
+    # Other dtypes have no size in our terms, so they are left out of the report.
     known = {name for name, dtype in names.items() if dtype in CODES}
     versions = {"lightning": str(entries.get("pytorch-lightning_version", "of unknown version"))}
     status = path.stat()
     return Report(
         path=path,
         tensors={name: TensorInfo(name, tuple(tensors[name].shape), names[name], ()) for name in sorted(known)},
+        # In float64: squares of large values overflow.
         norms={name: float(tensors[name].double().norm()) for name in known} if norms else {},
         files={path.name: status.st_size},
         progress={key: entries[key] for key in ("epoch", "global_step") if key in entries},

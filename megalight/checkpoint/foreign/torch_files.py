@@ -38,6 +38,7 @@ def write_data(
     archives: list[Archive] = []
     with created(folder / name) as write:
         for piece, parts in zip(pieces, blocks, strict=True):
+            # The whole piece in memory, as `torch.save` takes a tensor and not a stream.
             memory, sums, filled = memoryview(bytearray(piece.entry.nbytes)), [], 0
             for part in parts:  # each is good until the next but one only
                 memory[filled : filled + len(part)] = part
@@ -83,6 +84,7 @@ def torch_path(name: str) -> tuple[str, ...]:
     """
     kind, found, parameter = name.partition("model.")
     if not found:
+        # Entries that are no state of a parameter keep their name as a single key.
         return (name,)
     first, _, state = kind.removesuffix(".").partition(".")
     return (

@@ -70,6 +70,7 @@ class TorchFolder:
         self.path = path
         self.tensors: dict[str, TorchTensor] = {}
         file = path / TORCH_METADATA
+        # A size limit before reading: the file comes from others.
         if not file.is_file() or file.stat().st_size > MAX_JSON:
             raise CheckpointError(f"{path} has no {TORCH_METADATA} of a reasonable size; is it a finished checkpoint?")
         what = str(file)
@@ -80,6 +81,7 @@ class TorchFolder:
                 for index, place in content.get("storage_data").items()
             }
             for key, stored in content.get("state_dict_metadata").items():
+                # Entries without chunks are objects, which nothing here needs.
                 if stored.get("chunks") is not None and stored.get("size") is not None:
                     self.tensors[key] = _tensor(key, stored, places, what)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -145,6 +147,7 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
     shards = []
     for chunk in stored.get("chunks"):
         offset, size = checked_shape(chunk.get("offsets"), what), checked_shape(chunk.get("sizes"), what)
+        # Unsplit tensors may have an index without an offset.
         place = places.get((key, offset)) or places.get((key, ()))
         if place is None:
             raise CheckpointError(f"{what}: {key} of shape {list(shape)}: the shard at {list(offset)} is in no file.")
