@@ -37,6 +37,7 @@ def find_logs(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
+    # One file per folder: runs may write the same metrics in both forms.
     own = [path / name for name in FILES if (path / name).is_file()][:1]
     # Oldest first: in a resumed run the later part wins.
     folders = sorted({file.parent for name in FILES for file in path.rglob(name)}, key=os.path.getmtime)

@@ -31,6 +31,7 @@ def given(words: Sequence[str]) -> Iterator[str]:
         if flag in FLAGS:
             if not equals and index + 1 == len(words):
                 raise ConfigurationError(f"{flag} needs a file: {flag} recipe.yaml")
+            # The word after the flag, which is a value whatever it looks like.
             yield value if equals else words[index + 1]
 
 
@@ -57,6 +58,7 @@ def read(path: str) -> dict[str, Any]:
                 f"{path} holds {kind}; a configuration file is a mapping with keys such as trainer, model, data."
             )
         _check_keys(node, path)
+        # Loaded from the text again: the checked nodes have been through no merge of `<<`.
         return dict(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ConfigurationError(_syntax(path, error)) from error
@@ -64,6 +66,7 @@ def read(path: str) -> dict[str, Any]:
 
 def _check_keys(node: yaml.Node, path: str, prefix: str = "") -> None:
     """Refuse a key that stands twice in one mapping: YAML readers would keep the last one silently."""
+    # Numbered, so that a message can name the entry of a list.
     if isinstance(node, yaml.SequenceNode):
         for number, entry in enumerate(node.value):
             _check_keys(entry, path, f"{prefix}{number}.")

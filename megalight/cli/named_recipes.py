@@ -63,6 +63,7 @@ def recipes() -> dict[str, Recipe]:
     for known in families():
         for preset in sorted(known.presets):
             parameters = count_parameters(known, known.presets[preset])
+            # Adapters are for models of text.
             for purpose in PURPOSES if known.name == "gpt" else PURPOSES[:1]:
                 for gpus in GPUS:
                     if (recipe := make(known, preset, parameters, purpose, gpus)) is not None:
@@ -107,8 +108,10 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     else:
         return None
     batch = 16 if lora else 256
+    # Some models know fewer positions than the length of other recipes.
     sequence = min(SEQUENCE, config.max_sequence_length)
     kept = BYTES_PER_ACTIVATION * sequence * config.hidden_size * config.num_layers / degree
+    # A micro-batch of one row always fits; more come only if nothing is recomputed.
     options: dict[str, Any] = {"tensor_parallel": degree, "micro_batch_size": 1}
     if degree > 1:
         options["sequence_parallel"] = True
@@ -158,6 +161,7 @@ def _divides(config: Any, degree: int) -> bool:
     if getattr(getattr(config, "attention", None), "qk_norm_whole", False):  # it normalises all heads together
         return degree == 1
     groups = getattr(config, "num_kv_heads", config.num_heads)
+    # Key heads may be replicated, if each rank holds one.
     return bool(config.num_heads % degree == 0 and (groups % degree == 0 or degree % groups == 0))
 
 
@@ -169,6 +173,7 @@ def _optimizer(parameters: int, lora: bool) -> dict[str, Any]:
 
 
 def _callbacks(lora: bool) -> list[dict[str, Any]]:
+    # By steps: the last checkpoints are kept, whatever their loss.
     every = {"every_n_train_steps": 200 if lora else 1000, "save_top_k": 2, "monitor": "step", "mode": "max"}
     saving = {
         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",

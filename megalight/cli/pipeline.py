@@ -51,6 +51,7 @@ def pipeline_of(arguments: argparse.Namespace, degrees: Mapping[str, int] | None
     pp, vpp = arguments.pipeline_parallel, arguments.virtual_pipeline
     if degrees and pp not in (None, degrees["pp"]):
         raise LayoutError(f"--pipeline-parallel={pp} contradicts --layout with pp={degrees['pp']}; remove one of them.")
+    # Only `ParallelMesh`'s layout names degrees; a string of stages has another form.
     pp = degrees["pp"] if degrees else pp
     uneven = arguments.first_layers is not None or arguments.last_layers is not None
     counted = arguments.count_embedding or arguments.count_loss
@@ -64,6 +65,7 @@ def pipeline_of(arguments: argparse.Namespace, degrees: Mapping[str, int] | None
         text = "".join(stages)
         # The number of layers follows from the string, unless it is to be checked.
         layers = text.count("t") if arguments.layers is None else arguments.layers
+        # As many ranks as the stages fill, with that many chunks on each.
         pp = max(len(stages) // vpp, 1) if pp is None else pp
         return PipelineLayout.of_string(arguments.layout, layers, pp, vpp, num_mtp=text.count("m"))
     if arguments.layers is None:

@@ -51,6 +51,7 @@ class Schema:
         # A strategy may also be a name, which then needs no class.
         callback = self._classes("trainer.callbacks")
         options["callbacks"] = {"anyOf": [{"type": ["string", "null"]}, callback, {"type": "array", "items": callback}]}
+        # A recipe may also append to a list that another has begun.
         options["callbacks+"] = options["callbacks"]
         logger = self._classes("trainer.logger")
         kinds = {"type": ["string", "boolean", "null"]}
@@ -100,6 +101,7 @@ class Schema:
         definition: dict[str, Any] = {"type": "object", "description": source.summary}
         # Entered before its arguments are read: a class may hold itself.
         self.definitions[name] = definition
+        # Without readable arguments the definition accepts all.
         if arguments is None:
             return
         said = descriptions(source)
@@ -111,6 +113,7 @@ class Schema:
         definition["additionalProperties"] = False
 
     def _accepted(self, annotation: Annotation) -> dict[str, Any]:
+        # What cannot be read accepts anything: an editor must not mark a right value.
         if not annotation.complete:
             return {}
         options: list[dict[str, Any]] = []
@@ -128,6 +131,7 @@ class Schema:
 def descriptions(source: Source) -> dict[str, str]:
     """Return argument -> what the docstring of the class, or of a base class, says about it."""
     found: dict[str, str] = {}
+    # Base classes first: what a class says itself wins.
     for base in source.bases():
         found |= {} if base is None else descriptions(base)
     for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", source.doc, re.MULTILINE):
@@ -140,6 +144,7 @@ def _proposed(paths: tuple[str, ...]) -> Mapping[str, Source]:
     found: dict[str, Source] = {}
     for path in paths:
         module = signatures.find_module(path)
+        # Only names in capitals are classes; modules export functions as well.
         names = [path] if module is None else [f"{path}.{name}" for name in module.names if name[0].isupper()]
         sources = {name: source for name in names if (source := signatures.find(name)) is not None}
         found |= dict(sorted(sources.items()))

@@ -46,6 +46,7 @@ class Module:
         """
         try:
             state = self.path.stat()
+            # With time and size of the file: another command of this process may find it edited.
             return _names(self.path, (state.st_mtime_ns, state.st_size))
         except OSError:
             return {"*": ast.Pass()}
@@ -80,12 +81,14 @@ class Source:
     @property
     def is_dataclass(self) -> bool:
         """Whether the class is decorated with ``@dataclass``."""
+        # By the last word: a decorator may be called, and be named with its module.
         heads = [each.func if isinstance(each, ast.Call) else each for each in self.node.decorator_list]
         return any(ast.unparse(head).rpartition(".")[2] == "dataclass" for head in heads)
 
     def bases(self) -> Iterator[Source | None]:
         """Yield the base classes; None for one that cannot be found."""
         for base in self.node.bases:
+            # These add no arguments, and are not in files that could be read.
             if ast.unparse(base).partition("[")[0].rpartition(".")[2] not in ("object", "ABC", "Generic", "Protocol"):
                 yield class_of(self.module, ast.unparse(base))
 
@@ -114,6 +117,7 @@ class Annotation:
             self.scalars | other.scalars,
             self.choices + other.choices,
             self.source or other.source,
+            # Two classes: which of them is meant, the parser must find out.
             self.complete and other.complete and not (self.source and other.source),
             self.optional or other.optional,
         )
@@ -197,10 +201,12 @@ def _lookup(module: Module, name: str, depth: int) -> tuple[Module, ast.stmt] | 
         return None if below is None else _lookup(below, name, depth - 1)
     if isinstance(node, ast.Import):
         alias = next(each for each in node.names if (each.asname or each.name) == head)
+        # Without `as`, the name stands for the first part of the path, so the rest must follow it.
         full = f"{alias.name}.{rest}"
     elif isinstance(node, ast.ImportFrom):
         alias = next(each for each in node.names if (each.asname or each.name) == head)
         package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+        # Each further dot goes one package up.
         for _ in range(node.level - 1):
             package = package.rpartition(".")[0]
         start = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
@@ -222,6 +228,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
         return None
     inits = [node for node in _statements(source.node.body) if "__init__" in _bound(node)]
     init = inits[0] if inits else None
+    # A class with several constructors, or one that a decorator may replace, has no arguments that can be read.
     if len(inits) > 1 or _is_changed(source.node) or (init is not None and not isinstance(init, ast.FunctionDef)):
         return None
     found: dict[str, Annotation] = {}
@@ -249,6 +256,7 @@ def members(source: Source, depth: int = DEPTH) -> dict[str, Annotation] | None:
     for base in source.bases():
         above = None if base is None else members(base, depth - 1)
         if above is None:
+            # One base that cannot be read may take anything.
             return None
         # Nearer bases win over those above them.
         inherited = {**above, **inherited}
@@ -287,11 +295,13 @@ def _go_elsewhere(init: ast.FunctionDef, name: str) -> bool:
 
 def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Annotation:
     """Return what an annotation in a module accepts."""
+    # Aliases may name each other in a circle.
     if node is None or depth == 0:
         return UNKNOWN
     if isinstance(node, ast.Constant):
         if node.value is None:
             return Annotation(optional=True)
+        # Annotations in quotes are code, too.
         try:
             inner = ast.parse(node.value, mode="eval").body if isinstance(node.value, str) else None
         except SyntaxError:
@@ -336,6 +346,7 @@ def _names(path: Path, state: tuple[int, int]) -> dict[str, ast.stmt]:
     found: dict[str, ast.stmt] = {}
     for node in _statements(body):
         for name in _bound(node):
+            # The same import under `if` and `else` is no contradiction.
             same = name not in found or ast.dump(found[name]) == ast.dump(node)
             found[name] = node if same else ast.Pass()
     return found

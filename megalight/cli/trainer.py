@@ -50,6 +50,7 @@ class MegalightTrainer(pl.Trainer):
             check_strategy_name(strategy)
         # Before Lightning sees the values, because it accepts some of them silently.
         check_values(kwargs)
+        # After the checks: what is changed here is no mistake.
         kwargs |= dict(within_run(kwargs))
         if logger is None or logger is True:
             logger = "csv,tensorboard" if has("tensorboard") else "csv"
@@ -115,6 +116,7 @@ def with_slurm(plugins: Any) -> list[Any]:
     Lightning saves and requeues inside a signal handler, which MegatronStrategy refuses;
     :class:`~megalight.callbacks.Preemption` saves at the end of a step.
     """
+    # The user's own environment decides, whatever it is.
     given = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]
     if any(isinstance(plugin, ClusterEnvironment) for plugin in given):
         return given
@@ -146,6 +148,7 @@ def within_run(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     run = f"the run (max_steps={steps})"
     batches = steps * (arguments.get("accumulate_grad_batches") or 1)
     every = arguments.get("val_check_interval")
+    # `True` is an int in Python, and a fraction is a part of an epoch.
     if isinstance(every, int) and not isinstance(every, bool) and every > batches:
         rank_zero_info(f"val_check_interval={every} is longer than {run}, which is validated at its end")
         yield "val_check_interval", batches
