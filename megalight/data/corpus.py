@@ -41,6 +41,7 @@ class Corpus:
         """
         data = IndexedDataset(prefix)
         meta = CorpusMeta.load(prefix)
+        # A copy of only one of both files is found here, and not in the loss.
         if meta is not None and meta.num_tokens != data.num_tokens:
             raise DataError(
                 f"{CorpusMeta.path(prefix)} says {meta.num_tokens} tokens, but {data.prefix}.bin holds "
@@ -49,6 +50,7 @@ class Corpus:
         if meta is None or meta.kind == "text":
             return cls(data, meta)
         loss = IndexedDataset(loss_prefix(prefix))
+        # Equal lengths are all that can be compared without reading both.
         if not np.array_equal(loss.lengths, data.lengths):
             raise DataError(
                 f"{loss.prefix}.bin does not belong to {data.prefix}.bin: their sequences differ in length. Prepare "
@@ -73,6 +75,7 @@ class Corpus:
         Raises:
             DataError: it was made with another tokenizer.
         """
+        # By identity: another file of the same tokenizer serves as well.
         if self.meta is not None and self.meta.tokenizer_identity != tokenizer.identity:
             raise DataError(
                 f"{self.data.prefix} was made with the tokenizer {self.meta.tokenizer_identity}, but this one is "

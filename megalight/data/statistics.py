@@ -23,6 +23,7 @@ def token_counts(data: IndexedDataset) -> NDArray[np.int64]:
 
 def add_counts(counts: NDArray[np.int64], tokens: NDArray[Any]) -> NDArray[np.int64]:
     """Add the counts of ``tokens`` to ``counts``. The result is longer if a higher id occurs."""
+    # As long as needed: ids of a later chunk may be higher.
     more = np.bincount(tokens, minlength=len(counts)).astype(np.int64)
     more[: len(counts)] += counts
     return more

@@ -78,6 +78,7 @@ def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sampl
         DataError: an id is not in the vocabulary.
     """
     s = options.sequence_length
+    # Zeros behind the tokens are the padding of a short sample.
     text = np.zeros(s + 1, np.int64)
     have = sum(map(len, pieces))
     np.concatenate([np.zeros(0, np.int64), *pieces], out=text[:have])
@@ -97,6 +98,7 @@ def make_sample(pieces: Sequence[NDArray[Any]], options: SampleOptions) -> Sampl
         mask[labels < 0] = 0
         labels[labels < 0] = 0
         tokens = np.maximum(tokens, 0)
+    # After ids below 0 were replaced, which are no end of a document.
     if options.eod_mask_loss:
         mask[tokens == options.eod_id] = 0
     documents = _document_lengths([len(piece) for piece in pieces], s) if options.document_mask else None
@@ -166,6 +168,7 @@ class GPTDataset:
         self.seed = seed
         self.fim = fim
         self._arguments = (data, documents, options, num_samples, seed, label, cache_dir, drop_last_partial, fim)
+        # What decides the order of samples: another value must find no cached indices.
         description = {
             "lengths": hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest(),
             "documents": [documents.start, documents.stop],
@@ -207,6 +210,8 @@ class GPTDataset:
 
     def pieces(self, sample: int) -> list[NDArray[Any]]:
         """Return the parts of documents that make up a sample (its number before shuffling): views of the file."""
+        # A sample begins where the one before it ends, one token earlier: that token is
+        # label there and input here.
         (first, start), (last, stop) = self.sample_index[sample].tolist(), self.sample_index[sample + 1].tolist()
         documents = self.document_index[first : last + 1].tolist()
         get = self.data.get
@@ -243,6 +248,7 @@ def _rebuild(
 
 def collate(samples: Sequence[Sample]) -> TokenBatch:
     """Stack samples to the rows of a batch."""
+    # Either all samples carry lengths or none does.
     documents = tuple(sample.document_lengths for sample in samples if sample.document_lengths is not None)
     return TokenBatch(
         torch.from_numpy(np.stack([sample.tokens for sample in samples])),

@@ -59,6 +59,7 @@ class SamplePlan:
         if p < 2 or s < 1:
             raise DataError(f"there are {p} tokens and sequence_length is {s}; at least 2 tokens and 1 are needed.")
         n = num_samples or 0
+        # One token more than whole samples: the last label.
         epochs = max(1, -(-(n * s + 1) // p))
         before_last = ((epochs - 1) * p - 1) // s  # samples that end before the last pass
         separate = epochs > 1 and n - before_last < 4 * ((p - 1) // s) // 5  # less than 80 % of the last pass
@@ -88,6 +89,7 @@ def document_index(documents: range, plan: SamplePlan, random: np.random.RandomS
     """``[epochs * len(documents)]``: the documents in the order in which their tokens are laid out."""
 
     def shuffled(epochs: int) -> NDArray[np.int32]:
+        # Positions in the file, as ids of documents count from the first document of the file.
         index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), epochs)
         random.shuffle(index)
         return index
@@ -108,6 +110,7 @@ def sample_index(lengths: NDArray[np.int32], order: NDArray[np.int32], plan: Sam
     targets = np.arange(plan.num_samples + 1, dtype=np.int64) * plan.sequence_length
     # The last sample may be shorter, and ends with the last token.
     np.minimum(targets, ends[-1] - 1, out=targets)
+    # `right`: a target at the end of a document is the first token of the next one.
     rows = np.searchsorted(ends, targets, side="right")
     offsets = targets - ends[rows] + lengths[order[rows]]
     rows[0] = 0  # Megatron starts at the first document even if it is empty; `searchsorted` skips empty ones
