@@ -18,6 +18,7 @@ from megalight.nn.mlp import MLP as MLP
 from megalight.nn.mlp import Activation as Activation
 from megalight.nn.multi_token import MultiTokenPrediction as MultiTokenPrediction
 from megalight.nn.multi_token import PredictionDepth as PredictionDepth
+from megalight.nn.norm import L2Norm as L2Norm
 from megalight.nn.norm import LayerNorm as LayerNorm
 from megalight.nn.norm import RMSNorm as RMSNorm
 from megalight.nn.pooler import Pooler as Pooler

@@ -25,6 +25,7 @@ class InnerAttention(nn.Module):
         causal: a token sees only itself and earlier tokens.
         scale: factor of the scores. None means ``1 / sqrt(D)``.
         window: how many earlier tokens a token sees. None means all.
+        chunk: a token sees only tokens of its own chunk of so many. None means all.
         softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
         dropout: probability of dropping an attention weight during training.
         softmax: ``vanilla``; ``off-by-one``: the denominator has one more term, 1; ``learnable``: it has a term for
@@ -38,6 +39,7 @@ class InnerAttention(nn.Module):
         causal: bool = True,
         scale: float | None = None,
         window: int | None = None,
+        chunk: int | None = None,
         softcap: float | None = None,
         dropout: float = 0.0,
         softmax: str = "vanilla",
@@ -47,6 +49,7 @@ class InnerAttention(nn.Module):
         self.causal = causal
         self.scale = scale
         self.window = window
+        self.chunk = chunk
         self.softcap = softcap
         self.dropout = dropout
         self.softmax = softmax
@@ -79,6 +82,7 @@ class InnerAttention(nn.Module):
             causal=self.causal,
             scale=self.scale,
             window=self.window,
+            chunk=self.chunk,
             softcap=self.softcap,
             # The op knows no modes, and dropout is for training only.
             dropout=self.dropout if self.training else 0.0,
@@ -88,7 +92,7 @@ class InnerAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the options that are set, for printing."""
-        options = {"window": self.window, "softcap": self.softcap, "dropout": self.dropout or None}
+        options = {"window": self.window, "chunk": self.chunk, "softcap": self.softcap, "dropout": self.dropout or None}
         return ", ".join([f"causal={self.causal}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
 
 

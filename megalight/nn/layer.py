@@ -14,6 +14,8 @@ from megalight.nn.state import Slots
 class TransformerLayer(nn.Module):
     """Pre-norm residual layer: ``x += mixer(norm(x))``, then ``x += mlp(norm(x))``.
 
+    With norms after the sublayers (Gemma-2): ``x += norm(mixer(norm(x)))``, then ``x += norm(mlp(norm(x)))``.
+
     The mixer is called as ``mixer(hidden, context, state, memory)``; see :mod:`megalight.nn.stack`. Its submodules are
     named after it: ``attention``, ``attention_norm`` and ``attention_dropout``. The MLP is called as
     ``mlp(hidden, context)``.
@@ -25,6 +27,7 @@ class TransformerLayer(nn.Module):
         mlp: mixes features.
         name: name of the mixer.
         dropout: dropout probability of the outputs of mixer and MLP.
+        mixer_post_norm, mlp_post_norm: norms of these outputs, or None.
     """
 
     def __init__(
@@ -36,15 +39,18 @@ class TransformerLayer(nn.Module):
         *,
         name: str = "attention",
         dropout: float = 0.0,
+        mixer_post_norm: nn.Module | None = None,
+        mlp_post_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         # Names follow the mixer, so that checkpoints tell what a layer mixes with.
-        self.names = f"{name}_norm", name, f"{name}_dropout"
-        for child, module in zip(self.names, (mixer_norm, mixer, nn.Dropout(dropout)), strict=True):
+        self.names = f"{name}_norm", name, f"{name}_dropout", f"{name}_post_norm"
+        for child, module in zip(self.names, (mixer_norm, mixer, nn.Dropout(dropout), mixer_post_norm), strict=True):
             self.add_module(child, module)
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_dropout = nn.Dropout(dropout)
+        self.mlp_post_norm = mlp_post_norm
 
     def make_state(self, slots: Slots) -> Any:
         """Make the mixer's state, which holds what it needs of earlier tokens."""
@@ -52,14 +58,20 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. The mixer gets ``state`` and ``memory``."""
-        norm, mixer, dropout = self.names
+        norm, mixer, dropout, post_norm = self.names
         # Attribute access of modules costs a microsecond each, several times per layer; the dict does not.
         modules: dict[str, Any] = self._modules
         # From here on `hidden` is the residual stream `[T, h]`, which only additions touch.
         # Both come from one op: its backward adds the gradients of the norm and of the residual in one pass.
         normed, hidden = norm_and_sum(modules[norm], hidden)
-        mixed = modules[dropout](modules[mixer](normed, context, state, memory))
+        mixed = modules[mixer](normed, context, state, memory)
+        if (after := modules[post_norm]) is not None:
+            mixed = after(mixed)
+        mixed = modules[dropout](mixed)
         # the sum with the residual and the next norm run as one op
         normed, hidden = norm_and_sum(self.mlp_norm, mixed, hidden)
-        added: Tensor = self.mlp_dropout(self.mlp(normed, context))
+        added: Tensor = self.mlp(normed, context)
+        if self.mlp_post_norm is not None:
+            added = self.mlp_post_norm(added)
+        added = self.mlp_dropout(added)
         return hidden + added

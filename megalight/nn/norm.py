@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.init import Constant, Initializer
+from megalight.ops.common import wide
 from megalight.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` (https://arxiv.org/abs/1910.07467).
 
+    Args:
+        size: number of features.
+        eps: added to the mean square.
+        backend: backend of the op.
+        around_zero: the factor is ``1 + weight`` (Gemma).
+
     Attributes:
-        weight: ``[size]``, initially 1.
+        weight: ``[size]``, initially a factor of 1.
     """
 
-    def __init__(self, size: int, eps: float = 1e-5, backend: str = "auto") -> None:
+    def __init__(self, size: int, eps: float = 1e-5, backend: str = "auto", *, around_zero: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.backend = backend
+        self.around_zero = around_zero
         # Without values: `initializers` describe them, and a model is often built without memory.
         self.weight = nn.Parameter(torch.empty(size))
-        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
+        self.initializers: dict[str, Initializer] = {"weight": Constant(0.0 if around_zero else 1.0)}
+
+    @property
+    def factor(self) -> Tensor:
+        """``[size]``: what normed features are multiplied by."""
+        if not self.around_zero:
+            return self.weight
+        # In a wide dtype: half types have fewer digits near 1 than near 0, so the sum would round small weights away.
+        return self.weight.to(wide(self.weight.dtype)) + 1
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, pair: bool = False
@@ -33,12 +50,28 @@ class RMSNorm(nn.Module):
         """
         if residual is None and not pair:
             # One op for the norm alone. Its backward has no second gradient to add.
-            return rms_norm(x, self.weight, self.eps, backend=self.backend)
-        return add_rms_norm(x, residual, self.weight, self.eps, backend=self.backend)
+            return rms_norm(x, self.factor, self.eps, backend=self.backend)
+        return add_rms_norm(x, residual, self.factor, self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Return size and eps, for printing."""
         return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class L2Norm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps)``: a norm without weights (Llama 4, of queries and keys)."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size] -> [..., size]``."""
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+    def extra_repr(self) -> str:
+        """Return eps, for printing."""
+        return f"eps={self.eps}"
 
 
 class LayerNorm(nn.Module):

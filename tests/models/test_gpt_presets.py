@@ -34,6 +34,15 @@ PUBLISHED_PARAMETERS = {
     "kimi_k2": 1_026_408_209_408,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "llama4_scout": 107_769_861_120,
+    "llama4_maverick": 400_711_848_960,
 }
 PUBLISHED_ACTIVE = {
     "mixtral_8x7b": 12.9,
@@ -41,6 +50,8 @@ PUBLISHED_ACTIVE = {
     "qwen3_30b_a3b": 3.3,
     "qwen3_235b_a22b": 22.2,
     "olmoe_1b_7b": 1.3,
+    "llama4_scout": 17.2,
+    "llama4_maverick": 17.2,
 }
 """In billions, as the model cards say."""
 PUBLISHED_GIGAFLOPS = [

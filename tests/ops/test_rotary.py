@@ -147,8 +147,8 @@ def test_bad_arguments_are_refused() -> None:
         rotary_table(torch.arange(3), 7, 1e4)
     with pytest.raises(ValueError, match="at least 1"):
         RotaryScaling(factor=0.5)
-    with pytest.raises(ValueError, match="must be above 0 and below"):
-        RotaryScaling(low_frequency_factor=4.0)
+    with pytest.raises(ValueError, match="must be above 0 and at most the second"):
+        RotaryScaling(low_frequency_factor=5.0)
     with pytest.raises(ValueError, match=r"choose linear, ntk, llama3, yarn\. Did you mean 'yarn'"):
         RotaryScaling("yarns")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="original_length is 0"):

@@ -25,13 +25,21 @@ class NormConfig:
     Attributes:
         kind: ``rms`` or ``layer`` (with bias).
         eps: added to the mean square (``rms``) or the variance (``layer``).
+        around_zero: weights of ``rms`` lie around 0, and the factor is ``1 + weight`` (Gemma).
+        after: further norms of the outputs of attention and MLP, before they are added (Gemma-2).
     """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
+    around_zero: bool = False
+    after: bool = False
 
     def __post_init__(self) -> None:
         require_choice("norm.kind", self.kind, ("rms", "layer"))
+        require(
+            self.kind == "rms" or not self.around_zero,
+            "norm.around_zero=true with norm.kind=layer; weights around zero are of norm.kind=rms.",
+        )
         require(self.eps > 0, f"norm.eps is {self.eps}; it must be above 0.")
 
 
@@ -47,6 +55,8 @@ class PositionConfig:
         interleaved: whether the features of a rotary pair are neighbours instead of half a head apart.
         pattern: which layers rotate, repeated over the depth: ``[true, true, true, false]`` means that every fourth
             layer has no positions (https://arxiv.org/abs/2501.18795).
+        local_base: base of layers with a window or chunks, whose frequencies are not scaled (Gemma-3). None: as of
+            the others.
     """
 
     kind: Literal["rope", "learned", "none"] = "rope"
@@ -55,6 +65,7 @@ class PositionConfig:
     fraction: float = 1.0
     interleaved: bool = False
     pattern: tuple[bool, ...] = (True,)
+    local_base: float | None = None
 
     def __post_init__(self) -> None:
         # Recipes give lists, and a configuration must be hashable.
@@ -71,6 +82,10 @@ class PositionConfig:
         )
         require_choice("position.kind", self.kind, ("rope", "learned", "none"))
         require(self.base > 1, f"position.base is {self.base}; it must be above 1.")
+        require(
+            self.local_base is None or (self.local_base > 1 and self.kind == "rope"),
+            f"position.local_base is {self.local_base} with position.kind={self.kind}; it must be above 1, with rope.",
+        )
         require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
 
     def rotates(self, layer: int) -> bool:
@@ -106,11 +121,13 @@ class AttentionConfig:
         proj_bias: whether the projection back has a bias.
         qk_norm: whether to normalise the features of each query and key head.
         qk_norm_whole: normalise the features of all query heads together, and those of all key heads (OLMoE).
+        qk_l2_norm: normalise the features of each query and key head without weights, in layers that rotate (Llama 4).
         scale: factor of the scores. None means ``1 / sqrt(head_dim)``.
         softcap: if set, scores become ``softcap * tanh(scores / softcap)``.
         window: how many earlier tokens a token sees in layers with a window. None: no layer has a window.
-        window_pattern: which layers have a window, repeated over the depth: ``[true, false]`` means every other layer.
-            A number ``n`` means all but each ``n``-th.
+        chunk: in place of a window: a token sees only earlier tokens of its own chunk of so many (Llama 4).
+        window_pattern: which layers have a window, or chunks, repeated over the depth: ``[true, false]`` means every
+            other layer. A number ``n`` means all but each ``n``-th.
         softmax: ``vanilla``; ``off-by-one`` (the denominator has one more term, 1); ``learnable`` (each head has a
             learned one, a sink, as in GPT-OSS).
         output_gate: multiply the output of attention, before the projection back, by the sigmoid of one more projection
@@ -122,9 +139,11 @@ class AttentionConfig:
     proj_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_l2_norm: bool = False
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
+    chunk: int | None = None
     window_pattern: tuple[bool, ...] | int = (True,)
     softmax: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     output_gate: bool = False
@@ -153,11 +172,37 @@ class AttentionConfig:
             f"attention.window is {self.window}; it must be at least 0, or null.",
         )
         require(bool(self.windowed), "attention.window_pattern is empty; give one entry per layer of the pattern.")
+        require(
+            self.chunk is None or self.chunk >= 1,
+            f"attention.chunk is {self.chunk}; it must be at least 1 token, or null.",
+        )
+        require(
+            self.window is None or self.chunk is None,
+            f"attention.window is {self.window} and attention.chunk is {self.chunk}; a layer has one of them. Leave "
+            "out the other.",
+        )
+        require(
+            all(self.windowed) or self.window is not None or self.chunk is not None,
+            f"attention.window_pattern is {list(self.windowed)} without a window; set attention.window or "
+            "attention.chunk, or leave the pattern out.",
+        )
+        require(
+            not (self.qk_norm and self.qk_l2_norm),
+            "attention.qk_norm and attention.qk_l2_norm are two norms of the same heads; set one of them.",
+        )
 
     def window_of(self, layer: int) -> int | None:
         """Return the window of the layer with this index, or None."""
         # By the global index, which does not depend on how layers are divided.
         return self.window if self.windowed[layer % len(self.windowed)] else None
+
+    def chunk_of(self, layer: int) -> int | None:
+        """Return the size of the chunks of the layer with this index, or None."""
+        return self.chunk if self.windowed[layer % len(self.windowed)] else None
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether the layer with this index has a window or chunks."""
+        return self.window_of(layer) is not None or self.chunk_of(layer) is not None
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -330,6 +375,16 @@ class GPTConfig(ModelConfig):
             "attention.temperature is set, and all layers rotate; it scales queries of layers that do not. Set "
             "position.pattern or position.kind, or leave it out.",
         )
+        local = any(self.attention.is_local(layer) for layer in range(self.num_layers))
+        require(
+            self.position.local_base is None or local,
+            f"position.local_base is {self.position.local_base}, and no layer has a window or chunks; set "
+            "attention.window, or leave it out.",
+        )
+        require(
+            not (self.norm.after and self.layer_pattern),
+            "norm.after=true with a layer_pattern, whose layers have no norm after them; leave one of them out.",
+        )
         gated = is_gated(self.activation)
         require(
             self.activation in ("swiglu", "quick_geglu") or self.moe is None or not self.moe.fp8_input_store,
@@ -405,9 +460,10 @@ class GPTConfig(ModelConfig):
             "attention.softmax is learnable with latent attention, which has no sinks; choose vanilla or off-by-one.",
         )
         require(
-            not (attention.qkv_bias or attention.proj_bias or attention.qk_norm) and self.position.fraction == 1,
-            "attention.qkv_bias, attention.proj_bias, attention.qk_norm and position.fraction have no meaning in "
-            "latent attention; leave them out.",
+            not (attention.qkv_bias or attention.proj_bias or attention.qk_norm or attention.qk_l2_norm)
+            and self.position.fraction == 1,
+            "attention.qkv_bias, attention.proj_bias, attention.qk_norm, attention.qk_l2_norm and position.fraction "
+            "have no meaning in latent attention; leave them out.",
         )
 
     def mixer_of(self, layer: int) -> str | None:

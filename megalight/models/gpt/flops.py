@@ -79,6 +79,7 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
         each = 3 * mamba.num_heads + mamba.inner_size + (mamba.conv_size if mamba.conv_bias else 0)
         layers += len(_mamba_layers(config)) * each
     norms = sum((config.mixer_of(layer) is not None) + config.has_mlp(layer) for layer in indices)
+    norms *= 2 if config.norm.after else 1
     # A depth of multi-token prediction norms both of its inputs and its output.
     norms += 3 * config.num_depths
     return norms * _norm_parameters(config, config.hidden_size) + layers + len(_attention_layers(config)) * attention
@@ -121,8 +122,9 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     """
     heads = 1 + config.num_depths
     matmul = _matmul_parameters(config, True) + heads * config.vocab_size * config.hidden_size
-    windows = [config.attention.window_of(layer) for layer in _attention_layers(config)]
-    keys = sum(_mean_visible_keys(sequence_length, window) for window in windows)
+    limits = [(config.attention.window_of(i), config.attention.chunk_of(i)) for i in _attention_layers(config)]
+    # Each chunk is a sequence of its own.
+    keys = sum(_mean_visible_keys(min(sequence_length, chunk or sequence_length), window) for window, chunk in limits)
     value_dim = config.head_dim if config.latent is None else config.latent.value_dim
     scans = len(_mamba_layers(config)) * _scan_products(config)
     # Six for each: two operations for each multiply-add, once forward and twice backward. Scores use the width

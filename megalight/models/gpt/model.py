@@ -18,6 +18,7 @@ from megalight.nn import (
     Attention,
     Embedding,
     InnerAttention,
+    L2Norm,
     LatentAttention,
     LayerContext,
     LayerNorm,
@@ -38,8 +39,8 @@ from megalight.nn import (
 from megalight.nn.moe import Experts, MoE, Router
 from megalight.types import PackedSequences
 
-ROTARY = "rotary"
-"""Name of the rotary table in the context of the layers."""
+ROTARY, LOCAL = "rotary", "local"
+"""Names of the rotary tables in the context: that of all layers, and that of layers with a window of their own base."""
 
 
 class Later(NamedTuple):
@@ -75,8 +76,16 @@ class Output:
 def build_norm(config: GPTConfig, size: int) -> nn.Module:
     """Build the configured norm over ``size`` features."""
     # Both kinds take a size and an eps, and differ in nothing else here.
-    kind = RMSNorm if config.norm.kind == "rms" else LayerNorm
-    return kind(size, config.norm.eps, backend=config.backends.norm)
+    if config.norm.kind == "layer":
+        return LayerNorm(size, config.norm.eps, backend=config.backends.norm)
+    return RMSNorm(size, config.norm.eps, config.backends.norm, around_zero=config.norm.around_zero)
+
+
+def rotary_of(config: GPTConfig, index: int) -> str | None:
+    """Return the name of the rotary table of the layer with this global index, or None."""
+    if not config.position.rotates(index):
+        return None
+    return LOCAL if config.position.local_base is not None and config.attention.is_local(index) else ROTARY
 
 
 def build_inner(config: GPTConfig, index: int, scale: float | None) -> InnerAttention:
@@ -84,6 +93,7 @@ def build_inner(config: GPTConfig, index: int, scale: float | None) -> InnerAtte
     return InnerAttention(
         scale=scale,
         window=config.attention.window_of(index),
+        chunk=config.attention.chunk_of(index),
         softcap=config.attention.softcap,
         dropout=config.dropout.attention,
         softmax=config.attention.softmax,
@@ -96,7 +106,13 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
     inner = build_inner(config, index, config.attention.scale)
     # layers that rotate know how far a key is, and need no temperature
     tuned = None if config.position.rotates(index) else config.attention.temperature
-    normed, whole = config.attention.qk_norm, config.attention.qk_norm_whole
+    whole = config.attention.qk_norm_whole
+
+    def norm_of(heads: int) -> nn.Module | None:
+        if config.attention.qk_l2_norm:  # a rotation does not change it, so before and after are the same
+            return L2Norm(config.norm.eps) if config.position.rotates(index) else None
+        return build_norm(config, config.head_dim * (heads if whole else 1)) if config.attention.qk_norm else None
+
     return Attention(
         config.hidden_size,
         config.num_heads,
@@ -105,13 +121,13 @@ def build_attention(config: GPTConfig, index: int) -> Attention:
         inner,
         qkv_bias=config.attention.qkv_bias,
         proj_bias=config.attention.proj_bias,
-        q_norm=build_norm(config, config.head_dim * (config.num_heads if whole else 1)) if normed else None,
-        k_norm=build_norm(config, config.head_dim * (config.num_kv_heads if whole else 1)) if normed else None,
+        q_norm=norm_of(config.num_heads),
+        k_norm=norm_of(config.num_kv_heads),
         norm_whole=whole,
         gate=config.attention.output_gate,
         temperature=Temperature(tuned.length, tuned.scale) if tuned is not None else None,
         sink=config.attention.softmax == "learnable",
-        rotary=ROTARY if config.position.rotates(index) else None,
+        rotary=rotary_of(config, index),
         std=config.init.std,
         proj_std=config.residual_std,
     )
@@ -134,7 +150,7 @@ def build_latent_attention(config: GPTConfig, index: int) -> LatentAttention:
         latent.value_dim,
         build_inner(config, index, scale),
         norm_eps=latent.norm_eps,
-        rotary=ROTARY if config.position.rotates(index) else None,
+        rotary=rotary_of(config, index),
         std=config.init.std,
         proj_std=config.residual_std,
         norm_backend=config.backends.norm,
@@ -240,7 +256,17 @@ def build_layer(config: GPTConfig, index: int) -> TransformerLayer | ResidualLay
     name, inner = sublayers[0]
     if len(sublayers) == 1:
         return ResidualLayer(norms[0], inner, name=name, dropout=config.dropout.hidden)
-    return TransformerLayer(norms[0], inner, norms[1], sublayers[1][1], name=name, dropout=config.dropout.hidden)
+    after = [build_norm(config, config.hidden_size) if config.norm.after else None for _ in sublayers]
+    return TransformerLayer(
+        norms[0],
+        inner,
+        norms[1],
+        sublayers[1][1],
+        name=name,
+        dropout=config.dropout.hidden,
+        mixer_post_norm=after[0],
+        mlp_post_norm=after[1],
+    )
 
 
 def build_embedding(config: GPTConfig) -> TokenEmbedding:
@@ -251,15 +277,17 @@ def build_embedding(config: GPTConfig) -> TokenEmbedding:
     return TokenEmbedding(word, position, multiplier=config.embedding_multiplier, dropout=config.dropout.embedding)
 
 
-def build_rotary(config: GPTConfig) -> Rotary | None:
-    """Build the rotary embedding, if configured."""
-    if config.position.kind != "rope":
-        return None
+def build_rotary(config: GPTConfig, *, local: bool = False) -> Rotary | None:
+    """Build the rotary embedding, if configured; with ``local``, that of layers with a window, if it differs."""
     position = config.position
+    base = position.local_base if local else position.base
+    if position.kind != "rope" or base is None:
+        return None
     return Rotary(
         config.rotary_dim,
-        position.base,
-        scaling=position.scaling,
+        base,
+        # a window is as long as in the first training, whatever the context
+        scaling=None if local else position.scaling,
         interleaved=position.interleaved,
         backend=config.backends.rotary,
     )
@@ -308,6 +336,7 @@ class GPT(nn.Module):
         self.embed: TokenEmbedding | None = build_embedding(config)
         # Outside of the layers, as all of them share its table.
         self.rotary = build_rotary(config)
+        self.local_rotary = build_rotary(config, local=True)
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.head: LMHead | None = build_head(config)
         self.mtp: MultiTokenPrediction | None = None
@@ -320,10 +349,10 @@ class GPT(nn.Module):
 
     def context(self, sequences: PackedSequences, dtype: torch.dtype) -> LayerContext:
         """Make the context that the layers share, for hidden states of ``dtype``."""
-        if self.rotary is None:
-            return LayerContext(sequences)
         # Made from the dtype of the hidden states, which tells how precise angles must be.
-        return LayerContext(sequences, {ROTARY: self.rotary(sequences.positions, dtype)})
+        rotations = {ROTARY: self.rotary, LOCAL: self.local_rotary}
+        tables = {name: rotary(sequences.positions, dtype) for name, rotary in rotations.items() if rotary is not None}
+        return LayerContext(sequences, tables)
 
     def forward(
         self,

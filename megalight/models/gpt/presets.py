@@ -11,6 +11,7 @@ from megalight.models.gpt.config import (
     MultiTokenConfig,
     NormConfig,
     PositionConfig,
+    TemperatureConfig,
 )
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
@@ -232,6 +233,125 @@ def gpt_oss(num_layers: int, num_experts: int) -> GPTConfig:
     )
 
 
+def gemma2(
+    num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_hidden_size: int, query_size: int = 256
+) -> GPTConfig:
+    """Configure Gemma-2 (https://huggingface.co/google): soft caps, a window in every other layer, norms after layers.
+
+    Args:
+        query_size: scores are divided by its square root.
+    """
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=256 if query_size == 256 else 128,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=256000,
+        max_sequence_length=8192,
+        activation="geglu_tanh",
+        tie_embeddings=True,
+        embedding_multiplier=hidden_size**0.5,
+        logit_softcap=30.0,
+        norm=NormConfig(eps=1e-6, around_zero=True, after=True),
+        attention=AttentionConfig(
+            scale=None if query_size == 256 else query_size**-0.5,
+            softcap=50.0,
+            window=4095,  # and the token itself
+            window_pattern=(True, False),
+        ),
+    )
+
+
+def gemma3(
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_hidden_size: int,
+    *,
+    query_size: int = 256,
+    vocab_size: int = 262208,
+    length: int = 131072,
+    window: int = 1024,
+    factor: float | None = 8.0,
+) -> GPTConfig:
+    """Configure the language model of Gemma-3 (https://huggingface.co/google): QK-norm, windows in five of six layers.
+
+    Args:
+        query_size: scores are divided by its square root.
+        window: tokens that layers with a window see, with the token itself.
+        factor: of the linear scaling of rotary frequencies in layers without a window.
+    """
+    base = gemma2(num_layers, hidden_size, num_heads, num_kv_heads, ffn_hidden_size, query_size)
+    return replace(
+        base,
+        vocab_size=vocab_size,
+        max_sequence_length=length,
+        logit_softcap=None,
+        position=PositionConfig(
+            base=1000000.0,
+            local_base=10000.0,
+            scaling=None if factor is None else RotaryScaling("linear", factor),
+        ),
+        attention=replace(
+            base.attention,
+            qk_norm=True,
+            softcap=None,
+            window=window - 1,
+            window_pattern=tuple((layer + 1) % 6 > 0 for layer in range(num_layers)),
+        ),
+    )
+
+
+def llama4(num_experts: int, length: int, step: int, factor: float | None) -> GPTConfig:
+    """Configure the language model of Llama 4 (https://huggingface.co/meta-llama): one of many experts, long contexts.
+
+    Three of four layers rotate and see chunks of 8192 tokens. The fourth sees all tokens and has no positions.
+
+    Args:
+        num_experts: experts of each layer that has some.
+        length: the longest sequence.
+        step: every so many layers, one has experts.
+        factor: of the scaling of rotary frequencies. With it, queries and keys have L2 norms.
+    """
+    scaling = RotaryScaling(
+        "llama3", factor or 1.0, low_frequency_factor=1.0, high_frequency_factor=1.0, original_length=8192
+    )
+    layers = range(48)
+    rotates = tuple((layer + 1) % 4 > 0 for layer in layers)
+    return GPTConfig(
+        num_layers=48,
+        hidden_size=5120,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=16384,
+        vocab_size=202048,
+        max_sequence_length=length,
+        norm=NormConfig(eps=1e-5),
+        position=PositionConfig(
+            base=500000.0, interleaved=True, pattern=rotates, scaling=None if factor is None else scaling
+        ),
+        attention=AttentionConfig(
+            qk_l2_norm=factor is not None,
+            chunk=8192,
+            window_pattern=rotates,
+            temperature=TemperatureConfig(length=8192, scale=0.1),
+        ),
+        moe=MoEConfig(
+            num_experts=num_experts,
+            ffn_hidden_size=8192,
+            pattern=tuple((layer + 1) % step == 0 for layer in layers),
+            weigh_input=True,
+            router=RouterConfig(top_k=1, score="sigmoid"),
+            shared=SharedConfig(ffn_hidden_size=8192),
+            balance=BalanceConfig(aux_loss=0.001),
+        ),
+    )
+
+
 for _name, _config in {
     "gpt2_small": gpt2(12, 768, 12),
     "gpt2_medium": gpt2(24, 1024, 16),
@@ -257,5 +377,14 @@ for _name, _config in {
     "kimi_k2": kimi_k2(),
     "gpt_oss_20b": gpt_oss(24, 32),
     "gpt_oss_120b": gpt_oss(36, 128),
+    "gemma2_2b": gemma2(26, 2304, 8, 4, 9216),
+    "gemma2_9b": gemma2(42, 3584, 16, 8, 14336),
+    "gemma2_27b": gemma2(46, 4608, 32, 16, 36864, 144),
+    "gemma3_1b": gemma3(26, 1152, 4, 1, 6912, vocab_size=262144, length=32768, window=512, factor=None),
+    "gemma3_4b": gemma3(34, 2560, 8, 4, 10240),
+    "gemma3_12b": gemma3(48, 3840, 16, 8, 15360),
+    "gemma3_27b": gemma3(62, 5376, 32, 16, 21504, query_size=168),
+    "llama4_scout": llama4(16, 10485760, 1, 16.0),
+    "llama4_maverick": llama4(128, 1048576, 2, None),
 }.items():
     PRESETS.register(_name)(_config)

@@ -6,6 +6,7 @@ Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,11 @@ from megalight.models.gpt.deepseek_weights import (
     latent_places,
     moved_depths,
 )
+from megalight.models.gpt.gemma_weights import NORMS, gemma_from, gemma_to
+from megalight.models.gpt.gemma_weights import PREFIXES as GEMMA_PREFIXES
+from megalight.models.gpt.gemma_weights import VISION as GEMMA_VISION
 from megalight.models.gpt.gpt_oss_weights import as_gpt_oss, gpt_oss_to, with_defaults
+from megalight.models.gpt.llama4_weights import PREFIXES, VISION, is_llama4, llama4_from, llama4_places, llama4_to
 from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
 from megalight.models.gpt.rotary_values import rotary_from, rotary_to
 from megalight.models.weights import Theirs, WeightMap
@@ -76,6 +81,23 @@ def weight_map(config: GPTConfig) -> WeightMap:
             left_out=after_layers(config),
             doubles=depth_doubles(config),
             moved=moved_depths(config),
+        )
+    if config.norm.after:
+        return WeightMap(
+            {ours: Theirs(theirs) for ours, theirs in (LLAMA | NORMS).items()},
+            root="model.",
+            copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+            left_out=GEMMA_VISION,
+            respelt=GEMMA_PREFIXES,
+        )
+    if is_llama4(config):
+        outside = {ours: Theirs(theirs) for ours, theirs in LLAMA.items() if ".mlp." not in ours}
+        return WeightMap(
+            outside | llama4_places(config),
+            root="model.",
+            copies={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+            left_out=VISION,
+            respelt=PREFIXES,
         )
     if config.position.kind != "learned":
         return WeightMap(
@@ -154,9 +176,12 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
     # latent attention and sinks are each of one kind, and that kind has no other attention
     only = "deepseek_v3" if config.latent is not None else None
     only = "gpt_oss" if config.attention.softmax == "learnable" else only
+    only = "llama4_text" if is_llama4(config) else only
+    if config.norm.after:
+        only = "gemma3_text" if config.attention.qk_norm else "gemma2"
     # The kind that training began with comes first: several can say the same configuration.
     for kind in sorted(WRITERS, key=lambda kind: kind != model_type):
-        if kind != only and (only is not None or kind in ("deepseek_v3", "gpt_oss")):
+        if kind != only and (only is not None or kind in ALONE):
             continue
         try:
             values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
@@ -184,6 +209,8 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         del values["moe"]["balance"]  # losses are the user's choice
     if config.mtp is not None:
         del values["mtp"]["loss_scale"]
+    values["attention"]["scale"] = config.attention.scale or config.head_dim**-0.5
+    values["attention"]["chunk"] = [config.attention.chunk_of(layer) for layer in range(config.num_layers)]
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
     values["position"]["pattern"] = [config.position.rotates(layer) for layer in range(config.num_layers)]
     del values["attention"]["window_pattern"]
@@ -272,6 +299,11 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "deepseek_v3": deepseek_from,
     "kimi_k2": deepseek_from,
     "gpt_oss": _gpt_oss,
+    "gemma2": gemma_from,
+    "gemma3_text": gemma_from,
+    "gemma3": gemma_from,
+    "llama4_text": llama4_from,
+    "llama4": llama4_from,
     "gpt2": _gpt2,
 }
 
@@ -380,8 +412,13 @@ WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
     "olmoe": _to_olmoe,
     "deepseek_v3": deepseek_to,
     "gpt_oss": _to_gpt_oss,
+    "gemma2": partial(gemma_to, "gemma2"),
+    "gemma3_text": partial(gemma_to, "gemma3_text"),
+    "llama4_text": llama4_to,
     "gpt2": _to_gpt2,
 }
+ALONE = ("deepseek_v3", "gpt_oss", "gemma2", "gemma3_text", "llama4_text")
+"""Kinds whose models no other kind can have."""
 
 
 ARCHITECTURES = {
@@ -395,6 +432,9 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.ops.attention import bounded, cudnn, reference, sdpa, sink, varlen
+from megalight.ops.attention.chunks import chunked
 from megalight.ops.common import cuda_why_not, heads_why_not, serve_all
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -111,6 +112,7 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     sink: Tensor | None = None,
@@ -127,6 +129,7 @@ def attention(
         causal: whether a query sees no later key.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
         window: number of earlier tokens that a query sees besides itself. None: all.
+        chunk: a query sees only keys of its own chunk of so many tokens; a sequence begins with a chunk. None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         dropout: probability to drop a weight. Pass 0 outside of training.
         sink: ``[H]``: the denominator of a head's softmax has one more term, ``e^sink``. So weights add up to less
@@ -158,7 +161,12 @@ def attention(
                 "the lengths of these keys are known only on the device. Only the reference backend serves them, "
                 f"without dropout; backend is {backend!r}, dropout {dropout}."
             )
-        return bounded.attention(q, k, v, sequences, causal, scale, window, softcap, sink)
+        return bounded.attention(q, k, v, sequences, causal, scale, window, softcap, sink, chunk)
+    if chunk is not None:
+        sequences, rows = chunked(sequences, chunk)
+        keys = sequences.keys
+        if rows is not None:
+            k, v = k.index_select(0, rows), v.index_select(0, rows)
     spec = Spec(
         q.device.type,
         q.dtype,

@@ -23,6 +23,7 @@ def attention(
     window: int | None,
     softcap: float | None,
     sink: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Queries are the last of the tokens that are there. Shapes follow from the bound: such a step can be recorded.
 
@@ -48,6 +49,8 @@ def attention(
     allowed = index <= places if causal else index < present
     if window is not None:
         allowed = allowed & (index >= places - window)
+    if chunk is not None:
+        allowed = allowed & (index // chunk == places // chunk)
     weights = softmax(scores.masked_fill(~allowed[:, None], -torch.inf), sink)
     value = value.masked_fill((index >= present).transpose(1, 2)[:, None], 0)  # 0 times what was never written
     return (weights @ value).transpose(1, 2).reshape(len(q), q.shape[1], -1).to(q.dtype)

@@ -69,10 +69,12 @@ class RotaryScaling:
             )
         if self.original_length < 1:
             raise ConfigurationError(f"original_length is {self.original_length}; it must be at least 1 token.")
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+        # Llama 4 has two equal ones: then no frequency lies between
+        if not 0 < self.low_frequency_factor <= self.high_frequency_factor:
             raise ConfigurationError(
                 f"low_frequency_factor is {self.low_frequency_factor} and high_frequency_factor is "
-                f"{self.high_frequency_factor}; the first must be above 0 and below the second. Llama 3.1 uses 1 and 4."
+                f"{self.high_frequency_factor}; the first must be above 0 and at most the second. Llama 3.1 uses 1 "
+                "and 4."
             )
         # Kimi-K2 has two equal ones: then one pair alone lies between
         if not 0 < self.beta_slow <= self.beta_fast:
@@ -148,7 +150,7 @@ def _llama3(scaling: RotaryScaling, dim: int, base: float, device: torch.device 
     turns = scaling.original_length * frequencies / (2 * math.pi)  # full turns within the original context
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     # Linear in the number of turns between both limits, as in Meta's code.
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    keep = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns > low).to(turns.dtype)
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 

@@ -83,6 +83,7 @@ class ContextAttention(nn.Module):
                 heads,
                 causal=inner.causal,
                 window=inner.window is not None,
+                chunk=inner.chunk is not None,
                 softcap=inner.softcap is not None,
                 dropout=inner.dropout > 0,
                 softmax=inner.softmax,

@@ -21,9 +21,10 @@ from megalight.types import ContextShare, PackedSequences, to_device
 
 
 def why_not(spec: ContextSpec) -> str | None:
-    """Return why it cannot serve a layer, or None: a window needs a causal mask."""
-    if spec.window and not spec.causal:
-        return "has no window without a causal mask, because keys after the queries cannot be aligned"
+    """Return why it cannot serve a layer, or None: a window, and chunks, need a causal mask."""
+    if (spec.window or spec.chunk) and not spec.causal:
+        limit = "window" if spec.window else "chunks"
+        return f"has no {limit} without a causal mask, because keys after the queries cannot be aligned"
     return None
 
 
@@ -58,7 +59,8 @@ def attend(
 def _plain(inner: InnerAttention) -> bool:
     """Return whether block attention has all the features that the layer needs."""
     dropped = inner.dropout > 0 and inner.training
-    added = inner.softmax != "vanilla" or inner.window is not None or inner.softcap is not None
+    limited = inner.window is not None or inner.chunk is not None
+    added = inner.softmax != "vanilla" or limited or inner.softcap is not None
     return not added and not dropped and inner.backend in ("auto", "cudnn")
 
 

@@ -30,6 +30,8 @@ def why_not(spec: ContextSpec) -> str | None:
     """Return why it cannot serve a layer, or None: block attention has no window, soft cap or dropout."""
     if spec.window:
         return "has no window: it would send all keys to all ranks, but few ranks need them; use all_gather"
+    if spec.chunk:
+        return "has no chunks: a rank's tokens need the keys of few others; use all_to_all or all_gather"
     if spec.softcap:
         return "has no soft cap on scores"
     if spec.dropout:

@@ -22,6 +22,7 @@ class ContextSpec:
         heads: number of query heads and key heads on this rank; None if unknown before the first forward.
         causal: whether a query sees no later key.
         window: whether a query sees only a limited number of earlier keys.
+        chunk: whether a query sees only keys of its own chunk.
         softcap: whether scores are capped.
         dropout: whether attention weights are dropped in training.
         softmax: ``vanilla``, or one of the kinds with sinks.
@@ -33,6 +34,7 @@ class ContextSpec:
     heads: tuple[int, int] | None
     causal: bool
     window: bool
+    chunk: bool
     softcap: bool
     dropout: bool
     softmax: str

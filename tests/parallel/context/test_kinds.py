@@ -9,7 +9,15 @@ from tests.workers import run
 
 PACKS = {"uniform": [8, 8, 8], "uniform_odd": [13, 13], "ragged": [19, 1, 8, 30, 3]}
 PLAIN = [{}, {"causal": False, "scale": 0.3}]
-ALL = [*PLAIN, {"window": 5}, {"window": 40}, {"softcap": 2.0}, {"backend": "sdpa"}, {"backend": "reference"}]
+ALL = [
+    *PLAIN,
+    {"window": 5},
+    {"window": 40},
+    {"chunk": 7},
+    {"softcap": 2.0},
+    {"backend": "sdpa"},
+    {"backend": "reference"},
+]
 CASES = {
     "all_to_all": [*ALL, {"window": 3, "causal": False}],
     "all_gather": ALL,

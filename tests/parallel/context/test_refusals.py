@@ -26,6 +26,7 @@ from megalight.registry import Backend
 from megalight.types import PackedSequences
 from tests.parallel.test_apply import BASE
 
+CHUNK = {"attention": AttentionConfig(chunk=3, window_pattern=(False, True))}
 WINDOW = {"attention": AttentionConfig(window=3, window_pattern=(False, True))}
 SOFTCAP = {"attention": AttentionConfig(softcap=3.0)}
 DROPOUT = {"dropout": DropoutConfig(attention=0.1)}
@@ -55,6 +56,7 @@ def made(model: GPT, tp: int = 1, cp: int = 4, **context) -> GPT:
         (SOFTCAP, 1, {"kind": "ring"}, r"ring: has no soft cap"),
         (DROPOUT, 1, {"kind": "ring"}, r"ring: has no dropout"),
         (SDPA, 1, {"kind": "ring"}, r"ring: has no attention backend 'sdpa': attention_block has cudnn, varlen, ref"),
+        (CHUNK, 1, {"kind": "ring"}, r"layers\.1\.attention\.inner: .*ring: has no chunks"),
         (WINDOW, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no window"),
         (SDPA, 1, {"kind": "all_to_all_ring", "inner": 2}, r"all_to_all_ring: has no attention backend 'sdpa'"),
         ({"backends": BackendConfig(attention="reference")}, 1, {"kind": "all_to_all_ring", "inner": 2}, None),

@@ -111,12 +111,21 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"window": True}, {"softcap": True}, {"dropout": True}, {"backend": "sdpa"}, {"softmax": "learnable"}]
+    "option",
+    [
+        {"window": True},
+        {"chunk": True},
+        {"softcap": True},
+        {"dropout": True},
+        {"backend": "sdpa"},
+        {"softmax": "learnable"},
+    ],
 )
 def test_why_not(option: dict) -> None:
     plain = {
         "causal": True,
         "window": False,
+        "chunk": False,
         "softcap": False,
         "dropout": False,
         "softmax": "vanilla",

@@ -1,0 +1,130 @@
+"""Gemma-2 and Gemma-3 in ``transformers``: names of tensors and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
+from megalight.models.gpt.rotary_values import rotary_from, rotary_to
+
+NORMS = {
+    "layers.N.attention_post_norm": "model.layers.N.post_attention_layernorm",
+    "layers.N.mlp_norm": "model.layers.N.pre_feedforward_layernorm",
+    "layers.N.mlp_post_norm": "model.layers.N.post_feedforward_layernorm",
+}
+"""Where their names differ from Llama's, which has the norm before the MLP under the name of one after attention."""
+PREFIXES = {r"^(model\.language_model|language_model\.model)\.": "model.", r"^language_model\.lm_head": "lm_head"}
+"""Names in models that also read images, of which the language model alone is read."""
+VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+
+PERIOD = {"gemma2": 2, "gemma3_text": 6}
+"""Every so many layers, one has no window."""
+ACTIVATION = "gelu_pytorch_tanh"
+BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+"""Rotary bases of Gemma-3 that a ``config.json`` need not say."""
+
+
+def gemma_from(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert the ``config.json`` of Gemma-2 or Gemma-3, or the language model's part of one.
+
+    Raises:
+        ConfigurationError: an option has no counterpart here.
+    """
+    if values["model_type"] == "gemma3":
+        values = {"tie_word_embeddings": values.get("tie_word_embeddings", True), **values["text_config"]}
+    kind, layers = values["model_type"], values["num_hidden_layers"]
+    for option, good in (
+        ("attention_bias", False),
+        ("use_bidirectional_attention", False),
+        ("hidden_activation", ACTIVATION),
+    ):
+        if (value := values.get(option) or good) != good:
+            raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
+    heads, head_dim = values["num_attention_heads"], values.get("head_dim") or 256
+    scalar, window = values.get("query_pre_attn_scalar", 256), values.get("sliding_window", 4096)
+    full = values.get("sliding_window_pattern") or PERIOD[kind]  # in older files
+    kinds = values.get("layer_types") or [_kind((layer + 1) % full > 0) for layer in range(layers)]
+    local = window is not None and "sliding_attention" in kinds
+    # Of each kind of layer in newer files; else a base for each beside a scaling of full attention.
+    rotations = values.get("rope_parameters") or {}
+    position = rotary_from(values if "full_attention" not in rotations else {"rope_parameters": _full(rotations)})
+    if kind == "gemma3_text":
+        sliding = rotations.get("sliding_attention") or {"rope_theta": values.get("rope_local_base_freq")}
+        if "full_attention" not in rotations and "rope_theta" not in {**values, **rotations}:
+            position = replace(position, base=BASES["full_attention"])
+        position = replace(
+            position, local_base=(sliding.get("rope_theta") or BASES["sliding_attention"]) if local else None
+        )
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=values["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=values.get("num_key_value_heads") or 0,
+        head_dim=head_dim,
+        ffn_hidden_size=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values.get("max_position_embeddings", 8192 if kind == "gemma2" else 131072),
+        activation="geglu_tanh",
+        tie_embeddings=bool(values.get("tie_word_embeddings", True)),
+        embedding_multiplier=values["hidden_size"] ** 0.5,
+        logit_softcap=values.get("final_logit_softcapping"),
+        norm=NormConfig(kind="rms", eps=values.get("rms_norm_eps", 1e-6), around_zero=True, after=True),
+        position=position,
+        attention=AttentionConfig(
+            qk_norm=kind == "gemma3_text",
+            scale=None if scalar == head_dim else scalar**-0.5,
+            softcap=values.get("attn_logit_softcapping"),
+            window=window - 1 if local else None,  # theirs counts the token itself
+            window_pattern=tuple(kind == "sliding_attention" for kind in kinds) if local else (True,),
+        ),
+        dropout=DropoutConfig(attention=values.get("attention_dropout") or 0.0),
+    )
+
+
+def gemma_to(kind: str, config: GPTConfig) -> dict[str, Any]:
+    """Return the content of ``config.json`` of this kind."""
+    attention = config.attention
+    rotary = rotary_to(config.position)
+    if kind == "gemma3_text":
+        full = {"rope_type": "default", **rotary.get("rope_scaling", {}), "rope_theta": config.position.base}
+        local = config.position.local_base or config.position.base
+        rotary = {
+            "rope_parameters": {
+                "full_attention": full,
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            }
+        }
+    scalar = config.head_dim if attention.scale is None else round(attention.scale**-2)
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_activation": ACTIVATION if config.activation == "geglu_tanh" else config.activation,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm.eps,
+        **rotary,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": attention.softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": None if attention.window is None else attention.window + 1,
+        "layer_types": [_kind(attention.window_of(layer) is not None) for layer in range(config.num_layers)],
+        "attention_bias": attention.qkv_bias,
+        "attention_dropout": config.dropout.attention,
+        "initializer_range": config.init.std,
+    }
+
+
+def _full(rotations: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_theta": BASES["full_attention"], **(rotations["full_attention"] or {})}
+
+
+def _kind(windowed: bool) -> str:
+    return "sliding_attention" if windowed else "full_attention"

@@ -1,0 +1,153 @@
+"""Llama 4 in ``transformers``, its language model: names of tensors and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt.config import (
+    AttentionConfig,
+    DropoutConfig,
+    GPTConfig,
+    NormConfig,
+    TemperatureConfig,
+)
+from megalight.models.gpt.rotary_values import rotary_from, rotary_to
+from megalight.models.weights import Theirs
+from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
+
+PLACES = {
+    "layers.N.mlp.gate": "model.layers.N.feed_forward.gate_proj",
+    "layers.N.mlp.up": "model.layers.N.feed_forward.up_proj",
+    "layers.N.mlp.down": "model.layers.N.feed_forward.down_proj",
+    "layers.N.mlp.router": "model.layers.N.feed_forward.router",
+    "layers.N.mlp.shared.gate": "model.layers.N.feed_forward.shared_expert.gate_proj",
+    "layers.N.mlp.shared.up": "model.layers.N.feed_forward.shared_expert.up_proj",
+    "layers.N.mlp.shared.down": "model.layers.N.feed_forward.shared_expert.down_proj",
+}
+PREFIXES = {r"^language_model\.": ""}
+"""Names in models that also read images, of which the language model alone is read."""
+VISION = r"(vision_model|multi_modal_projector)\..*"
+
+
+def is_llama4(config: GPTConfig) -> bool:
+    """Return whether of all kinds Llama 4 alone can have this model: its experts weigh their inputs."""
+    return config.moe is not None and config.moe.weigh_input
+
+
+def llama4_places(config: GPTConfig) -> dict[str, Theirs]:
+    """Return where feed-forward layers and experts are.
+
+    The weights of a layer's experts are stacked as ``[E, in, out]``, with all of the gate before those of ``up``.
+    """
+    assert config.moe is not None
+    width, experts = config.expert_ffn_hidden_size, config.moe.num_experts
+    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+    for name, theirs, rows in (
+        ("gate", "gate_up_proj", range(width)),
+        ("up", "gate_up_proj", range(width, 2 * width)),
+        ("down", "down_proj", None),
+    ):
+        full = f"model.layers.N.feed_forward.experts.{theirs}"
+        places[f"layers.N.mlp.experts.N.{name}.weight"] = Theirs(full, rows, transposed=True, stack=experts)
+    return places
+
+
+def llama4_from(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert the ``config.json`` of Llama 4, or the language model's part of one.
+
+    Raises:
+        ConfigurationError: an option has no counterpart here.
+    """
+    if values["model_type"] == "llama4":
+        values = values["text_config"]
+    layers = values["num_hidden_layers"]
+    for option, good in (("attention_bias", False), ("hidden_act", "silu")):
+        if values.get(option, good) != good:
+            raise ConfigurationError(f"{option} is {values[option]!r}; only {good!r} has a counterpart here.")
+    every = values.get("no_rope_layer_interval", 4)
+    rotated = values.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(layers)]
+    kinds = values.get("layer_types") or [_kind(bool(layer)) for layer in rotated]
+    chunk = values.get("attention_chunk_size", 8192)
+    chunked = chunk is not None and "chunked_attention" in kinds
+    step = values.get("interleave_moe_layer_step", 1)
+    experts = values.get("moe_layers")
+    experts = range(step - 1, layers, step) if experts is None else experts
+    width = values["intermediate_size"]
+    # Only layers that do not rotate have temperatures.
+    tuned = bool(values.get("attn_temperature_tuning", True)) and not all(rotated)
+    temperature = TemperatureConfig(length=values.get("floor_scale", 8192), scale=values.get("attn_scale", 0.1))
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=values["hidden_size"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values.get("num_key_value_heads") or 0,
+        head_dim=values.get("head_dim") or 0,
+        ffn_hidden_size=values["intermediate_size_mlp"],
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values["max_position_embeddings"],
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
+        position=replace(rotary_from({"rope_theta": 500000.0, **values, "no_rope_layers": rotated}), interleaved=True),
+        attention=AttentionConfig(
+            qk_l2_norm=bool(values.get("use_qk_norm", True)),
+            chunk=chunk if chunked else None,
+            window_pattern=tuple(kind == "chunked_attention" for kind in kinds) if chunked else (True,),
+            temperature=temperature if tuned else None,
+        ),
+        moe=MoEConfig(
+            num_experts=values["num_local_experts"],
+            ffn_hidden_size=width,
+            pattern=tuple(layer in set(experts) for layer in range(layers)),
+            weigh_input=True,
+            router=RouterConfig(top_k=values["num_experts_per_tok"], score="sigmoid"),
+            shared=SharedConfig(ffn_hidden_size=width),
+        ),
+        dropout=DropoutConfig(attention=values.get("attention_dropout") or 0.0),
+    )
+
+
+def llama4_to(config: GPTConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``.
+
+    Raises:
+        ConfigurationError: the model has no experts.
+    """
+    attention, moe, layers = config.attention, config.moe, range(config.num_layers)
+    if moe is None:
+        raise ConfigurationError("a model of llama4_text has experts; this one has not")
+    values: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.expert_ffn_hidden_size,
+        "intermediate_size_mlp": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_act": "silu" if config.activation == "swiglu" else config.activation,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm.eps,
+        **rotary_to(config.position),
+        "no_rope_layers": [int(config.position.rotates(layer)) for layer in layers],
+        "attention_chunk_size": attention.chunk,
+        "layer_types": [_kind(attention.chunk_of(layer) is not None) for layer in layers],
+        "use_qk_norm": attention.qk_l2_norm,
+        "attn_temperature_tuning": attention.temperature is not None,
+        "attention_bias": attention.qkv_bias,
+        "attention_dropout": config.dropout.attention,
+        "initializer_range": config.init.std,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
+        "moe_layers": [layer for layer in layers if config.has_experts(layer)],
+    }
+    if attention.temperature is not None:
+        values |= {"floor_scale": attention.temperature.length, "attn_scale": attention.temperature.scale}
+    return values
+
+
+def _kind(chunked: bool) -> str:
+    return "chunked_attention" if chunked else "full_attention"
