@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.models.transforms import LoRA
+from megalight.models.transforms import DoRA, LoRA
 
 
 class Adapters(pl.Callback):
@@ -19,6 +19,7 @@ class Adapters(pl.Callback):
         targets: globs over names of linear layers or their sections; see :class:`~megalight.models.transforms.LoRA`.
         alpha: updates are multiplied by ``alpha / rank``.
         dropout: probability of dropping an input feature of an adapter in training.
+        dora: learn the length of each weight row apart; see :class:`~megalight.models.transforms.DoRA`.
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
             the initial weights of the run.
@@ -36,8 +37,9 @@ class Adapters(pl.Callback):
         dropout: float = 0.0,
         save_base: bool = True,
         rank_stabilized: bool = False,
+        dora: bool = False,
     ) -> None:
-        self.transform = LoRA(rank, targets, alpha, dropout, rank_stabilized)
+        self.transform = (DoRA if dora else LoRA)(rank, targets, alpha, dropout, rank_stabilized)
         self.save_base = save_base
 
     def attach(self, module: pl.LightningModule) -> None:

@@ -28,7 +28,13 @@ class Adapter(nn.Module):
         adapted: for each section, whether it is adapted.
         scale: ``alpha / r``.
         dropout: applied to ``x``, or None.
+
+    Attributes:
+        magnitude: ``[output features of the adapted sections]``: learned lengths of the rows of the new weight
+            (DoRA, https://arxiv.org/abs/2402.09353), or None.
     """
+
+    magnitude: nn.Parameter | None
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.A = down
         self.B = up
+        self.register_parameter("magnitude", None)
         self.units = dict(units)
         self.section_sizes = list(section_sizes)
         self.adapted = list(adapted)
@@ -93,10 +100,12 @@ class Adapter(nn.Module):
         """``r``."""
         return self.B.shape[1]
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """``x [..., in], y [..., out] -> [..., out]``."""
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x [..., in], y [..., out] -> [..., out]``; ``weight`` and ``bias`` are the layer's."""
         # The factor multiplies the narrow tensor, which is the smaller one.
         narrow = self.scale * self.meet(linear(x if self.dropout is None else self.dropout(x), self.A))
+        if self.magnitude is not None:
+            return self._with_lengths(narrow, y, weight, bias)
         if len(self.adapted) == 1:
             # One section: a single product, and no split.
             return y + linear(narrow, self.B)
@@ -104,6 +113,44 @@ class Adapter(nn.Module):
         pairs = zip(torch.split(narrow, self.width, -1), torch.split(self.B, self.sizes), strict=True)
         parts = zip(torch.split(y, self.section_sizes, -1), self.adapted, strict=True)
         return torch.cat([part + linear(*next(pairs)) if adapted else part for part, adapted in parts], -1)
+
+    def _with_lengths(self, narrow: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Give the rows of ``W + scale B A`` the lengths of ``magnitude``."""
+        assert self.magnitude is not None
+        lengths = dict(self.lengths(weight))
+        wanted = torch.split(self.magnitude, self.sizes)
+        terms, ups = torch.split(narrow, self.width, -1), torch.split(self.B, self.sizes)
+        biases = [None] * len(self.adapted) if bias is None else torch.split(bias, self.section_sizes)
+        found, count = [], 0
+        for index, part in enumerate(torch.split(y, self.section_sizes, -1)):
+            if index in lengths:
+                factor = (wanted[count] / lengths[index]).to(y.dtype)
+                shift = biases[index]
+                # The bias is not part of a row, so it keeps its size.
+                whole = (part if shift is None else part - shift) + linear(terms[count], ups[count])
+                part = factor * whole if shift is None else factor * whole + shift
+                count += 1
+            found.append(part)
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    @torch.no_grad()
+    def lengths(self, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of each adapted section, and the lengths of its rows of ``W + scale B A``.
+
+        They are ``||W||^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T``, so that no second matrix as large as ``W`` is made.
+        The paper treats them as constants, which saves the gradient through them.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        pairs = zip(self.A.split(self.width), self.B.split(self.sizes), strict=True)  # type: ignore[no-untyped-call]
+        for index, rows in enumerate(torch.split(weight, self.section_sizes)):
+            if self.adapted[index]:
+                w, (a, b) = rows.to(wide), (x.to(wide) for x in next(pairs))
+                squares = w.square().sum(1) + (2 * self.scale * (w @ a.T) + self.scale**2 * b @ (a @ a.T)).mul(b).sum(1)
+                yield index, self.total(squares).clamp_min(torch.finfo(wide).tiny).sqrt()
+
+    def total(self, squares: Tensor) -> Tensor:
+        """Return sums over all input features. On one device they are complete; a parallel adapter overrides this."""
+        return squares
 
     def meet(self, narrow: Tensor) -> Tensor:
         """Return ``x A^T`` ready for ``B``. On one device it is unchanged; a parallel adapter overrides this."""
@@ -114,8 +161,9 @@ class Adapter(nn.Module):
         # drop the last two names, the adapter's and the layer's: the section's name takes their place
         around = path.split(".")[:-2]
         for section, size in zip(self.units, self.sizes, strict=True):
-            shape = (self.width, self.A.shape[1]) if local == "A" else (size, self.width)
-            yield ".".join([*around, section, f"lora_{local}", "weight"]), shape
+            shapes = {"A": (self.width, self.A.shape[1]), "B": (size, self.width), "magnitude": (size,)}
+            own = "magnitude_vector" if local == "magnitude" else local
+            yield ".".join([*around, section, f"lora_{own}", "weight"]), shapes[local]
 
     def extra_repr(self) -> str:
         """Shape and sections, for printing."""
@@ -145,5 +193,5 @@ def remove_adapter(layer: nn.Module) -> None:
 
 
 def _add(layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
-    summed: Tensor = layer.adapter(args[0], y)  # type: ignore[operator]
+    summed: Tensor = layer.adapter(args[0], y, layer.weight, layer.bias)  # type: ignore[operator]
     return summed

@@ -50,7 +50,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in] -> [..., out]``."""
         y = linear(x, self.weight, self.bias)
-        return y if self.adapter is None else self.adapter(x, y)
+        return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias)
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the sections; each name replaces the layer's name. See :mod:`megalight.nn.canonical`."""

@@ -20,7 +20,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import generate, load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
-from megalight.models.transforms import LoRA
+from megalight.models.transforms import DoRA, LoRA
 from megalight.nn.init import initialise
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
@@ -88,6 +88,27 @@ def test_a_layout_trains_the_same_adapters(world: int, name: str, upper: bool, l
         assert np.array_equal(value, found["initial"][key]) is ("lora" not in key)
 
 
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel": 2}, {"context_parallel": 2}], ids=str)
+def test_a_layout_trains_the_same_magnitudes(layout: dict[str, Any]) -> None:
+    found = run(train, 2, "gqa", {**LORA, "dora": True}, {"level": "optim"}, {**layout, "micro_batch_size": 1})[0]
+    reference = by_hand(CONFIGS["gqa"], transforms=[DoRA(**LORA)])
+    assert_same_run(found, reference)
+    assert_same_gradients(found["gradients"], reference["gradients"])
+    assert any("magnitude" in name for name in reference["gradients"])
+
+
+def test_magnitudes_of_a_checkpoint_go_on(tmp_path: Path) -> None:
+    dora = {**LORA, "dora": True}
+    whole = by_hand(CONFIGS["gqa"], 4, transforms=[DoRA(**LORA)])
+    run(saving, 2, str(tmp_path), SP, None, dora)
+    losses, final = run(saving, 2, str(tmp_path / "b"), PP, str(tmp_path / "step=2.ckpt"), None)[0]
+    np.testing.assert_allclose(losses, whole["losses"][2:], rtol=1e-9)
+    for name, value in whole["final"].items():
+        assert np.linalg.norm(final[name] - value) <= 1e-9 * max(float(np.linalg.norm(value)), 1e-3), name
+    with pytest.raises(AssertionError, match=r"DoRA changes the values of whole parameters.*optim_grads"):
+        run(saving, 2, str(tmp_path / "c"), FULL, None, dora)
+
+
 def saving(
     folder: str, layout: dict[str, Any], resume: str | None, lora: dict[str, Any] | None, weights: str | None = None
 ) -> tuple[list[float], dict[str, Any]]:
@@ -137,7 +158,8 @@ def test_a_checkpoint_goes_on_under_another_layout(
 
 def test_what_a_checkpoint_holds(saved: str) -> None:
     opened = checkpoint.open(saved)
-    assert opened.common["model"]["transforms"] == [{"name": "lora", "values": {**LORA, "dropout": 0.0}}]
+    values = {**LORA, "dropout": 0.0, "rank_stabilized": False}
+    assert opened.common["model"]["transforms"] == [{"name": "lora", "values": values}]
     states = {name for name in opened.tensors if name.startswith("optimizer.")}
     assert states
     assert all(".lora_" in name for name in states)

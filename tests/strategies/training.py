@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -221,6 +222,8 @@ def by_hand(
     model = build(config).to(device, dtype)
     apply_transforms(model, transforms)
     initialise(model, SEED, "model.")
+    for transform in transforms:
+        transform.with_values(SimpleNamespace(root=model))  # type: ignore[arg-type]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p in trained.values() if p.ndim > 1]
     vectors = [p for p in trained.values() if p.ndim == 1]

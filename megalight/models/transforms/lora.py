@@ -127,7 +127,10 @@ def merge(model: nn.Module) -> int:
 
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return ``W + scale * B A`` of each section. The sum is rounded once, to the dtype of ``weight``."""
+    """Return ``W + scale * B A`` of each section, its rows rescaled if the adapter has magnitudes.
+
+    The result is rounded once, to the dtype of ``weight``.
+    """
     # product and sum in float32 or wider, so that only the result is rounded to a half dtype
     wide = torch.promote_types(weight.dtype, torch.float32)
     # Only adapted sections have pairs, in the order of the sections.
@@ -136,6 +139,10 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
         part.to(wide) + adapter.scale * (next(ups).to(wide) @ next(downs).to(wide)) if adapted else part.to(wide)
         for part, adapted in zip(torch.split(weight, adapter.section_sizes), adapter.adapted, strict=True)
     ]
+    if adapter.magnitude is not None:
+        wanted = torch.split(adapter.magnitude, adapter.sizes)
+        for factor, (index, lengths) in zip(wanted, adapter.lengths(weight), strict=True):
+            parts[index] = parts[index] * (factor.to(wide) / lengths)[:, None]
     return torch.cat(parts).to(weight.dtype)
 
 

@@ -27,6 +27,7 @@ from megalight.models.family import Family, Weights, family, family_of_transform
 from megalight.models.folder import is_folder, read_config
 from megalight.models.saved import BASE, PREFIX, companions_of, description, initial_config
 from megalight.models.transforms import describe, rebuild
+from megalight.models.transforms.dora import DoRA
 from megalight.models.transforms.lora import LoRA
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import Target
@@ -37,9 +38,10 @@ WEIGHTS = "adapter_model.safetensors"
 ROOT = "base_model.model."
 """Prefix of all names in a file of ``peft``, before the name in ``transformers``."""
 
+MAGNITUDE = "magnitude_vector"
+
 DEFAULTS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
@@ -94,6 +96,8 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str])
                 )
             data = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
             source.fill([Target(name, stored.shape, (0,) * data.ndim, data)], strict=False, process_group=group)
+            # peft leaves the last name of magnitudes out.
+            leaf = MAGNITUDE if leaf == f"{MAGNITUDE}.weight" else leaf
             tensors[f"{ROOT}{modules[around]}.lora_{leaf}"] = data
             targets += [modules[around]] if leaf == "A.weight" else []
     values = {
@@ -104,6 +108,7 @@ def export_adapter(path: str | os.PathLike[str], output: str | os.PathLike[str])
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rank_stabilized,
+        "use_dora": isinstance(lora, DoRA),
         "target_modules": targets,
         "fan_in_fan_out": any(name in transposed for name in targets),
         "bias": "none",
@@ -151,9 +156,10 @@ def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str],
                 f"{folder} adapts {module!r}, which the base {base} does not have.{nearest(module, names)} Name the "
                 "base that the adapters were trained on."
             )
+        leaf = f"{MAGNITUDE}.weight" if leaf == MAGNITUDE else leaf
         tensors[f"{names[module]}.lora_{leaf}"] = tensor
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
-    lora = LoRA(
+    lora = (DoRA if values.get("use_dora") else LoRA)(
         values["r"], targets, float(values["lora_alpha"]), values.get("lora_dropout", 0.0),
         bool(values.get("use_rslora")),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.tensor import split
-from megalight.parallel.tensor.adapter import ColumnAdapter
+from megalight.parallel.tensor.adapter import ColumnAdapter, RowAdapter
 from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.shared import Tokens
 
@@ -49,12 +49,14 @@ def column_adapter(
 
     down = splitter.split(f"{name}.adapter", adapter, "A", whole)
     up = splitter.split(f"{name}.adapter", adapter, "B", output)
+    magnitude = splitter.split(f"{name}.adapter", adapter, "magnitude", output)
     assert down is not None and up is not None
     dropout = adapter.dropout
     if isinstance(dropout, nn.Dropout) and tokens == "share":
         # Shares differ from rank to rank, so masks must too. Whole tokens need the same mask everywhere.
         dropout = ParallelDropout(dropout.p, shared)
     found = ColumnAdapter(adapter, down, up, sizes, shared, tokens, dropout)
+    found.magnitude = magnitude
     splitter.dress(found, adapter)
     return found
 
@@ -62,7 +64,7 @@ def column_adapter(
 def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | None:
     """Split the adapter of a layer with split input features: ``A`` is split like the weight, ``B`` stays whole.
 
-    The gradient of ``B`` is partial, because each rank computes it from its term of ``x A^T``.
+    The gradients of ``B`` and of magnitudes are partial, because each rank computes them from its term of ``x A^T``.
 
     Raises:
         LayoutError: the layer's collective runs in pieces with its product, so it cannot include the adapter's term.
@@ -79,15 +81,19 @@ def row_adapter(splitter: Splitter, name: str, layer: nn.Module) -> Adapter | No
             "collective is part of the product. Choose overlap='plain' for this layer, or leave it out of the targets."
         )
     down = splitter.split(f"{name}.adapter", adapter, "A", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))
-    up = splitter.split(
-        f"{name}.adapter", adapter, "B", lambda parts, shape, mesh: split.replicated(parts, shape, mesh, partial=True)
-    )
+
+    def partial(parts: Sequence[Part], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+        return split.replicated(parts, shape, mesh, partial=True)
+
+    up = splitter.split(f"{name}.adapter", adapter, "B", partial)
+    magnitude = splitter.split(f"{name}.adapter", adapter, "magnitude", partial)
     assert down is not None and up is not None
     dropout = adapter.dropout
     if isinstance(dropout, nn.Dropout):
         # The input features are split, so ranks hold different elements and need different masks.
         dropout = ParallelDropout(dropout.p, shared, split=True)
-    found = Adapter(down, up, adapter.units, adapter.section_sizes, adapter.adapted, adapter.scale, dropout)
+    found = RowAdapter(adapter, down, up, shared, dropout)
+    found.magnitude = magnitude
     splitter.dress(found, adapter)
     return found
 

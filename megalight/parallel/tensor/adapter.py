@@ -1,4 +1,4 @@
-"""The adapter of a linear layer whose output features are split over ``tp``."""
+"""The adapters of linear layers whose output or input features are split over ``tp``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from megalight.nn.adapter import Adapter
-from megalight.parallel.collectives import all_gather, copy
+from megalight.parallel.collectives import all_gather, all_reduce, copy
 from megalight.parallel.tensor.shared import Shared, Tokens
 
 
@@ -47,3 +47,25 @@ class ColumnAdapter(Adapter):
             return all_gather(narrow, self.shared.group, self.shared.sequence_dim)
         # Each rank's B sees part of the outputs, so the gradient of the narrow features is a sum over ranks.
         return copy(narrow, self.shared.group) if tokens == "whole" else narrow
+
+
+class RowAdapter(Adapter):
+    """An adapter with ``A [r, in/tp]`` split and ``B [out, r]`` whole on every rank. The layer sums over ranks.
+
+    Args:
+        adapter: the one-device adapter.
+        down: this rank's ``A``.
+        up: ``B``.
+        shared: the state that all tensor-parallel layers share.
+        dropout: applied to the layer's input, or None.
+    """
+
+    def __init__(
+        self, adapter: Adapter, down: nn.Parameter, up: nn.Parameter, shared: Shared, dropout: nn.Module | None
+    ) -> None:
+        super().__init__(down, up, adapter.units, adapter.section_sizes, adapter.adapted, adapter.scale, dropout)
+        self.shared = shared
+
+    def total(self, squares: Tensor) -> Tensor:
+        """Sum over the ranks, which hold different input features of each row."""
+        return all_reduce(squares, self.shared.group)

@@ -60,7 +60,7 @@ class ColumnLinear(nn.Module):
         """``[T/tp, in] -> [T, out/tp]`` under sequence parallelism, else ``[T, in] -> [T, out/tp]``."""
         y = column_linear(x, self.weight, self.bias, self.shared, self.tokens, self.name)
         # The adapter adds its term before the outputs are joined: it is split over the same output features.
-        y = y if self.adapter is None else self.adapter(x, y)
+        y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias)
         return join(y, self.shared.group, y.dim() - 1) if self.gather_output else y
 
     def extra_repr(self) -> str:

@@ -58,7 +58,7 @@ class RowLinear(nn.Module):
     def _adapted_sum(self, x: Tensor, adapter: nn.Module) -> Tensor:
         """Sum layer and adapter with one collective: this rank adds one term to ``x W^T`` and one to ``x A^T B^T``."""
         shared = self.shared
-        y = adapter(x, linear(x, self.weight))
+        y = adapter(x, linear(x, self.weight), self.weight)
         if shared.sequence_parallel:
             return reduce_scatter(y, shared.group, shared.sequence_dim)
         return all_reduce(y, shared.group)

@@ -94,10 +94,12 @@ def test_merged_logits_are_equal() -> None:
     assert not any("adapter" in name for name, _ in model.named_modules())
 
 
-def parity(options: dict, sequence_parallel: bool, targets: list[str], plan: Plan | None = None) -> dict[str, float]:
+def parity(
+    options: dict, sequence_parallel: bool, targets: list[str], plan: Plan | None = None, kind: type[LoRA] = LoRA
+) -> dict[str, float]:
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
-    whole = adapted(GPTConfig(**{**BASE, **options}), LoRA(rank=3, targets=targets, alpha=5.0))
+    whole = adapted(GPTConfig(**{**BASE, **options}), kind(rank=3, targets=targets, alpha=5.0))
     model = copy.deepcopy(whole)
     specs = parallelize(model, gpt_plan(model) | (plan or Plan()), mesh, sequence_parallel=sequence_parallel)
     tokens, labels, weights, sequences = batch(101, [7, 1, 5, 8], tp)

@@ -43,10 +43,10 @@ def adapted(model: Any, **options: Any) -> Any:
     return found.double().eval()
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_there_and_back(tmp_path: Path, rslora: bool) -> None:
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
+def test_there_and_back(tmp_path: Path, kind: dict[str, bool]) -> None:
     llama().save_pretrained(tmp_path / "base")
-    theirs = adapted(llama(), use_rslora=rslora)
+    theirs = adapted(llama(), **kind)
     theirs.save_pretrained(tmp_path / "theirs")
     assert (
         main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours.ckpt"), "--base", str(tmp_path / "base")]) == 0
@@ -82,7 +82,7 @@ def test_adapters_of_another_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"use_dora": True}, ConfigurationError, "has use_dora=True; only False can be read"),
+        ({"bias": "all"}, ConfigurationError, "has bias='all'; only 'none' can be read"),
         ({"peft_type": "IA3"}, ConfigurationError, "peft_type='IA3'; only 'LORA'"),
         ({"rank_pattern": {"q": 2}}, ConfigurationError, "rank_pattern=.*merge_and_unload"),
         ({"r": None}, CheckpointError, "r=None; it must be a number"),
