@@ -38,6 +38,7 @@ class MambaState:
 
 def _step_bias(logarithm: Tensor, floor: float) -> Tensor:
     """Return the bias whose softplus is a step size, given by its logarithm, of at least ``floor``."""
+    # The floor keeps heads from starting with steps that never change their state.
     step = logarithm.exp().clamp(min=floor)
     # inverse of softplus; expm1 keeps the digits of small steps
     return step + torch.log(-torch.expm1(-step))
@@ -65,6 +66,7 @@ class Scan(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.D = nn.Parameter(torch.empty(num_heads))
         self.initializers: dict[str, Initializer] = {
+            # The logarithm of a uniform value: heads begin with decays of different lengths.
             "A_log": Uniform(1.0, 16.0, torch.log),
             "dt_bias": Uniform(log(steps[0]), log(steps[1]), partial(_step_bias, floor=floor)),
             "D": Constant(1.0),
@@ -97,6 +99,7 @@ class Scan(nn.Module):
         """Keep float32 when the dtype changes to a half one: ``exp`` of a rounded ``A_log`` is another decay."""
         before = {name: parameter.data for name, parameter in self._parameters.items() if parameter is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Undone for half dtypes alone: a move to a device, or to float64, is kept.
         for name, values in before.items():
             parameter = self._parameters[name]
             assert parameter is not None
@@ -202,11 +205,13 @@ class Mamba2(nn.Module):
         super().__init__()
         self.head_dim, self.state_size = head_dim, state_size
         inner, shared = num_heads * head_dim, num_groups * state_size
+        # In the order in which the weights of others lie in their projection.
         sizes = {"z": (inner, num_heads), "x": (inner, num_heads), "B": (shared, num_groups), "C": (shared, num_groups)}
         sections = [Section(name, size, units) for name, (size, units) in sizes.items()]
         self.in_proj = Linear(hidden_size, [*sections, Section("dt", num_heads, num_heads)], std=std)
         # as torch initialises a depthwise convolution
         bound = conv_kernel**-0.5
+        # One convolution for all three, as each channel is filtered by itself.
         self.conv = CausalConv(
             [Section(f"conv_{section.name}", section.size, section.units) for section in sections[1:]],
             conv_kernel,

@@ -73,6 +73,7 @@ class MultiTokenPrediction(nn.Module):
         found: list[Tensor] = []
         hidden = self.norm(hidden)
         for depth, ids, places in zip(self.depths.values(), tokens, positions, strict=True):
+            # Each depth continues from the one before, so the order of causes is kept for all of them.
             hidden = depth(hidden, self.embed(ids, places), context)
             found.append(hidden)
         return found

@@ -54,6 +54,7 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, kernel))
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(count)) if bias else None)
+        # The default keeps the variance of independent inputs.
         drawn = initializer or Normal(kernel**-0.5)
         self.initializers: dict[str, Initializer] = {"weight": drawn, "bias": drawn}
 
@@ -80,6 +81,7 @@ class CausalConv(nn.Module):
                 "a convolution needs whole sequences, and these tokens are only a part of theirs. Give it whole "
                 "sequences, or use a model without convolutions."
             )
+        # Only some of the channels may be computed here.
         take = select or (lambda rows: rows)
         weight, bias = take(self.weight), None if self.bias is None else take(self.bias)
         if state is None:
@@ -112,6 +114,7 @@ def _with_earlier(
     before = state.read((kept, x.shape[1]), x)
     numbers = torch.arange(len(before), device=x.device)
     offsets = torch.arange(kept, device=x.device)
+    # Every sequence before a token, and its own, pushes it back by the earlier inputs.
     new = torch.arange(len(x), device=x.device) + kept * (sequences.expand(numbers) + 1)
     old = sequences.cu_seqlens[:-1].long() + kept * numbers
     rows = x.new_empty(len(x) + before.shape[0] * kept, x.shape[1])

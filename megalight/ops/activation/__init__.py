@@ -79,6 +79,7 @@ def gated(
     Raises:
         ValueError: ``kind`` is unknown, ``clamp`` is not positive, or ``weights`` has another shape.
     """
+    # The plain form has more backends, and one that measures.
     if weights is None and not offset and clamp is None:
         out: Tensor = _choose(GATED, Spec(x.device.type, x.dtype, kind), backend)(x, kind)
         return out

@@ -47,6 +47,7 @@ def _forward(
     ROWS: constexpr,
     BLOCK: constexpr,
 ) -> None:
+    # 64 bits: rows times features may pass 2^31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < size)
@@ -83,6 +84,7 @@ def _backward(
     if WEIGHTED:
         weight = tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
     out_type = grad_x.dtype.element_ty
+    # Whole tiles are added up, and summed over features once at the end.
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -102,6 +104,7 @@ def _backward(
         else:
             place = row * size + column
             value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            # Only with weights: without them, the plain activation serves.
             total += grad * _value(value, KIND)
             tl.store(grad_x + place, (grad * weight * _slope(value, KIND)).to(out_type), mask=inside)
     if WEIGHTED:
@@ -121,6 +124,7 @@ class _Weighted(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor | None, kind: str, gates: bool, offset: float, clamp: float | None
     ) -> Tensor:
+        # The kernel reads rows one behind the other.
         x, weights = x.contiguous(), None if weights is None else weights.contiguous()
         size = x.shape[-1] // 2 if gates else x.shape[-1]
         y = x.new_empty(*x.shape[:-1], size)

@@ -62,15 +62,18 @@ def choose(
         prefetch, reduce_each: the user's choices; None: choose here.
         free: bytes that the device has free, on the rank with the fewest; None: not known.
     """
+    # Buckets outside of units keep their memory all the time.
     in_units = [layout for layout in layouts if layout.kind.unit is not None]
     largest: dict[object, int] = {}
     for layout in in_units:
+        # One buffer per kind of parameter and gradient, as large as the largest unit needs it.
         key = replace(layout.kind, unit=None)
         largest[key] = max(largest.get(key, 0), layout.numel * layout.kind.param_dtype.itemsize)
     buffer, reasons = sum(largest.values()), dict[str, str]()
     units = len({layout.kind.unit for layout in in_units})
     if prefetch is None:
         # A buffer more only smooths out units of uneven size, so it must not cost memory that activations may need.
+        # One less, as the unit that computes has a buffer, too.
         deeper = 0 if free is None or not buffer else int(PREFETCH_SHARE * free) // buffer - 1
         prefetch = max(1, min(deeper, MAX_PREFETCH, units - 1))
         why = _share((prefetch + 1) * buffer, free)
@@ -96,6 +99,7 @@ def free_memory(device: torch.device, everyone: ProcessGroup | None) -> int | No
     """
     if device.type != "cuda":
         return None
+    # Memory that the allocator holds for later use is free to us as well.
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.tensor(torch.cuda.mem_get_info(device)[0] + cached, device=device)
     if everyone is not None:

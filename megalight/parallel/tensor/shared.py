@@ -130,6 +130,7 @@ class Shared:
         Raises:
             LayoutError: the requested backend cannot serve the layer.
         """
+        # With what differs between calls: autocast, dtype, and whether steps are recorded.
         spec = self._spec(weight, x.device, x.dtype, self.group)
         kind = self.tensor.kind_of(name)
         if (kind, spec) not in self._overlaps:
@@ -145,6 +146,7 @@ class Shared:
         Raises:
             LayoutError: gives the reason of each backend.
         """
+        # Without group and dtype, which are not known before the first pass.
         choose(name, self._spec(weight, device, None, None), self.tensor.kind_of(name))
 
     def _spec(
@@ -176,6 +178,7 @@ def steps_recorded(model: nn.Module, recorded: bool) -> None:
 
     This affects the choice of ``overlap="auto"``, so call it before the first step, on all ranks.
     """
+    # In place, because the layers hold the object since the split.
     for module in model.modules():
         if isinstance(shared := getattr(module, "shared", None), Shared):
             shared.recorded = recorded
