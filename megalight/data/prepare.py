@@ -120,6 +120,7 @@ class _TextEncoder:
     def __call__(self, block: Block) -> Encoded:
         texts, skipped = texts_of(block, self.text_key, self.on_bad)
         if self.split_sentences:
+            # Before encoding, so that no token reaches over the end of a sentence.
             texts = [sentence for text in texts for sentence in sentences_of(text)]
         ids = self.tokenizer.encode_batch([text.text for text in texts])
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -256,6 +257,7 @@ def encode_files(
 ) -> tuple[str, ...]:
     """Encode files into a sink, in their order. Returns one message for each file or line that was skipped."""
     num_bytes = sum(file.size for file in files)
+    # A worker that has less than this to do costs more to start than it saves.
     count = workers or max(1, min(_cpus(), num_bytes // BYTES_PER_WORKER))
     task = bar.add_task("tokenising", total=num_bytes)
     skipped: list[str] = []
@@ -296,6 +298,7 @@ def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) 
     for name in inputs:
         if Path(name).resolve() in written:
             raise DataError(f"input {name!r} is a file that this output would overwrite; choose another output.")
+    # Silently, as a second run of the same command finds its own files in the folder.
     return [file for file in files if file.path.resolve() not in written]
 
 
@@ -331,6 +334,7 @@ class Sink:
             if parts:
                 done.extend((*parts, self.end))
                 sizes = list(map(len, parts))
+                # The end token belongs to the last text of the document.
                 sizes[-1] += len(self.end)
                 lengths.extend(sizes if self.keep_texts else [sum(sizes)])
                 texts.append(len(sizes) if self.keep_texts else 1)
@@ -341,6 +345,7 @@ class Sink:
         # longer than tokenising it.
         if lengths:
             tokens = np.concatenate(done)
+            # Counted here and not from the files, which would be read again.
             self.counts = add_counts(self.counts, tokens)
             self.writer.add_documents(tokens, lengths, texts)
             self.num_documents += len(texts)
@@ -391,6 +396,7 @@ def _encode_all(work: Iterator[Block], encoder: Encoder, workers: int, stack: Ex
     """
     if workers == 1:
         return map(encoder, work)
+    # `spawn`: a fork would copy locks of threads that the tokenizer runs.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
     return _in_order(pool, work, workers * IN_FLIGHT_PER_WORKER)
@@ -414,6 +420,7 @@ def _in_order(pool: ProcessPoolExecutor, work: Iterator[Block], limit: int) -> I
 
 
 def _cpus() -> int:
+    # Those that this process may use, which in a container are fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -68,11 +68,13 @@ class MegatronFSDPStrategy(MegatronStrategy):
                 f"sharding_strategy={sharding_strategy!r}; it must be one of {', '.join(LEVELS)}."
                 + nearest(sharding_strategy, LEVELS)
             )
+        # Classes are known before anything is built; a function would be asked module by module.
         if callable(auto_wrap_policy):
             raise ConfigurationError(
                 f"auto_wrap_policy={auto_wrap_policy!r} is a function; pass the classes to shard, as in "
                 "auto_wrap_policy=[Block], or leave it out to shard repeated layers."
             )
+        # Both or neither: groups without sizes, or sizes without groups, are a mistake.
         if (sharding_strategy == "HYBRID_SHARD") != (device_mesh is not None):
             raise ConfigurationError(
                 f"sharding_strategy={sharding_strategy!r} with device_mesh={device_mesh}: HYBRID_SHARD needs "
@@ -80,6 +82,7 @@ class MegatronFSDPStrategy(MegatronStrategy):
             )
         given = data_parallel or DataParallel()
         default = DataParallel()
+        # Only what differs from the defaults was set by the user.
         owned = [name for name in OWNED if getattr(given, name) != getattr(default, name)]
         if owned:
             raise ConfigurationError(
@@ -102,6 +105,7 @@ class MegatronFSDPStrategy(MegatronStrategy):
         Raises:
             LayoutError: the ranks do not divide into the groups of ``device_mesh``.
         """
+        # The mesh first, as it tells how many ranks are left for data parallelism.
         mesh = super().grid(world_size, rank)
         if self.device_mesh is not None and mesh.dp != prod(self.device_mesh):
             raise LayoutError(
@@ -113,4 +117,5 @@ class MegatronFSDPStrategy(MegatronStrategy):
     @classmethod
     def register_strategies(cls, registry: Any) -> None:
         """Register the names for ``Trainer(strategy=...)``."""
+        # `override`: a second import of the plugin must not fail.
         registry.register("megatron_fsdp", cls, "Fully sharded data parallelism for any LightningModule", override=True)

@@ -25,6 +25,7 @@ def root_of(module: pl.LightningModule) -> nn.Module:
 
 def seed_of(module: pl.LightningModule, seed: int) -> int:
     """Return the seed of the initial weights: the module's own seed, or else ``seed`` of the run."""
+    # A run's seed may be larger than generators take.
     return module.seed if isinstance(module, MegalightModule) else seed % 2**63
 
 
@@ -32,6 +33,7 @@ def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelO
     """Return the strategy's options for the unsplit model, with the module's transforms and, if needed, its plan."""
     if not isinstance(module, MegalightModule):
         return options
+    # The user's plan on the strategy goes before the module's own.
     plan = module.plan(model) if options.plan is None else options.plan
     return replace(options, plan=plan, transforms=tuple(module.transforms))
 
@@ -56,6 +58,7 @@ def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
             f"Remove {own[0]}, and read the results in forward_step or loss_step."
         )
     degrees = [f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", mesh.cp)) if size > 1]
+    # Without these degrees a forward runs the whole model on whole sequences, so any step can run.
     if not degrees:
         return
     name = type(module).__name__

@@ -55,10 +55,12 @@ class Words:
             DataError: there is no token to begin a sample, to end a segment, or to mask with.
         """
         vocabulary, size = tokenizer.vocabulary, tokenizer.vocab_size
+        # In this order, so that BERT's own names win in a vocabulary that has several.
         wanted = {"begin a sample": CLASSIFY, "end a segment": SEPARATE, "stand for a masked token": MASK}
         classify, separate, mask = (_find(vocabulary, names, purpose) for purpose, names in wanted.items())
         # Ids that no token has count as special: they are never masked, and replace nothing.
         inner, opens, special = np.zeros(size, bool), np.zeros(size, bool), np.ones(size, bool)
+        # One such token tells: vocabularies of other kinds mark no continuation.
         pieces = any(token.startswith("##") for token in vocabulary)
         letter = _letter_of_bytes if any(token.startswith(SPACE) for token in vocabulary) else str.isalnum
         names = {*CLASSIFY, *SEPARATE, *MASK, *OTHERS, tokenizer.eod_token, tokenizer.pad_token}
@@ -72,6 +74,7 @@ class Words:
 
     def starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """``[n]`` ids to ``[n]`` bool: whether a word begins at this token."""
+        # The first token begins a word, whatever came before the sample.
         found = np.ones(len(tokens), bool)
         # The token before decides as well: after a space or a sign, a letter begins a word.
         found[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])

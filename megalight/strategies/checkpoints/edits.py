@@ -32,6 +32,7 @@ def prefix_of(strategy: MeshStrategy) -> str:
 def holds_whole_model(strategy: MeshStrategy) -> bool:
     """Return whether this rank's ``state_dict`` is that of the one-device model."""
     mesh = strategy.mesh
+    # Data and context parallelism are left out: their ranks hold the same model.
     divided = mesh.tp * mesh.pp * mesh.size("ep") * mesh.size("etp") > 1
     return not divided and (strategy.parallel_model is None or strategy.parallel_model.shards is None)
 
@@ -59,6 +60,7 @@ class Edits:
         """
         if not self:
             return
+        # One name is enough for the message, and there may be thousands.
         name = next(iter([*self.changed, *self.removed]))
         if not holds_whole_model(strategy):
             raise ConfigurationError(
@@ -67,6 +69,7 @@ class Edits:
                 "ModelTransform."
             )
         buckets = [] if strategy.engine is None else strategy.engine.buckets
+        # Masters are saved and loaded beside the weights, and would overwrite these in the next step.
         if self.changed and not all(bucket.master_is_own_params for bucket in buckets):
             raise ConfigurationError(
                 f'a hook edited checkpoint["state_dict"] ({name}), but the optimizer keeps wider master weights, which '
@@ -96,6 +99,7 @@ def edits_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Edits:
     Raises:
         CheckpointError: a new value is no tensor.
     """
+    # By identity: comparing values would read all of a device's weights in each save.
     changed = {key: value for key, value in found.items() if value is not given.get(key)}
     for key, value in changed.items():
         if not isinstance(value, Tensor):
@@ -121,6 +125,7 @@ class SavedWeights(MutableMapping[str, Tensor]):
         self._whole = whole
         names = (name for name in saved.tensors if name.startswith(CANONICAL_PREFIX))
         self._keys = dict.fromkeys(name.removeprefix(prefix) for name in names)
+        # Kept, as the hook may change a tensor in place.
         self._opened: dict[str, Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:
@@ -156,6 +161,7 @@ class SavedWeights(MutableMapping[str, Tensor]):
         # A user may put another dict in place of this object. Every tensor in it is then compared.
         looked_at = self._opened if found is self else dict(found)
         changed = edits_of({}, looked_at).changed
+        # Here by value: what a hook only looked at is an object of ours, too.
         same = {key for key, value in changed.items() if key in given and torch.equal(value.cpu(), self._read(key))}
         return Edits({key: changed[key] for key in changed if key not in same}, frozenset(given.difference(found)))
 
