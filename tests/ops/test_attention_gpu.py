@@ -112,3 +112,20 @@ def test_named_backend_refuses() -> None:
     q = torch.randn(64, 4, 64, device="cuda").bfloat16()
     with pytest.raises(BackendError, match="needs equally long sequences"):
         attention(q, q, q, ragged(30, 34), backend="cudnn")
+
+
+@pytest.mark.parametrize("backend", ["flex", "auto"])
+@pytest.mark.parametrize("lengths", [(256, 256), (300, 1, 129), (1000,)])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 4, 256), (4, 4, 64)])
+def test_soft_caps(
+    backend: str, lengths: tuple[int, ...], window: int | None, heads: int, kv_heads: int, dim: int
+) -> None:
+    """The heads of Gemma-2 among them. Other lengths must not give up the compiled kernel."""
+    sequences = ragged(*lengths)
+    check(
+        lambda q, k, v: attention(q, k, v, sequences, window=window, softcap=20.0, backend=backend),
+        lambda q, k, v: reference.attention(q, k, v, sequences, True, None, window, 20.0, 0.0),
+        [3 * torch.randn(sum(lengths), n, dim, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads)],
+        poison=False,
+    )

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import bounded, cudnn, reference, sdpa, sink, varlen
+from megalight.ops.attention import bounded, cudnn, flex, reference, sdpa, sink, varlen
 from megalight.ops.attention.chunks import chunked
-from megalight.ops.common import cuda_why_not, heads_why_not, serve_all
+from megalight.ops.common import HALF, cuda_why_not, heads_why_not, serve_all, triton_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
@@ -83,6 +83,18 @@ def _varlen_why_not(spec: Spec) -> str | None:
     return _kernel_why_not(spec, 256)
 
 
+def _flex_why_not(spec: Spec) -> str | None:
+    if not spec.softcap:
+        return "serves attention with a soft cap only: others are faster without"
+    if not spec.square:
+        return "has masks of whole sequences: with a cache, every step would need a new one"
+    if spec.dropout or spec.sink:
+        return f"has no {'dropout' if spec.dropout else 'sinks'}"
+    if spec.dtype not in HALF or spec.head_dim % 16 or spec.value_dim % 16 or max(spec.head_dim, spec.value_dim) > 256:
+        return f"needs heads of a multiple of 16 up to 256 in half types, not {spec.head_dim} in {spec.dtype}"
+    return cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)
+
+
 def _block_why_not(spec: Spec) -> str | None:
     if not spec.sink:
         return "serves attention with sinks only: others are faster without"
@@ -94,6 +106,7 @@ def _block_why_not(spec: Spec) -> str | None:
 ATTENTION.register(Backend("cudnn", cudnn.attention, 30, _cudnn_why_not))
 ATTENTION.register(Backend("varlen", varlen.attention, 20, _varlen_why_not))
 ATTENTION.register(Backend("sdpa", sdpa.attention, 10, _sdpa_why_not))
+ATTENTION.register(Backend("flex", flex.attention, 7, _flex_why_not))
 ATTENTION.register(Backend("block", sink.attention, 5, _block_why_not))
 ATTENTION.register(Backend("reference", reference.attention, 0, serve_all))
 
