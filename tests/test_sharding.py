@@ -106,7 +106,12 @@ def _trained(checkpointing: Any, path: str, fraction: float) -> tuple[list[float
     if dist.get_rank():
         nn.init.zeros_(model.lm_head.weight)  # rank 0's values count
     options = DataParallel(optimizer_offload_fraction=fraction)
-    sharded = megalight.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), data_parallel=options)
+    units = () if fraction else ("LlamaDecoderLayer", "Embedding", "Linear")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sharded = megalight.fully_shard(model, optimizer, units=units, data_parallel=options)
+    if units:  # the embedding and the head share a weight
+        whole = [info.name for b in sharded.engine.buckets if b.layout.kind.unit is None for info in b.infos]
+        assert whole == ["model.norm.weight"]
     _loss(model, _ids(9)[0, 0]).backward()
     sharded.optimizer.zero_grad()  # discards it
     losses, norms = _steps(sharded, model, range(1))

@@ -25,8 +25,9 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
     units like all layers.
 
     Args:
-        classes: classes of units, or their names. Empty: the layers of the model, or the members of every list of at
-            least two modules of one class that have modules of their own.
+        classes: classes of units, or their names. If the first and the last module of these share a weight, as an
+            embedding and a head do, they are one unit. Empty: the layers of the model, or the members of every list of
+            at least two modules of one class that have modules of their own.
 
     Raises:
         ConfigurationError: no module is of a given class.
@@ -51,7 +52,16 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
                 f"data_parallel.units names {name!r}, and no outermost module of {type(model).__name__} is one; it has "
                 f"{kinds}. Name the class of its layers."
             )
-    return [(module,) for module in found]
+    return _tied([(module,) for module in found])
+
+
+def _tied(units: list[Unit]) -> list[Unit]:
+    """Make one unit of the first and the last module if they share a weight and are no layers of one class."""
+    first, last = units[0], units[-1]
+    if type(first[0]) is not type(last[0]) and _parameters(*first) & _parameters(*last):
+        # The forward pass comes to the head after all other units, as it must for the later modules of a unit.
+        return [first + last, *units[1:-1]]
+    return units
 
 
 def owned_alone(model: nn.Module, units: Sequence[Unit]) -> dict[int, int]:

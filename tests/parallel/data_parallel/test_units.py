@@ -394,6 +394,15 @@ def test_units_are_found() -> None:
         numbers = owned_alone(model, units)
         assert len(numbers) == len(list(model.parameters())), "every parameter is in a unit"
         assert numbers[id(model.head[1].weight)] == (0 if tied else 3)
+    ends = Model(tied=True, plain=True)
+    assert units_of(ends, ("Block", "Embedding", "Linear")) == [
+        (ends.embed, ends.head),
+        *((layer,) for layer in ends.layers),
+    ]
+    assert len(units_of(Model(tied=False, plain=True), ("Block", "Embedding", "Linear"))) == 4
+    alike = nn.ModuleList(Block() for _ in range(3))
+    alike[2].up.bias = alike[0].up.bias
+    assert len(units_of(alike, (Block,))) == 3, "layers of one class never compute together"
     bare = Model(tied=True, plain=True)
     assert units_of(bare) == [(layer,) for layer in bare.layers], "the model itself may read the weights of the others"
 
