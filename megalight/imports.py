@@ -107,3 +107,14 @@ def _graph_task_id() -> Callable[[], int]:
 def in_backward() -> bool:
     """Return whether the caller runs inside a backward pass. torch has no public function for this."""
     return _graph_task_id()() != -1
+
+
+def catches_saved_tensors() -> bool:
+    """Return whether hooks catch what autograd saves now. torch has no public function for this."""
+    return _saved_tensors_hooks()(True) is not None
+
+
+@functools.cache
+def _saved_tensors_hooks() -> Callable[[bool], object]:
+    found: Callable[[bool], object] = importlib.import_module("torch")._C._autograd._top_saved_tensors_default_hooks
+    return found

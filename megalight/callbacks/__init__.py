@@ -1,5 +1,6 @@
 """Lightning callbacks, each with one job. A callback that needs something a strategy lacks raises a clear error."""
 
+from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
 from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.ema import EMA
@@ -23,6 +24,7 @@ from megalight.callbacks.transformers_export import TransformersExport
 __all__ = [
     "EMA",
     "NVTX",
+    "ActivationOffload",
     "Adapters",
     "CUDAGraph",
     "ExpertLoads",

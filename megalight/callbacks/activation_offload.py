@@ -1,0 +1,70 @@
+"""Keep activations of chosen modules in host memory between forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+
+from megalight.callbacks.cuda_graph import CUDAGraph
+from megalight.errors import ConfigurationError
+from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, chosen
+from megalight.strategies import MegatronStrategy
+
+
+class ActivationOffload(pl.Callback):
+    """Moves what modules save for the backward pass to pinned host memory, and back one module ahead of its use.
+
+    It saves the same memory as recompute of these modules, without computing them again, if the copies are faster than
+    the computation beside them. Recompute what is cheap, and move what is large.
+
+    Args:
+        modules: names or glob patterns of modules inside a layer (``attention``, ``mlp.down``, ``*_norm``).
+        min_elements: size of the smallest tensor that is moved.
+
+    Raises:
+        ConfigurationError: another strategy than ``MegatronStrategy``, CUDA graphs, the pipeline schedule ``combined``,
+            or a pattern that names nothing.
+    """
+
+    reads_weights = False
+
+    def __init__(self, modules: Sequence[str], min_elements: int = MIN_ELEMENTS) -> None:
+        if not modules or min_elements < 1:
+            raise ConfigurationError(
+                f"ActivationOffload(modules={list(modules)}, min_elements={min_elements}): name modules, for example "
+                "['attention', 'mlp'], and let min_elements be at least 1."
+            )
+        self.modules = tuple(modules)
+        self.min_elements = min_elements
+        self._running: list[ActivationOffloading] = []
+
+    @property
+    def moved(self) -> int:
+        """Bytes that this rank copied to the host in the current or last run."""
+        return sum(one.moved for one in self._running)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Set hooks on the modules of this rank, which are final now."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, MegatronStrategy):
+            raise ConfigurationError(f"ActivationOffload needs MegatronStrategy, not {type(strategy).__name__}.")
+        if any(isinstance(callback, CUDAGraph) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "ActivationOffload with CUDAGraph: a graph cannot copy to memory that is new in each step. Leave one "
+                "of the two out."
+            )
+        if strategy.pipeline.schedule == "combined":
+            raise ConfigurationError(
+                "ActivationOffload with pipeline.schedule='combined', which runs a forward and a backward pass side by "
+                "side: use another schedule."
+            )
+        device = strategy.root_device
+        self._running = [
+            ActivationOffloading(chosen(chunk, self.modules), device, self.min_elements) for chunk in strategy.chunks
+        ]
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Remove the hooks, also after an error."""
+        for one in self._running:
+            one.remove()

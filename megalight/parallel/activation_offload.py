@@ -1,0 +1,233 @@
+"""Activations in host memory: what chosen modules save for the backward pass leaves the device until it is needed.
+
+::
+
+    forward    layer 0 | layer 1        | layer 2        |
+    to host            | saved by 0     | saved by 1     |
+    backward                                               layer 2  | layer 1        | layer 0
+    to device                                        saved by 1     | saved by 0     |
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from megalight.errors import ConfigurationError, nearest
+from megalight.imports import catches_saved_tensors, in_backward
+from megalight.parallel.data_parallel.buffers import host_memory
+from megalight.parallel.data_parallel.streams import side_stream
+from megalight.parallel.layers import layers_of
+
+MIN_ELEMENTS = 2**20
+"""Smaller tensors stay: their copies would cost more than the memory is worth."""
+
+
+class ActivationOffloading:
+    """Copies what modules save for the backward pass to pinned host memory, and back one call ahead of its use.
+
+    Each direction has a stream. A tensor that is saved several times in a call is copied once. Parameters stay where
+    they are, and so does what a recomputed module saves.
+
+    Args:
+        modules: in the order of the forward pass; hooks are set on them.
+        device: where they compute.
+        min_elements: size of the smallest tensor that is moved.
+
+    Attributes:
+        moved: bytes that were copied to the host so far.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, min_elements: int = MIN_ELEMENTS) -> None:
+        self.device = device
+        self.min_elements = min_elements
+        self.moved = 0
+        self.down, self.up = side_stream(device), side_stream(device)
+        self._leaving: list[tuple[Callable[[], None], list[Tensor]]] = []
+        self._open: list[tuple[saved_tensors_hooks, Call] | None] = []
+        self._last: weakref.ref[Call] | None = None
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            # Also after an error: hooks that stay would catch what others save.
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Remove the hooks. What is in host memory still comes back."""
+        for handle in self._handles:
+            handle.remove()
+
+    def leave(self, tensors: list[Tensor]) -> None:
+        """Keep tensors until :meth:`settle`: they are on their way to the host."""
+        if self.down is not None and tensors:
+            self._leaving.append((self.down.done(), tensors))
+
+    def settle(self, lag: int = 0) -> None:
+        """Let the current stream wait for copies to the host, but those of the last calls, and free what they read.
+
+        Memory is freed behind this wait, so that the main stream can use it again at once. With ``record_stream`` it
+        would have to wait until the device, which is far behind the host, has really made the copies.
+        """
+        while len(self._leaving) > lag:
+            wait, _ = self._leaving.pop(0)
+            wait()
+
+    def _enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        # Nothing is saved; or the module is recomputed, and needs what it saves at once; or somebody else catches what
+        # is saved: torch's checkpoint, which must see all of it, or a module around this one.
+        if not torch.is_grad_enabled() or in_backward() or catches_saved_tensors():
+            self._open.append(None)
+            return
+        # Copies that lag behind would keep all tensors on the device: computation waits for those of the call before
+        # the last one.
+        self.settle(lag=1)
+        call = Call(self, module, self._last)
+        self._last = weakref.ref(call)
+        hooks = saved_tensors_hooks(call.pack, _unpack)
+        hooks.__enter__()
+        self._open.append((hooks, call))
+
+    def _leave(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if (entered := self._open.pop()) is not None:
+            entered[0].__exit__(None, None, None)
+            entered[1].close()
+
+
+class Call:
+    """One call of a module, and what it has saved.
+
+    Args:
+        before: the call before, whose tensors the backward pass needs next.
+    """
+
+    def __init__(self, owner: ActivationOffloading, module: nn.Module, before: weakref.ref[Call] | None) -> None:
+        self.owner = owner
+        self._before = before
+        # By memory: products save views of weights. The views of sharded weights show other layers by then.
+        self._weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._copied: dict[tuple[object, ...], Away] = {}
+        # Weak: autograd owns what it saved, and frees it as soon as it was used.
+        self._members: list[weakref.ref[Away]] = []
+        self._leaving: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Tensor | Away:
+        """Start to copy a tensor to the host, unless it should stay."""
+        if not self._moves(tensor):
+            return tensor
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        if key not in self._copied:
+            self._copied[key] = Away(self, tensor)
+            self._members.append(weakref.ref(self._copied[key]))
+            self._leaving.append(tensor)
+        return self._copied[key]
+
+    def close(self) -> None:
+        """End the call: from now on, memory may be used again, and addresses say nothing about tensors."""
+        self._copied.clear()
+        self.owner.leave(self._leaving)
+        self._leaving = []
+
+    def fetch(self, ahead: bool = True) -> None:
+        """Start to copy what is left back to the device, and what the call before it saved."""
+        self.owner.settle()
+        for member in self._members:
+            if (away := member()) is not None:
+                away.fetch()
+        if ahead and self._before is not None and (before := self._before()) is not None:
+            before.fetch(ahead=False)
+
+    def _moves(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device.type == self.owner.device.type
+            and tensor.numel() >= self.owner.min_elements
+            and 0 not in tensor.stride()  # an expanded tensor is smaller than its copy
+            and tensor.untyped_storage().data_ptr() not in self._weights
+        )
+
+
+class Away:
+    """A tensor that is in host memory until its call is fetched."""
+
+    def __init__(self, call: Call, tensor: Tensor) -> None:
+        self.call = call
+        self._back: Tensor | None = None
+        self._arrived: Callable[[], None] | None = None
+        owner = call.owner
+        owner.moved += tensor.nbytes
+        self._here = host_memory(tensor.shape, tensor.dtype, owner.device)
+        if owner.down is None:
+            self._here.copy_(tensor.detach())
+            return
+        with owner.down.after_computation():
+            self._here.copy_(tensor.detach(), non_blocking=True)
+
+    def fetch(self) -> None:
+        """Start to copy the tensor back, once."""
+        if self._back is not None:
+            return
+        owner = self.call.owner
+        if owner.up is None:
+            self._back = self._here.clone()
+            return
+        # Memory of the main stream, which may just have freed it: the copy comes after all that it has been given.
+        self._back = torch.empty_like(self._here, device=owner.device)
+        with owner.up.after_computation():
+            self._back.copy_(self._here, non_blocking=True)
+        self._arrived = owner.up.done()
+
+    def take(self) -> Tensor:
+        """Return the tensor on the device; the current stream waits for it."""
+        self.call.fetch()
+        assert self._back is not None
+        self._wait()
+        return self._back
+
+    def _wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived()
+            self._arrived = None
+
+    def __del__(self) -> None:
+        # A backward pass that failed: nobody else waits before the memory is used again.
+        self._wait()
+
+
+def _unpack(saved: Tensor | Away) -> Tensor:
+    return saved.take() if isinstance(saved, Away) else saved
+
+
+def chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+    """Yield the modules of all layers but the last that patterns name, in the order of the forward pass.
+
+    The last layer's backward pass begins at once, so what it saves would only travel forth and back.
+
+    Args:
+        patterns: names or glob patterns of modules inside a layer; ``""`` is the layer itself.
+
+    Raises:
+        ConfigurationError: a pattern names no module, or there is only one layer.
+    """
+    layers = list(layers_of(model, "ActivationOffload").values())
+    if len(layers) < 2:
+        raise ConfigurationError(
+            f"ActivationOffload has nothing to move: {type(model).__name__} has {len(layers)} layers here, and what "
+            "the last one saves is needed at once. Leave it out."
+        )
+    names = dict.fromkeys(name for layer in layers for name, _ in layer.named_modules())
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigurationError(
+                f"pattern {pattern!r} of ActivationOffload matches no module of any layer; modules inside a layer are "
+                f"{', '.join(filter(None, names))}." + nearest(pattern, list(names))
+            )
+    for layer in layers[:-1]:
+        for name, module in layer.named_modules():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                yield module
