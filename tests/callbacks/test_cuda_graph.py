@@ -57,6 +57,7 @@ EXPERTS = replace(
 """Experts with a fixed number of rows, and counts of the step that is on its way."""
 ROUTED = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity=None))
 """The number of rows depends on the routes."""
+WIDE_EXPERTS = replace(WIDE, moe=replace(EXPERTS.moe, ffn_hidden_size=32))
 EP2 = {"micro_batch_size": 1, "expert_parallel": 2, "expert": ExpertOptions(equal_tokens=True)}
 
 
@@ -201,6 +202,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     ),
     "layer, experts": ("layer", 1, EXPERTS, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
     "layer, experts, ep": ("layer", 2, EXPERTS, EP2, 2 * 2, 2 * 2),
+    "layer, experts, delayed scales": ("layer", 1, WIDE_EXPERTS, low_precision("delayed"), 2 * 2, 2 * 2),
     "router, ep": ("router", 2, ROUTED, {"micro_batch_size": 1, "expert_parallel": 2}, 2 * 3, 2 * 3),
     "layer, stochastic rounding": ("layer", 1, WIDE, low_precision("nvfp4"), 2 * 2, 2 * 2),
 }
