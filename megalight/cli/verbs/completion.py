@@ -63,6 +63,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
             # Only where nothing else is accepted: a shell offers these values alone.
             choices = values if values and accepted.complete and len(accepted.scalars - {bool}) == 0 else None
             parser.add_argument(f"--{key}", choices=choices, help=said.get(name, "").replace("%", "%%"))
+            # Only dataclasses: other classes are chosen by their path, and which one is not known here.
             if accepted.source is not None and accepted.source.is_dataclass:
                 add(key, accepted.source)
 

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all tables or, with a layout, only the layout."""
+    # Both kinds of layout share one option: only degrees have an equals sign.
     degrees = parse_layout(arguments.layout) if arguments.layout and "=" in arguments.layout else None
     layout = pipeline_of(arguments, degrees)
     if degrees:
@@ -108,6 +109,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False)  # markup would swallow the brackets of pip install 'megalight[te]'
+    # A pipe or a file has no width, and the default of 80 columns folds the reasons.
     if not console.is_terminal:
         console.width = 120
     console.print(table)
@@ -136,6 +138,7 @@ def _memory_gib() -> float:
 
 def _optional() -> list[tuple[str, str]]:
     return [
+        # Import names have underscores where some distributions have hyphens.
         (package, version(package) or version(package.replace("_", "-")) or f"pip install 'megalight[{extra}]'")
         for package, extra in EXTRAS.items()
     ]
@@ -149,6 +152,7 @@ def _print_plugins(device: str, brought: list[tuple[str, str, str, str]]) -> Non
         brought: ``(plugin, backend, op, answer)`` for every backend of a plugin.
     """
     rows: list[tuple[str, str, str]] = []
+    # Plugins that add no backend are told of, too: the user sees that they were found.
     for name, error in load_plugins().items():
         found: dict[tuple[str, str], list[str]] = {}  # one line for all ops with one answer
         for plugin, backend, op, answer in brought:
@@ -168,6 +172,7 @@ def _print_layout(degrees: dict[str, int]) -> None:
     world = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
     tp, cp, pp, ep, etp = (degrees[axis] for axis in AXES[1:])
     meshes = [ParallelMesh(world, n, tp, cp, pp, ep, etp) for n in range(min(world, MAX_RANKS))]
+    # Axes of experts only where they divide anything.
     shown = ["pp", "dp", "cp", "tp", *(("edp", "ep", "etp") if degrees["ep"] * degrees["etp"] > 1 else ())]
     rows = [(str(mesh.global_rank), *(str(mesh.rank(axis)) for axis in shown)) for mesh in meshes]
     if world > MAX_RANKS:

@@ -85,9 +85,11 @@ def panels(runs: Sequence[Run], wanted: Sequence[str] | None = None) -> dict[str
         return {name: (name,) for name in wanted}
     known = {name for run in runs for name in run.curves}
     usual = {name for names in PANELS.values() for name in names}
+    # Losses under names of their own, such as those of experts and of later tokens, get panels of their own.
     losses = sorted(name for name in known if "loss" in name and name not in usual and not EXPERTS.fullmatch(name))
     found = {title: tuple(name for name in names if name in known) for title, names in PANELS.items()}
     found = {title: names for title, names in found.items() if names} | {name: (name,) for name in losses}
+    # A map of experts shows one run; several could not be told apart in it.
     found |= _of_experts(known, maps=len(runs) == 1)
     if not found and (error := missing(runs, ["train_loss"])):
         raise error
@@ -109,6 +111,7 @@ def _of_experts(known: Iterable[str], maps: bool) -> dict[str, tuple[str, ...]]:
     for name in sorted(known, key=place):
         if match := EXPERTS.fullmatch(name):
             layer, metric = match.groups()
+            # Loads of single experts are a map, and all other metrics a line for each layer.
             if not metric.startswith("load_"):
                 title = BY_LAYER.get(metric, f"{metric}, by layer")
             elif maps:
@@ -136,11 +139,13 @@ def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) 
             continue
         lines = list(_lines(runs, names))
         for label, style, (steps, values) in lines:
+            # Few points are seen better with marks, and many without.
             marker = "o" if len(steps) < 30 else None
             axes.plot(steps, values, label=label, marker=marker, markersize=3, linewidth=1.3, **style)
         axes.grid(alpha=0.3)
         if len(lines) <= MOST_LABELS:
             axes.legend(fontsize=8)
+    # The last place of an odd number of panels.
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +168,7 @@ def _lines(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, dic
             if name in run.curves:
                 parts = [run.name] if len(runs) > 1 or len(names) == 1 else []
                 label = " ".join([*parts, *([name] if len(names) > 1 else [])])
+                # With one run, colours tell its metrics apart; with several, the runs.
                 colour = f"C{place if len(runs) > 1 else kind}"
                 yield label, {"color": colour, "linestyle": LINES[kind % len(LINES)]}, run.curves[name]
 

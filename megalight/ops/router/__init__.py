@@ -99,6 +99,7 @@ def statistics(
     Raises:
         ValueError: the score is unknown, or ``k`` is more than ``E``.
     """
+    # Without bias and groups: balance is measured by what the router wants, not by what it may do.
     rule = Rule(k, score)
     rule.check(logits.shape[1])
     spec = Spec(logits.device.type, logits.dtype, logits.shape[1], 1)

@@ -46,6 +46,7 @@ def route(logits: Tensor, rule: Rule, bias: Tensor | None) -> Routes:
     experts = best(choice, rule.k)
     probs = scores.gather(-1, experts)
     if rule.score == "softmax" and not rule.pre_softmax:
+        # Over the chosen ones alone, so that their weights sum to 1.
         probs = probs.softmax(-1)
     # With k = 1 the quotient would be 1, and the router would get no gradient.
     if rule.score == "sigmoid" and rule.k > 1:

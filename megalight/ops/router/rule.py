@@ -53,11 +53,13 @@ class Rule:
         if not 1 <= self.group_topk <= self.num_groups:
             raise ValueError(f"group_topk={self.group_topk} must be from 1 to num_groups={self.num_groups}.")
         size = num_experts // self.num_groups
+        # Enough experts in the groups that may be chosen, and enough in each for its score.
         if self.k > self.group_topk * size or self.best_of_group > size:
             raise ValueError(
                 f"k={self.k} experts cannot come from group_topk={self.group_topk} groups of {size}; "
                 "raise group_topk or lower num_groups."
             )
+        # A group's score would sum no expert.
         if self.k < self.group_topk:
             raise ValueError(f"group_topk={self.group_topk} is more than k={self.k}; lower it to {self.k}.")
 
