@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalight.callbacks import CUDAGraph
 from megalight.callbacks.graph_reasons import of_environment, of_parts, of_whole_steps, parts_of
 from megalight.errors import ConfigurationError
-from megalight.models.gpt import DropoutConfig
+from megalight.models.gpt import DropoutConfig, MultiTokenConfig
 from megalight.models.module import Carry
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalight.ops.linear.low_precision import LowPrecision
@@ -166,6 +166,7 @@ def test_replays_train_as_eager_steps_do(name: str) -> None:
         assert here["metrics"] == pytest.approx(there["metrics"], rel=1e-12)
 
 
+DEEPER = replace(DROPPING, mtp=MultiTokenConfig(num_layers=2))
 SELECTIVE = Recompute(granularity="selective", modules=("attention.inner", "mlp_norm"))
 PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer": ("layer", 1, DROPPING, {"micro_batch_size": 2}, 2 * 2, 2 * 2),
@@ -188,6 +189,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
         0,
     ),
     "attention, pp": ("attention", 2, FOUR, {"micro_batch_size": 1, "pipeline_parallel": 2}, 2 * 4, 0),
+    "layer, depths": ("layer", 1, DEEPER, {"micro_batch_size": 2}, 2 * 4, 2 * 4),
     "layer, validation": ("layer", 1, DROPPING, {"micro_batch_size": 2, "trainer_options": EVALUATING}, 2 * 2, 2 * 2),
     "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
     "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),

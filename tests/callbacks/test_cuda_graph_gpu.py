@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
 from megalight.callbacks import CUDAGraph, Timers
-from megalight.models.gpt import DropoutConfig
+from megalight.models.gpt import DropoutConfig, MultiTokenConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
 from megalight.ops.quantize.recipes import recipe as quantize_recipe
@@ -97,6 +97,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (CONFIGS["tied"], {}),
     "layer norm": (CONFIGS["gpt2"], {}),
     "dropout": (DROPPING, {}),
+    "depths": (replace(CONFIGS["gqa"], mtp=MultiTokenConfig(num_layers=2)), {}),
     "recompute": (
         CONFIGS["gqa"],
         {"recompute": Recompute(granularity="selective", modules=("attention.inner", "mlp_norm", "mlp.act"))},
