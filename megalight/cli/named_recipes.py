@@ -133,7 +133,7 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
         "log_every_n_steps": 10,
         "gradient_clip_val": 1.0,
         "strategy": {"class_path": "megalight.strategies.MegatronStrategy", "init_args": options},
-        "callbacks": _callbacks(lora),
+        "callbacks": _callbacks(lora, config),
     }
     model = {"config": preset, "optimizer": _optimizer(parameters, lora)}
     if lora:
@@ -160,6 +160,9 @@ def _divides(config: Any, degree: int) -> bool:
     """Return whether tensor parallelism of this degree can divide the heads."""
     if getattr(getattr(config, "attention", None), "qk_norm_whole", False):  # it normalises all heads together
         return degree == 1
+    mamba = getattr(config, "mamba", None)
+    if mamba is not None and mamba.norm_groups % degree:
+        return False
     groups = getattr(config, "num_kv_heads", config.num_heads)
     # Key heads may be replicated, if each rank holds one.
     return bool(config.num_heads % degree == 0 and (groups % degree == 0 or degree % groups == 0))
@@ -172,16 +175,24 @@ def _optimizer(parameters: int, lora: bool) -> dict[str, Any]:
     return {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0 if lora else 0.1, "schedule": schedule}
 
 
-def _callbacks(lora: bool) -> list[dict[str, Any]]:
+def _callbacks(lora: bool, config: Any) -> list[dict[str, Any]]:
     # By steps: the last checkpoints are kept, whatever their loss.
     every = {"every_n_train_steps": 200 if lora else 1000, "save_top_k": 2, "monitor": "step", "mode": "max"}
     saving = {
         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
         "init_args": {**every, "save_last": True},
     }
+    mixers = {config.mixer_of(layer) for layer in range(config.num_layers)} if lora else set()
+    parts = {"attention.*": mixers - {None, "mamba"}, "mamba.*proj": "mamba" in mixers}
+    parts["mlp.*"] = lora and any(map(config.has_mlp, range(config.num_layers)))
     adapters = {
         "class_path": "megalight.callbacks.Adapters",
-        "init_args": {"rank": 16, "targets": ["attention.*", "mlp.*"], "alpha": 32, "save_base": False},
+        "init_args": {
+            "rank": 16,
+            "targets": [name for name, there in parts.items() if there],
+            "alpha": 32,
+            "save_base": False,
+        },
     }
     return [adapters, saving] if lora else [saving]
 

@@ -27,6 +27,7 @@ class Theirs:
         rows: its rows in their fused tensor, with a step where the rows of several tensors take turns. None means all
             rows.
         transposed: whether they store matrices as ``[in, out]``. ``rows`` always counts in ``[out, in]``.
+        depthwise: whether they store matrices ``[channels, k]`` as ``[channels, 1, k]`` (weights of a convolution).
         stack: how many canonical tensors they stack along the first dim. The last index of our name, which theirs
             lacks, counts them. 0: they do not stack.
         index: after a look-up, the place in the stack.
@@ -35,6 +36,7 @@ class Theirs:
     name: str
     rows: range | None = None
     transposed: bool = False
+    depthwise: bool = False
     stack: int = 0
     index: int = 0
 
@@ -43,6 +45,7 @@ class Theirs:
         ours = tensor[self.index] if self.stack else tensor
         # First the stack, then the transposition, then the rows: they count in `[out, in]`.
         ours = ours.T if self.transposed and ours.ndim == 2 else ours
+        ours = ours[:, 0] if self.depthwise and ours.ndim == 3 else ours
         return ours if self.rows is None else ours[self.rows.start : self.rows.stop : self.rows.step]
 
     def shape(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,11 +56,14 @@ class Theirs:
     def fused(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape with the rows of all tensors that they fuse, as ``[out, in]``."""
         one = theirs[1:] if self.stack else theirs
+        if self.depthwise and len(one) == 3:
+            return one[::2]
         return one[::-1] if self.transposed and len(one) == 2 else one
 
     def whole(self, fused: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of their tensor: the inverse of :meth:`fused`."""
         one = fused[::-1] if self.transposed and len(fused) == 2 else fused
+        one = (one[0], 1, one[1]) if self.depthwise and len(one) == 2 else one
         return (self.stack, *one) if self.stack else one
 
     def read(self, fill: Callable[[Sequence[int], Tensor], None], offset: Sequence[int], data: Tensor) -> None:
@@ -77,6 +83,8 @@ class Theirs:
             place[0] = self.rows[offset[0]] - shift
         # `t` is a view: filling it fills `data`.
         place, theirs = (place[::-1], data.t()) if turned else (place, data)
+        if self.depthwise and data.ndim == 2:
+            place, theirs = [place[0], 0, place[1]], data[:, None]
         if step > 1:
             # rows of other tensors lie between ours: they are read too, as one box, and dropped
             shape = list(theirs.shape)
@@ -130,6 +138,8 @@ class WeightMap:
         respelt: pattern -> replacement, for names from older releases.
         doubles: their tensor -> other ones that are written with equal values.
         moved: prefix of their names in files -> its spelling in ``places``, where two modules would else have one name.
+        held: whether the model has a canonical tensor, where one name of theirs means several of ours: layers of
+            different kinds have the same names there. None: each name of theirs has one meaning.
     """
 
     places: Mapping[str, Theirs]
@@ -139,6 +149,7 @@ class WeightMap:
     respelt: Mapping[str, str] = field(default_factory=dict)
     doubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
+    held: Callable[[str], bool] | None = None
 
     def theirs(self, name: str) -> Theirs:
         """Return the place of our canonical tensor.
@@ -195,7 +206,9 @@ class WeightMap:
                 raise CheckpointError(f"{name} has no counterpart; known modules: {known}. Is it another model?")
             for ours, place in whole or parts:
                 for index in range(max(1, place.stack)):
-                    found[_numbered(ours, [*numbers, str(index)])] = replace(place, name=name, index=index)
+                    canonical = _numbered(ours, [*numbers, str(index)])
+                    if self.held is None or self.held(canonical):
+                        found[canonical] = replace(place, name=name, index=index)
         return found
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

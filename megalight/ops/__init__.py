@@ -20,6 +20,9 @@ OPS = (
     "router",
     "permute",
     "grouped_linear",
+    "causal_conv",
+    "ssd",
+    "gated_norm",
 )
 """Names of the packages in this folder, one per op."""
 

@@ -20,9 +20,11 @@ RECIPES = recipes()
 
 @pytest.mark.parametrize("preset", sorted({name.partition("-")[0] for name in RECIPES}))
 def test_models_split_over_the_gpus_of_their_recipes(preset):
-    """Two layers, as all layers are equal; on the first and the last rank."""
+    """Two layers, as all layers are equal, or one of each kind; on the first and the last rank."""
     known = next(known for known in families() if preset in known.presets)
-    module = known.module()(replace(known.presets[preset], num_layers=2))
+    kinds = "".join(dict.fromkeys(getattr(known.presets[preset], "layer_pattern", "")))
+    short = {"num_layers": len(kinds), "layer_pattern": kinds} if kinds else {"num_layers": 2}
+    module = known.module()(replace(known.presets[preset], **short))
     for name, recipe in RECIPES.items():
         if not name.startswith(f"{preset}-"):
             continue

@@ -152,7 +152,7 @@ def test_all_ranks_write_files_of_their_own(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-FIRST_WORDS = {"llama3": "llama", "kimi": "deepseek"}
+FIRST_WORDS = {"llama3": "llama", "kimi": "deepseek", "nemotron3": "nemotron_h"}
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.errors import MegalightError
-from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, MambaConfig, NormConfig, PositionConfig
 from megalight.models.gpt.flops import flops_per_token, num_parameters
 from megalight.models.gpt.presets import PRESETS, preset
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
@@ -43,6 +43,13 @@ PUBLISHED_PARAMETERS = {
     "gemma3_27b": 27_009_346_304,
     "llama4_scout": 107_769_861_120,
     "llama4_maverick": 400_711_848_960,
+    "mamba2_130m": 128_989_632,
+    "mamba2_370m": 368_346_624,
+    "mamba2_780m": 780_161_280,
+    "mamba2_1_3b": 1_343_757_312,
+    "mamba2_2_7b": 2_702_599_680,
+    "nemotron_h_8b": 8_100_852_736,
+    "nemotron3_nano_30b_a3b": 31_577_937_344,
 }
 PUBLISHED_ACTIVE = {
     "mixtral_8x7b": 12.9,
@@ -52,6 +59,7 @@ PUBLISHED_ACTIVE = {
     "olmoe_1b_7b": 1.3,
     "llama4_scout": 17.2,
     "llama4_maverick": 17.2,
+    "nemotron3_nano_30b_a3b": 3.6,
 }
 """In billions, as the model cards say."""
 PUBLISHED_GIGAFLOPS = [
@@ -178,3 +186,24 @@ def test_windows_cost_less():
 def test_unknown_preset_lists_the_known():
     with pytest.raises(MegalightError, match=r"llama3_70b.*Did you mean 'llama3_8b'"):
         preset("llama3_8")
+
+
+def test_flops_of_hybrids():
+    """Projections, convolution and the scan's chunked products of Mamba-2, against the arithmetic by hand."""
+    config = preset("nemotron_h_8b")
+    weights = 24 * (4096 * (2 * 8192 + 2 * 1024 + 128) + 8192 * 4096 + 10240 * 4) + 24 * 2 * 4096 * 21504
+    weights += 4 * 4096 * (2 * 4096 + 2 * 1024) + 4096 * 131072
+    scan = 24 * (64 * (8 * 128 + 8192) + 2 * 8192 * 128)
+    keys = 4 * 32 * 2 * 128 * 4096
+    assert flops_per_token(config, 8192) == 6 * (weights + scan + keys)
+
+
+@pytest.mark.parametrize("conv_bias", [False, True])
+def test_hybrids_count_all_sublayers(conv_bias):
+    sizes = {"num_layers": 5, "hidden_size": 24, "num_heads": 4, "vocab_size": 101, "max_sequence_length": 17}
+    mamba = MambaConfig(num_heads=6, head_dim=5, state_size=7, num_groups=3, conv_bias=conv_bias)
+    moe = MoEConfig(num_experts=6, ffn_hidden_size=10, router=RouterConfig(top_k=3))
+    config = GPTConfig(**sizes, layer_pattern="M*E-M", mamba=mamba, moe=moe, activation="squared_relu")
+    assert num_parameters(config) == built_parameters(config)
+    mixed = GPTConfig(**sizes, mixer_pattern=("mamba", "attention"), mamba=mamba)
+    assert num_parameters(mixed) == built_parameters(mixed)

@@ -173,6 +173,7 @@ def test_ratios(layers: int, attention: float, mlp: float, pattern: str) -> None
         ({"layer_pattern": "M*-M", "mamba": MAMBA, "mixer_pattern": ["conv"]}, "must be one kind of attention"),
         ({"layer_pattern": "M**M", "mamba": MAMBA, "attention_ratio": 0.25}, "has 2 attention and 0 MLP layers"),
         ({"mamba": MAMBA, "attention_ratio": 0.5, "mlp_ratio": 0.5}, "leave layers for Mamba-2"),
+        ({"layer_pattern": "M**M", "mamba": MAMBA, "norm": {"after": True}}, "norm.after has no meaning"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "num_groups": 3}}, "not a multiple of mamba.num_groups 3"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "norm_groups": 3}}, "not a multiple of mamba.norm_groups 3"),
         ({"layer_pattern": "MMMM", "mamba": {**MAMBA, "conv_kernel": 1}}, "conv_kernel is 1"),

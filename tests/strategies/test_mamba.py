@@ -7,9 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from megalight.models.gpt import MambaConfig
+from megalight.errors import LayoutError
+from megalight.models.gpt import GPT, GPTConfig, MambaConfig
+from megalight.models.gpt.plan import gpt_plan
+from megalight.nn.moe import MoEConfig
+from megalight.parallel.apply import parallelize
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute
+from megalight.strategies import Pipeline
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.workers import run
 
@@ -29,16 +37,52 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {**PP, **TP, "virtual_pipeline": 2}),
 ]
 
+WIDE: list[tuple[int, dict[str, Any]]] = [
+    (2, {**PP, "pipeline": Pipeline(schedule="zero_bubble")}),
+    (2, {**PP, "pipeline_layout": "Ettt|tL"}),
+    (4, {"tensor_parallel": 2, "context_parallel": 2}),
+    (4, {"context_parallel": 4}),
+    (4, {"context_parallel": 2, "context": ContextOptions("ring"), "tensor_parallel": 2, "sequence_parallel": True}),
+]
+EXPERTS = replace(HYBRID, layer_pattern="M*EM", moe=MoEConfig(num_experts=4, ffn_hidden_size=12))
+
 
 @functools.cache
-def expected() -> dict[str, Any]:
-    return by_hand(HYBRID, packed=True)
+def expected(config: GPTConfig) -> dict[str, Any]:
+    return by_hand(config, packed=True)
 
 
-def _rank(options: dict[str, Any]) -> dict[str, Any]:
-    return fit(HYBRID, packed=True, **options)
+def _rank(config: GPTConfig, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(config, packed=True, **options)
 
 
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS, ids=str)
 def test_layout_trains_the_same_model(ranks: int, options: dict[str, Any]) -> None:
-    assert_same_run(run(_rank, ranks, options)[0], expected())
+    assert_same_run(run(_rank, ranks, HYBRID, options)[0], expected(HYBRID))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "options"), WIDE, ids=str)
+def test_wide_layout_trains_the_same_model(ranks: int, options: dict[str, Any]) -> None:
+    assert_same_run(run(_rank, ranks, HYBRID, options)[0], expected(HYBRID))
+
+
+def test_layers_of_experts() -> None:
+    options = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
+    assert_same_run(run(_rank, 4, EXPERTS, options)[0], expected(EXPERTS))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"tp": 4}, r"mamba\.norm\.weight consists of 2 units"),
+        ({"tp": 3}, "units"),
+        ({"cp": 3}, r"mamba\.tokens: 8 heads in 2 groups on each rank cannot be divided over cp=3"),
+    ],
+)
+def test_degrees_that_do_not_divide(mesh: dict[str, int], message: str) -> None:
+    with torch.device("meta"):
+        model = GPT(HYBRID)
+    (degree,) = mesh.values()
+    with pytest.raises(LayoutError, match=message):
+        parallelize(model, gpt_plan(model), ParallelMesh(degree, 0, **mesh))

@@ -413,6 +413,7 @@ class GPTConfig(ModelConfig):
         mixers = set(self.mixer_pattern)
         if self.layer_pattern:
             check_pattern(self.layer_pattern, self.num_layers)
+            require(not self.norm.after, "norm.after has no meaning with a layer_pattern; leave one of them out.")
             require(
                 len(mixers) == 1 and not mixers & {"mamba", "conv"},
                 f"mixer_pattern is {list(self.mixer_pattern)} with a layer_pattern, whose symbol * it gives a meaning; "

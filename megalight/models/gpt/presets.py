@@ -13,6 +13,7 @@ from megalight.models.gpt.config import (
     PositionConfig,
     TemperatureConfig,
 )
+from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.ops.rotary import RotaryScaling
 from megalight.registry import Registry
@@ -352,6 +353,61 @@ def llama4(num_experts: int, length: int, step: int, factor: float | None) -> GP
     )
 
 
+def mamba2(num_layers: int, hidden_size: int) -> GPTConfig:
+    """Configure Mamba-2 (https://huggingface.co/state-spaces): heads of 64 features, one group, no other layers."""
+    heads = 2 * hidden_size // 64
+    return GPTConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=heads,
+        head_dim=64,
+        vocab_size=50288,
+        max_sequence_length=1 << 20,
+        tie_embeddings=True,
+        layer_pattern="M" * num_layers,
+        mamba=MambaConfig(num_heads=heads, num_groups=1),
+        norm=NormConfig(eps=1e-5),
+        position=PositionConfig(kind="none"),
+    )
+
+
+def nemotron_h_8b() -> GPTConfig:
+    """Configure Nemotron-H-8B (https://huggingface.co/nvidia/Nemotron-H-8B-Base-8K): 4 of 52 layers have attention."""
+    return GPTConfig(
+        num_layers=52,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=21504,
+        vocab_size=131072,
+        max_sequence_length=8192,
+        activation="squared_relu",
+        layer_pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+        mamba=MambaConfig(num_heads=128),
+        norm=NormConfig(eps=1e-5),
+        position=PositionConfig(kind="none"),
+    )
+
+
+def nemotron3_nano() -> GPTConfig:
+    """Configure Nemotron-3-Nano (https://huggingface.co/nvidia): experts in place of most MLPs, 6 of 128 per token."""
+    return replace(
+        nemotron_h_8b(),
+        hidden_size=2688,
+        num_kv_heads=2,
+        ffn_hidden_size=1856,
+        max_sequence_length=262144,
+        layer_pattern="MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+        mamba=MambaConfig(num_heads=64),
+        moe=MoEConfig(
+            num_experts=128,
+            router=RouterConfig(top_k=6, score="sigmoid", scale=2.5, expert_bias=True),
+            shared=SharedConfig(ffn_hidden_size=3712),
+        ),
+    )
+
+
 for _name, _config in {
     "gpt2_small": gpt2(12, 768, 12),
     "gpt2_medium": gpt2(24, 1024, 16),
@@ -386,5 +442,12 @@ for _name, _config in {
     "gemma3_27b": gemma3(62, 5376, 32, 16, 21504, query_size=168),
     "llama4_scout": llama4(16, 10485760, 1, 16.0),
     "llama4_maverick": llama4(128, 1048576, 2, None),
+    "mamba2_130m": mamba2(24, 768),
+    "mamba2_370m": mamba2(48, 1024),
+    "mamba2_780m": mamba2(48, 1536),
+    "mamba2_1_3b": mamba2(48, 2048),
+    "mamba2_2_7b": mamba2(64, 2560),
+    "nemotron_h_8b": nemotron_h_8b(),
+    "nemotron3_nano_30b_a3b": nemotron3_nano(),
 }.items():
     PRESETS.register(_name)(_config)

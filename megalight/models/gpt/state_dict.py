@@ -29,6 +29,7 @@ from megalight.models.gpt.gemma_weights import PREFIXES as GEMMA_PREFIXES
 from megalight.models.gpt.gemma_weights import VISION as GEMMA_VISION
 from megalight.models.gpt.gpt_oss_weights import as_gpt_oss, gpt_oss_to, with_defaults
 from megalight.models.gpt.llama4_weights import PREFIXES, VISION, is_llama4, llama4_from, llama4_places, llama4_to
+from megalight.models.gpt.mamba_weights import mamba2_from, mamba2_to, mamba_map, nemotron_h_from, nemotron_h_to
 from megalight.models.gpt.moe_weights import expert_places, experts_to, with_experts
 from megalight.models.gpt.rotary_values import rotary_from, rotary_to
 from megalight.models.weights import Theirs, WeightMap
@@ -70,6 +71,8 @@ GPT2_TRANSPOSED = {
 def weight_map(config: GPTConfig) -> WeightMap:
     """Return where ``transformers`` keeps the tensors of a model."""
     tied = config.tie_embeddings
+    if config.mamba is not None and config.layer_pattern:
+        return mamba_map(config)
     if config.latent is not None:
         # Latent attention has other projections. Only the last one, `proj`, has the same name.
         rest = {ours: theirs for ours, theirs in LLAMA.items() if ".attention." not in ours or ours.endswith("proj")}
@@ -173,16 +176,9 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
         ConfigurationError: no kind can express the configuration. The message names what the nearest one cannot.
     """
     failed: list[tuple[str, list[str]]] = []
-    # latent attention and sinks are each of one kind, and that kind has no other attention
-    only = "deepseek_v3" if config.latent is not None else None
-    only = "gpt_oss" if config.attention.softmax == "learnable" else only
-    only = "llama4_text" if is_llama4(config) else only
-    if config.norm.after:
-        only = "gemma3_text" if config.attention.qk_norm else "gemma2"
+    kinds = _kinds(config)
     # The kind that training began with comes first: several can say the same configuration.
-    for kind in sorted(WRITERS, key=lambda kind: kind != model_type):
-        if kind != only and (only is not None or kind in ALONE):
-            continue
+    for kind in sorted(kinds, key=lambda kind: kind != model_type):
         try:
             values = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **WRITERS[kind](config)}
             # Written values are read back: whatever `transformers` cannot say shows as a difference.
@@ -197,6 +193,22 @@ def config_to_transformers(config: GPTConfig, model_type: str | None = None) -> 
     # The kind with the fewest differences is the one that the user most likely means.
     kind, differences = min(failed, key=lambda each: len(each[1]))
     raise ConfigurationError(f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
+
+
+def _kinds(config: GPTConfig) -> list[str]:
+    """Return the kinds that can be asked: some parts of a model are of few kinds, which have no others."""
+    of_parts: dict[tuple[str, ...], bool] = {
+        ("mamba2", "nemotron_h"): set(config.layer_pattern) == {"M"},
+        ("nemotron_h",): bool(config.layer_pattern),
+        ("gemma3_text",): config.norm.after and config.attention.qk_norm,
+        ("gemma2",): config.norm.after,
+        ("llama4_text",): is_llama4(config),
+        ("gpt_oss",): config.attention.softmax == "learnable",
+        ("deepseek_v3",): config.latent is not None,
+    }
+    special = {kind for kinds in of_parts for kind in kinds}
+    general = [kind for kind in WRITERS if kind not in special]
+    return next((list(kinds) for kinds, has in of_parts.items() if has), general)
 
 
 def _settings(config: GPTConfig) -> dict[str, Any]:
@@ -214,6 +226,7 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
     values["attention"]["window"] = [config.attention.window_of(layer) for layer in range(config.num_layers)]
     values["position"]["pattern"] = [config.position.rotates(layer) for layer in range(config.num_layers)]
     del values["attention"]["window_pattern"]
+    del values["attention_ratio"], values["mlp_ratio"]  # they only made the pattern
     return values
 
 
@@ -304,6 +317,8 @@ READERS: dict[str, Callable[[Mapping[str, Any]], GPTConfig]] = {
     "gemma3": gemma_from,
     "llama4_text": llama4_from,
     "llama4": llama4_from,
+    "mamba2": mamba2_from,
+    "nemotron_h": nemotron_h_from,
     "gpt2": _gpt2,
 }
 
@@ -415,10 +430,10 @@ WRITERS: dict[str, Callable[[GPTConfig], dict[str, Any]]] = {
     "gemma2": partial(gemma_to, "gemma2"),
     "gemma3_text": partial(gemma_to, "gemma3_text"),
     "llama4_text": llama4_to,
+    "mamba2": mamba2_to,
+    "nemotron_h": nemotron_h_to,
     "gpt2": _to_gpt2,
 }
-ALONE = ("deepseek_v3", "gpt_oss", "gemma2", "gemma3_text", "llama4_text")
-"""Kinds whose models no other kind can have."""
 
 
 ARCHITECTURES = {
@@ -435,6 +450,8 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 
