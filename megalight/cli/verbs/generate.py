@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
     )
+    parser.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message; print the assistant's answer"
+    )
     parser.add_argument("-n", "--max-new-tokens", type=int, default=128, help="limit of new tokens (default: 128)")
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each prompt with its completion."""
+    """Print each prompt with its completion, or each answer."""
     from megalight.cli.newest import check_is_one, newest_in
 
     path = newest_in(arguments.checkpoint)
@@ -56,8 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
         base=arguments.base,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
+    texts = prompts
+    if arguments.chat:
+        from megalight.data.chat.template import ChatTemplate
+
+        template = ChatTemplate.of(writer.tokenizer)
+        texts = [template.render([{"role": "user", "content": prompt}], answer=True) for prompt in prompts]
     completions = writer.complete(
-        prompts,
+        texts,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -65,5 +74,5 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     for prompt, completion in zip(prompts, completions, strict=True):
-        print(prompt + completion)
+        print(completion if arguments.chat else prompt + completion)
     return 0

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 
 from megalight.callbacks import Adapters
+from megalight.cli.main import main
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.chat.template import ChatTemplate
 from megalight.inference import generate
@@ -33,7 +35,7 @@ def answers(module: GPTModule, data: SFTDataModule) -> dict[str, str]:
     return found
 
 
-def test_a_fine_tuned_model_answers(prepared, tmp_path: Path) -> None:
+def test_a_fine_tuned_model_answers(prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fit(facts: Mapping[str, str], lr: float, *callbacks: pl.Callback, weights: Path | None = None) -> pl.Trainer:
         rows = [chat(f"capital of {country}?", city) for country, city in facts.items()] * 10
         prefix = prepared(rows, facts["Peru"], template=MARKED).prefix
@@ -51,4 +53,8 @@ def test_a_fine_tuned_model_answers(prepared, tmp_path: Path) -> None:
         return trainer
 
     fit(CAPITALS, 3e-3).save_checkpoint(tmp_path / "base.ckpt")
+    capsys.readouterr()
+    questions = [word for country in ("Cuba", "Oman") for word in ("--prompt", f"capital of {country}?")]
+    assert main(["generate", str(tmp_path / "base.ckpt"), "--chat", "-t", "0", "-n", "12", *questions]) == 0
+    assert capsys.readouterr().out.split() == ["Havana", "Muscat"]
     fit(TURNED, 1e-2, Adapters(rank=8, alpha=16.0), weights=tmp_path / "base.ckpt")
