@@ -84,8 +84,10 @@ def test_ranks_end_after_rank_0_was_killed(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("how", "where"), [("popen", "forward"), ("popen", "kill"), ("torchrun", "backward")])
-@pytest.mark.parametrize("rank", [0, -1])
+@pytest.mark.parametrize(
+    ("how", "where", "rank"),
+    [("popen", "forward", 0), ("popen", "kill", 0), ("popen", "kill", -1), ("torchrun", "backward", -1)],
+)
 def test_failures_on_gpus(tmp_path: Path, how: str, where: str, rank: int) -> None:
     """NCCL's receives that were posted ahead never end. (torchrun gives the others 30 seconds.)"""
     pp = min(4, torch.cuda.device_count())
