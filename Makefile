@@ -27,7 +27,7 @@ test: $(READY) ## the tests that every change must pass, in JOBS=2 processes
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where there is one; writes tests/results/full.md
-	$(BIN)/python -m pytest -m '' --summary tests/results/full.md
+	$(BIN)/python -m pytest -m '' --numprocesses $(JOBS) --dist worksteal --summary tests/results/full.md
 
 test-gpu: $(READY) ## the tests that need GPUs; writes tests/results/gpu.md (GIT_COMMIT names the commit of a bare copy)
 	$(BIN)/python -m pytest -m gpu --summary tests/results/gpu.md
