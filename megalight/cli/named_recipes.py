@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, LayoutError, nearest
 from megalight.models.family import Family, families
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.flops import num_parameters
+from megalight.parallel.tensor.split import replicas_of
 
 GPUS = (1, 4, 8)
 PURPOSES = ("pretrain", "lora")
@@ -157,15 +158,19 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
 
 
 def _divides(config: Any, degree: int) -> bool:
-    """Return whether tensor parallelism of this degree can divide the heads."""
+    """Return whether tensor parallelism of this degree can divide the heads, by the rule of the split itself."""
     if getattr(getattr(config, "attention", None), "qk_norm_whole", False):  # it normalises all heads together
         return degree == 1
     mamba = getattr(config, "mamba", None)
-    if mamba is not None and mamba.norm_groups % degree:
+    try:
+        if mamba is not None:
+            replicas_of(mamba.norm_groups, degree, "groups of the norm of Mamba", may_share=False)
+        replicas_of(config.num_heads, degree, "query heads", may_share=False)
+        # Key heads may be replicated, if each rank holds one.
+        replicas_of(getattr(config, "num_kv_heads", config.num_heads), degree, "key-value heads")
+    except LayoutError:
         return False
-    groups = getattr(config, "num_kv_heads", config.num_heads)
-    # Key heads may be replicated, if each rank holds one.
-    return bool(config.num_heads % degree == 0 and (groups % degree == 0 or degree % groups == 0))
+    return True
 
 
 def _optimizer(parameters: int, lora: bool) -> dict[str, Any]:
