@@ -19,6 +19,7 @@ EXTRAS = {
     "transformer_engine": "te",
     "flash_attn": "flash-attn",
     "shtab": "completion",
+    "jinja2": "chat",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

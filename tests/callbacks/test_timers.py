@@ -133,6 +133,8 @@ class Event:
 
 def test_on_cuda_moments_are_events_read_later_and_used_again(monkeypatch):
     capturing, moment = [False], [0.0]
+    for count in ("made", "waited"):
+        monkeypatch.setattr(Event, count, 0)
     monkeypatch.setattr(Event, "time", lambda: moment[0])
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

@@ -353,7 +353,7 @@ def _save_until_killed(folder: Path, kind: Kind, told: Path) -> None:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
