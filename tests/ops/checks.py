@@ -22,6 +22,8 @@ from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantize.known import known_amax, told_amax
 from megalight.ops.rotary import reference as rotary_reference
 from megalight.ops.rotary import rotary_table
+from megalight.ops.ssd import reference as ssd_reference
+from megalight.types import PackedSequences
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 
@@ -87,6 +89,28 @@ def check(
         assert e.grad is not None
         found = error(a.grad, e.grad, scale)
         assert found <= TOLERANCE[dtype], f"gradient of input {index}: {found}"
+
+
+def check_ssd(
+    module: Any, device: str, dtype: torch.dtype, lengths: Sequence[int], sizes: tuple[int, int, int, int]
+) -> None:
+    """``sizes``: heads, groups, features of a head, width of a state. Inputs are parts of wider rows, as in a model."""
+    heads, groups, size, width = sizes
+    tokens = sum(lengths)
+    positions = PackedSequences.of_lengths(list(lengths), device).positions
+    x = torch.randn(tokens, heads, size, device=device).to(dtype)
+    b, c = (torch.randn(tokens, groups, width, device=device).to(dtype) for _ in range(2))
+    dt, a = torch.rand(tokens, heads, device=device) * 0.2, -torch.rand(heads, device=device) * 8
+    inputs = (x, dt, a, b, c, torch.randn(heads, device=device))
+
+    def strided(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        rows = torch.cat([x.flatten(1), b.flatten(1), c.flatten(1)], 1)
+        parts = torch.split(rows, [heads * size, groups * width, groups * width], 1)
+        x, b, c = (part.view(tokens, -1, each) for part, each in zip(parts, (size, width, width), strict=True))
+        out: Tensor = module.ssd(x, dt, a, b, c, d, positions)
+        return out
+
+    check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs)
 
 
 def check_norms(

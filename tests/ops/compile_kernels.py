@@ -89,6 +89,7 @@ def main() -> None:
     from megalight.ops.quantize import triton as casts
     from megalight.ops.rotary import triton as rotary
     from megalight.ops.scaled_accumulate import triton as sums
+    from megalight.ops.ssd import triton as scans
 
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
         x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
@@ -133,6 +134,11 @@ def main() -> None:
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
         sums.accumulate(torch.zeros(64, 64), a, b, zero)
     mixture_of_experts()
+    for heads, groups, size, width in ((16, 2, 64, 128), (8, 1, 128, 128), (6, 3, 20, 100)):
+        steps = torch.rand(256, heads).requires_grad_(), (-torch.rand(heads)).requires_grad_()
+        keys, queries = leaf(256, groups, width), leaf(256, groups, width)
+        factor = leaf(heads, dtype=torch.float32)
+        through(scans.ssd(leaf(256, heads, size), *steps, keys, queries, factor, torch.arange(256)))
 
 
 def mixture_of_experts() -> None:

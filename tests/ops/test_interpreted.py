@@ -43,6 +43,17 @@ def test_norms(shape: tuple[int, ...]) -> None:
     checks.check_norms(kernels("norm"), "cpu", torch.float32, shape)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [([5, 1, 60, 33], (6, 3, 10, 16)), ([32, 32], (2, 1, 16, 20)), ([31, 1, 40], (2, 2, 3, 4))]
+)
+def test_ssd(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("ssd")
+    monkeypatch.setattr(module, "CHUNK", 32)
+    monkeypatch.setattr(module, "ROWS", 16)
+    monkeypatch.setattr(module, "PASSED", 64)
+    checks.check_ssd(module, "cpu", torch.float32, lengths, sizes)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dim"), [(4, 2, 8, 8), (3, 1, 10, 6)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary(heads: int, kv_heads: int, head_dim: int, dim: int, interleaved: bool) -> None:

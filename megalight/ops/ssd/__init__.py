@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import serve_all
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.ssd import reference
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -34,6 +34,22 @@ SSD: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("ssd")
 REGISTRIES = (SSD,)
 EXAMPLE = Spec("cpu", torch.bfloat16, 64, 128)
 
+MAX_HEAD_DIM, MAX_STATE_SIZE = 128, 128
+"""Largest state of a head that fits into the registers and the shared memory of the kernels."""
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    if spec.dtype not in HALF:
+        return f"serves bfloat16 and float16, not {spec.dtype}"
+    if spec.head_dim > MAX_HEAD_DIM or spec.state_size > MAX_STATE_SIZE:
+        return (
+            f"serves heads of at most {MAX_HEAD_DIM} features with states of at most {MAX_STATE_SIZE}, not "
+            f"{spec.head_dim} and {spec.state_size}"
+        )
+    return triton_why_not(spec.device, spec.dtype)
+
+
+SSD.register(Backend("triton", lazy("megalight.ops.ssd.triton", "ssd"), 20, _triton_why_not))
 SSD.register(Backend("reference", reference.ssd, 0, serve_all))
 
 
