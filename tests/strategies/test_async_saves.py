@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention, preemption
 from megalight.checkpoint.background.saves import Pending
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.gpt import GPTConfig
+from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.options import Checkpoints
@@ -30,6 +33,15 @@ from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithDat
 from tests.workers import run
 
 STEPS = 4
+GQA = CONFIGS["gqa"]
+EXPERTS = replace(GQA, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
+LAYOUTS: dict[str, tuple[type[MegatronStrategy], dict[str, Any], GPTConfig]] = {
+    "tp2": (MegatronStrategy, {"tensor_parallel": 2}, GQA),
+    "fsdp": (MegatronFSDPStrategy, {}, GQA),
+    "pp2": (MegatronStrategy, {"pipeline_parallel": 2}, GQA),
+    "ep2": (MegatronStrategy, {"expert_parallel": 2}, EXPERTS),
+}
+"""Strategy, its options, and the model; for two ranks."""
 
 
 class At(pl.Callback):
@@ -67,15 +79,15 @@ def fit(
     folder: str,
     *callbacks: pl.Callback,
     kind: str | None = "persistent",
-    strategy: type[MegatronStrategy] = MegatronStrategy,
+    layout: str = "tp2",
     resume: str | None = None,
     steps: int = STEPS,
     when_busy: Any = "wait",
     **save: Any,
 ) -> list[float]:
-    options = {"tensor_parallel": 2} if strategy is MegatronStrategy else {}
+    strategy, options, config = LAYOUTS[layout]
     asynchronous = Checkpoints(async_save=kind, when_busy=when_busy)  # type: ignore[arg-type]
-    losses, module = Losses(), WithData(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    losses, module = Losses(), WithData(config, optimizer=ADAM, seed=SEED)
     module.steps = STEPS
     every = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": "link", **save}
     runner = trainer(
@@ -100,31 +112,33 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in found.items() if not name.endswith("manifest.json")}
 
 
-def _pairs(folder: str, kind: str, strategy: type[MegatronStrategy]) -> tuple[list[float], list[float], list[float]]:
-    synchronous = fit(folder, kind=None, strategy=strategy)
+def _pairs(folder: str, kind: str, layout: str) -> tuple[list[float], list[float], list[float]]:
+    synchronous = fit(folder, kind=None, layout=layout)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.move(folder, f"{folder}-synchronous")
     dist.barrier()
-    beside = fit(folder, kind=kind, strategy=strategy)
-    again = fit(f"{folder}-again", kind=kind, strategy=strategy, resume=f"{folder}/step=2.ckpt")
+    beside = fit(folder, kind=kind, layout=layout)
+    again = fit(f"{folder}-again", kind=kind, layout=layout, resume=f"{folder}/step=2.ckpt")
     return synchronous, beside, again
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"),
+    ("kind", "layout"),
     [
-        ("persistent", MegatronStrategy),
-        ("per_save", MegatronFSDPStrategy),
-        pytest.param("per_save", MegatronStrategy, marks=pytest.mark.full),
-        pytest.param("persistent", MegatronFSDPStrategy, marks=pytest.mark.full),
+        ("persistent", "tp2"),
+        ("per_save", "fsdp"),
+        ("persistent", "pp2"),
+        ("per_save", "ep2"),
+        pytest.param("per_save", "tp2", marks=pytest.mark.full),
+        pytest.param("persistent", "fsdp", marks=pytest.mark.full),
+        pytest.param("per_save", "pp2", marks=pytest.mark.full),
+        pytest.param("persistent", "ep2", marks=pytest.mark.full),
     ],
 )
-def test_checkpoints_and_losses_are_those_of_other_saves(
-    tmp_path: Path, kind: str, strategy: type[MegatronStrategy]
-) -> None:
+def test_checkpoints_and_losses_are_those_of_other_saves(tmp_path: Path, kind: str, layout: str) -> None:
     folder = tmp_path / "saves"
-    for synchronous, beside, again in run(_pairs, 2, str(folder), kind, strategy):
+    for synchronous, beside, again in run(_pairs, 2, str(folder), kind, layout):
         assert beside == synchronous
         assert again == synchronous[2:]
     whole = files(folder)

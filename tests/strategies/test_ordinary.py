@@ -9,13 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.strategies import DataParallel, MegatronStrategy
+from megalight.strategies.checkpoints.options import Checkpoints
 from tests.environment import trainer
 from tests.strategies.regression import Plain, batches, dealt, fit, samples, strategy, weights
 from tests.strategies.test_drop_in import close, lightnings_own
@@ -91,6 +92,21 @@ def test_each_step_averages_over_replicas_what_has_arrived() -> None:
     for found, steps in run(_replicas, 2):
         close(found, weights(module))
         assert steps == 6, "Lightning counts the steps of all optimizers"
+
+
+def _resumed_from_beside(folder: str) -> tuple[list[list[float]], list[list[float]]]:
+    whole, first, second = Adversaries(), Adversaries(), Adversaries()
+    fit(whole, batches(16, 4), max_epochs=2)
+    beside = strategy(checkpoints=Checkpoints(async_save="per_save"))
+    fit(first, batches(16, 4), beside, callbacks=[ModelCheckpoint(folder, "first")], enable_checkpointing=True)
+    runner = trainer(strategy(), max_steps=-1, max_epochs=2, limit_val_batches=0)
+    runner.fit(second, batches(16, 4), ckpt_path=f"{folder}/first.ckpt")
+    return weights(second), weights(whole)
+
+
+def test_each_optimizer_resumes_from_a_save_beside_training(tmp_path: Path) -> None:
+    found, expected = run(_resumed_from_beside, 1, str(tmp_path))[0]
+    assert found == expected
 
 
 def _resumed(path: str) -> tuple[list[list[float]], list[list[float]]]:
