@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jinja2  # torch requires it
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,7 +50,6 @@ class ChatTemplate:
         # Special tokens under their own names win over what we know of them.
         named = {"eos_token": tokenizer.eod_token, "pad_token": tokenizer.pad_token, **tokenizer.named}
         template = cls(source, {name: token for name, token in named.items() if token is not None})
-        jinja2 = require("jinja2", "chat templates")
         try:
             template._render([], None)
         except DataError as refused:  # many templates refuse to write no message; only the syntax matters here
@@ -120,7 +120,6 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **options: Any
     ) -> tuple[str, list[Span]]:
-        jinja2 = require("jinja2", "chat templates")
         try:
             texts, spans = _utilities().render_jinja_template(
                 conversations=[list(messages)],
