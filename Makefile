@@ -29,8 +29,8 @@ test: $(READY) ## the tests that every change must pass, in JOBS=2 processes
 test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where there is one; writes tests/results/full.md
 	$(BIN)/python -m pytest -m '' --numprocesses $(JOBS) --dist worksteal --summary tests/results/full.md
 
-test-gpu: $(READY) ## the tests that need GPUs; writes tests/results/gpu.md (GIT_COMMIT names the commit of a bare copy)
-	$(BIN)/python -m pytest -m gpu --summary tests/results/gpu.md
+test-gpu: $(READY) ## the tests that need GPUs, in JOBS processes; writes tests/results/gpu.md (GIT_COMMIT names the commit of a copy)
+	$(BIN)/python -m pytest -m gpu --numprocesses $(JOBS) --dist loadgroup --summary tests/results/gpu.md
 
 checks: $(READY) site ## lint, format, types, floors, the documentation's site
 	$(BIN)/ruff check .

@@ -33,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Summary(path, config.getoption("markexpr")))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep tests that share ranks over NCCL in one process, under ``--dist loadgroup``."""
+    module = item.getparent(pytest.Module)
+    if module is not None and hasattr(module.obj, "runs_of"):
+        item.add_marker(pytest.mark.xdist_group(module.name))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -114,6 +114,7 @@ def test_named_backend_refuses() -> None:
         attention(q, q, q, ragged(30, 34), backend="cudnn")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
 @pytest.mark.parametrize("backend", ["flex", "auto"])
 @pytest.mark.parametrize("lengths", [(256, 256), (300, 1, 129), (1000,)])
 @pytest.mark.parametrize("window", [None, 100])

@@ -35,7 +35,8 @@ def _train(fraction: float, kind: type[torch.optim.Optimizer], **options: Any) -
     gc.collect()  # an earlier engine's memory must not count
     before = torch.cuda.memory_allocated()
     model = _model()
-    optimizer = kind(model.parameters(), lr=1e-2)
+    # Weights move by less than bf16 tells apart: else the gradients of later steps enlarge differences in rounding.
+    optimizer = kind(model.parameters(), lr=1e-5)
     engine = _engine(model, fraction, **options)
     shard_optimizer(optimizer, engine)
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
@@ -66,7 +67,7 @@ def test_the_host_updates_as_the_device_does(kind: type[torch.optim.Optimizer], 
     start = torch.cat([b.shard.master.detach().cpu() for b in _engine(_model(), 0.0).buckets])
     moved = runs[0.0][0] - start
     for fraction in (0.5, 1.0):
-        assert_close(runs[fraction][0] - start, moved, 2e-2)  # rounded differently, and bf16 steps enlarge it
+        assert_close(runs[fraction][0] - start, moved, 5e-3)  # Adam enlarges differences of small gradients
     numel = LAYERS * WIDTH * WIDTH
     assert runs[1.0][1]["masters"] == 0
     assert runs[1.0][1]["host"] >= 4 * numel
