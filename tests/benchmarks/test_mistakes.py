@@ -19,7 +19,7 @@ def test_slow_answers_are_named():
 
 
 def test_one_mistake_is_made(tmp_path):
-    assert len(MISTAKES) == 20
+    assert len(MISTAKES) >= 20
     (tmp_path / "r.yaml").write_text(FILES["r.yaml"])
     row = measure("misspelt option", MISTAKES["misspelt option"], tmp_path)
     assert row.good
