@@ -113,5 +113,5 @@ def test_versions_and_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_whole_step_is_no_module() -> None:
-    with pytest.raises(ConfigurationError, match="no module"):
+    with pytest.raises(ConfigurationError, match="not scope='iteration'"):
         CUDAGraph("iteration", backend="transformer_engine")
