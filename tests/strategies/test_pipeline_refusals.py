@@ -103,7 +103,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], int, dict[str, Any], type[Exception],
     ),
     "recompute in a short chunk": (
         ToyModule, 2, {**PP, "pipeline_layout": "Ettt|tL", "recompute": FULL_3}, ConfigurationError,
-        r"recompute\.num_layers=3, but a model chunk has 1 layers \(3 to 3\)",
+        r"recompute\.num_layers=3, but a model chunk has 1 layers \(layers\.3 to layers\.3\)",
     ),
     "recompute in a chunk without layers": (
         ToyModule, 2, {**PP, "pipeline_layout": "E|ttttL", "recompute": Recompute(granularity="full", num_layers=5)},
