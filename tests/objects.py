@@ -20,7 +20,8 @@ def server() -> Iterator[str]:
     host, port = running.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         use(f"http://{host}:{port}", patch)
-        fsspec.filesystem("s3").mkdir(BUCKET)
+        # Servers of one process share their contents: another file's tests may have made it.
+        fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)
         yield f"http://{host}:{port}"
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     running.stop()
