@@ -136,6 +136,9 @@ class FullyShard(PlainRun):
             group["params"] = [moved.get(id(parameter), parameter) for parameter in group["params"]]
         self.model.begin_from(seed)
         self.engine = engine_over([self.model], [group["params"] for group in optimizer.param_groups], options)
+        # The optimizer of the user steps by itself, so the sums are completed in front of it. This hook comes first:
+        # those of the shards send the sums to masters in host memory.
+        optimizer.register_step_pre_hook(lambda *_: self._reduce())
         shard_optimizer(optimizer, self.engine)
         self._whole = self.engine.homes_of(module.parameters())
         # Made once: a copy from the host to the device would make the host wait in every step.
@@ -144,8 +147,6 @@ class FullyShard(PlainRun):
         self.engine.zero_grad()
         # Weights of a step may still be on their way when the next forward begins.
         module.register_forward_pre_hook(lambda *_: self.engine.sync_parameters(self._whole))
-        # The optimizer of the user steps by itself, so the sums are completed in front of it.
-        optimizer.register_step_pre_hook(lambda *_: self._reduce())
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         # Gradients lie in the engine's buffers, which torch's own method would not clear.
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]

@@ -137,6 +137,27 @@ def test_a_model_of_transformers_trains_as_on_one_device(checkpointing: Any, fra
         assert np.linalg.norm(found[2] - weights) <= 1e-9 * np.linalg.norm(weights)
 
 
+@pytest.mark.parametrize("kind", [megalight.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_steps_without_clipping_reach_masters_on_the_host(kind: Any) -> None:
+    """Nothing but the step itself completes the sums, before they go to the host."""
+    found = []
+    for fraction in (0.0, 0.5, 1.0):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 4), nn.Tanh()))
+        before = _flat(model.double()).copy()
+        optimizer = kind(model.parameters(), lr=0.1)
+        options = DataParallel(level="no_shard", bucket_size=15, optimizer_offload_fraction=fraction)
+        sharded = megalight.fully_shard(model, optimizer, data_parallel=options)
+        for step in range(2):
+            model(torch.full((2, 3), 1.0 + step, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        with sharded.full_parameters():
+            found.append(_flat(model).copy())
+        assert (found[-1] != before).all(), fraction
+    for other in found[1:]:
+        assert np.array_equal(found[0], other)
+
+
 def _from_meta(level: str) -> tuple[list[float], np.ndarray[Any, Any], int]:
     with torch.device("meta"):
         model = llama(6, 2, tied=False)
