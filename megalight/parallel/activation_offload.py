@@ -49,7 +49,7 @@ class ActivationOffloading:
         self.min_elements = min_elements
         self.moved = 0
         self.down, self.up = side_stream(device), side_stream(device)
-        self._leaving: list[tuple[Callable[[], None], list[Tensor]]] = []
+        self._leaving: list[tuple[Callable[[], None], torch.cuda.Stream, list[Tensor]]] = []
         self._open: list[tuple[saved_tensors_hooks, Call] | None] = []
         self._last: weakref.ref[Call] | None = None
         self._handles: list[RemovableHandle] = []
@@ -66,17 +66,22 @@ class ActivationOffloading:
     def leave(self, tensors: list[Tensor]) -> None:
         """Keep tensors until :meth:`settle`: they are on their way to the host."""
         if self.down is not None and tensors:
-            self._leaving.append((self.down.done(), tensors))
+            self._leaving.append((self.down.done(), torch.cuda.current_stream(self.device), tensors))
 
     def settle(self, lag: int = 0) -> None:
-        """Let the current stream wait for copies to the host, but those of the last calls, and free what they read.
+        """Let the main stream wait for copies to the host, but those of the last calls, and free what they read.
 
         Memory is freed behind this wait, so that the main stream can use it again at once. With ``record_stream`` it
         would have to wait until the device, which is far behind the host, has really made the copies.
         """
         while len(self._leaving) > lag:
-            wait, _ = self._leaving.pop(0)
-            wait()
+            wait, main, _ = self._leaving.pop(0)
+            assert self.up is not None
+            # The backward pass may come here from another stream (of a shared expert), which must not wait in place of
+            # the one whose memory this is, or of the one that reads the copies.
+            for stream in (main, self.up.stream):
+                with torch.cuda.stream(stream):
+                    wait()
 
     def _enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         # Nothing is saved; or the module is recomputed, and needs what it saves at once; or somebody else catches what
@@ -159,6 +164,8 @@ class Away:
         self.call = call
         self._back: Tensor | None = None
         self._arrived: Callable[[], None] | None = None
+        self._main: torch.cuda.Stream | None = None
+        self._taken = False
         owner = call.owner
         owner.moved += tensor.nbytes
         self._here = host_memory(tensor.shape, tensor.dtype, owner.device)
@@ -177,6 +184,7 @@ class Away:
             self._back = self._here.clone()
             return
         # Memory of the main stream, which may just have freed it: the copy comes after all that it has been given.
+        self._main = torch.cuda.current_stream(owner.device)
         self._back = torch.empty_like(self._here, device=owner.device)
         with owner.up.after_computation():
             self._back.copy_(self._here, non_blocking=True)
@@ -186,17 +194,19 @@ class Away:
         """Return the tensor on the device; the current stream waits for it."""
         self.call.fetch()
         assert self._back is not None
-        self._wait()
-        return self._back
-
-    def _wait(self) -> None:
         if self._arrived is not None:
+            # Each time: a tensor may be used on several streams, as the input of a shared expert is.
             self._arrived()
-            self._arrived = None
+            self._taken = True
+            if (now := torch.cuda.current_stream(self.call.owner.device)) != self._main:
+                self._back.record_stream(now)
+        return self._back
 
     def __del__(self) -> None:
         # A backward pass that failed: nobody else waits before the memory is used again.
-        self._wait()
+        if self._arrived is not None and not self._taken:
+            with torch.cuda.stream(self._main):
+                self._arrived()
 
 
 def _unpack(saved: Tensor | Away) -> Tensor:

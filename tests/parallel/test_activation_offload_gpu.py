@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megalight.nn.moe.beside import beside
 from megalight.parallel.activation_offload import ActivationOffloading, chosen
 from tests.parallel.data_parallel.helpers import assert_close
 
@@ -66,3 +70,48 @@ def test_gradients_are_equal_with_less_memory() -> None:
             assert_close(one, other, 1e-6)  # the same kernels on the same values
         if patterns == ("",):  # outside of the two products, tanh keeps its output
             assert less < 0.8 * peak
+
+
+class Forked(nn.Module):
+    """Two products save the same input, one of them on a stream of its own, as a shared expert does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside = beside(self.aside, x)
+        out: Tensor = self.here(x) + aside()
+        return out
+
+
+def _slow(original: Any) -> Any:
+    @contextmanager
+    def after_computation() -> Iterator[None]:
+        with original():
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+            yield
+
+    return after_computation
+
+
+def _forked(offload: bool) -> list[Tensor]:
+    model = Net()
+    model.layers = nn.ModuleList(Forked() for _ in range(3))
+    model.cuda()
+    if offload:
+        offloading = ActivationOffloading(chosen(model, ("",)), torch.device("cuda"))
+        assert offloading.up is not None
+        offloading.up.after_computation = _slow(offloading.up.after_computation)  # type: ignore[method-assign]
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(1024, WIDTH, generator=draws).cuda()
+    # Memory that is used again must not hold the right values by chance.
+    spoilt = [torch.full_like(x, torch.nan) for _ in range(16)]
+    del spoilt
+    model(x).square().mean().backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def test_each_stream_waits_for_what_it_uses() -> None:
+    for one, other in zip(_forked(True), _forked(False), strict=True):
+        assert_close(one, other, 1e-6)
