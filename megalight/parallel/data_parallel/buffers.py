@@ -122,10 +122,12 @@ class FlatParameters:
         groups: the ranks that share them.
         divided: each rank keeps only the masters of its own interval.
         params: ``[numel]`` memory that the whole parameters share with those of other units; None: memory of their own.
+        gathering: the ranks of ``groups.shards``, over the communicator of units; None: the same one.
 
     Attributes:
         group: ranks over which gradients are summed; None for a single rank.
         shard_group: ranks among which the masters are divided; None: each rank has all masters.
+        unit_group: the same ranks, where units are gathered.
         replica_group: ranks that hold the same masters, if these are divided; None for a single rank.
         params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
         own_params: the interval of the parameters that this rank keeps: a view of :attr:`params`, or memory of its own
@@ -143,6 +145,7 @@ class FlatParameters:
         groups: Groups,
         divided: bool,
         params: Tensor | None = None,
+        gathering: ProcessGroup | None = None,
     ) -> None:
         kind, codes = layout.kind, layout.kind.codes
         self.layout = layout
@@ -150,6 +153,7 @@ class FlatParameters:
         # Without divided masters every rank steps all of them: gradients are still
         # summed over `group`, and nothing is gathered.
         self.shard_group = groups.shards if divided else None
+        self.unit_group = gathering or groups.shards if divided else None
         self.replica_group = groups.replicas if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
         self.shards_params = params is not None
@@ -231,7 +235,7 @@ class Bucket(FlatParameters):
     """The storage of one bucket: flat parameters, flat gradients, and this rank's masters.
 
     Args:
-        layout, infos, groups, divided, params: as for :class:`FlatParameters`.
+        layout, infos, groups, divided, params, gathering: as for :class:`FlatParameters`.
         master_dtype: dtype of the masters.
         grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
@@ -262,8 +266,9 @@ class Bucket(FlatParameters):
         grads: Tensor | None = None,
         sum_dtype: torch.dtype | None = None,
         on_host: bool = False,
+        gathering: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(layout, infos, groups, divided, params)
+        super().__init__(layout, infos, groups, divided, params, gathering)
         self.on_host = on_host
         self.reduced: Tensor | None = None
         shard, dtype = self.shard, layout.kind.grad_dtype

@@ -17,12 +17,12 @@ from megalight.parallel.data_parallel.codes import codes_of
 from megalight.parallel.data_parallel.finite import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.host import HostMasters, offloaded
-from megalight.parallel.data_parallel.layout import Kind, level_of, plan_buckets
+from megalight.parallel.data_parallel.layout import BucketLayout, Kind, level_of, plan_buckets
 from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers, UnitMemory, choose, free_memory
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.groups import check_max_ctas, new_group
+from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
@@ -125,6 +125,7 @@ class DataParallelEngine:
         self.unit_memory = UnitMemory(1, True, {})
         self._choices = prefetch, reduce_each_micro_batch
         self._offload = optimizer_offload_fraction
+        self._overlap = overlap_grad_reduce
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
@@ -160,7 +161,8 @@ class DataParallelEngine:
         sizes = [info.parameter.numel() for info in self.infos]
         # One set of groups per mesh and data axes, not per bucket: making a group
         # is collective, and each costs buffers.
-        groups = {key: _groups(kind, max_ctas) for key, kind in {(k.mesh, k.data): k for k in kinds}.items()}
+        ways = {(kind.mesh, kind.data): kind for kind in kinds}
+        groups = {key: _groups(kind, max_ctas) for key, kind in ways.items()}
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         device = self.infos[0].parameter.device if layouts else torch.device("cpu")
         params = grads = None
@@ -172,6 +174,12 @@ class DataParallelEngine:
                 params = TurnBuffers(layouts, self.unit_memory.turns, device)
             if self.unit_memory.reduce_each:
                 grads = TurnBuffers(layouts, GRADIENT_TURNS, device)
+        reducing = groups
+        if self._overlap and any(layout.kind.unit is not None for layout in layouts):
+            # Units are gathered and reduced by hooks, in one order on all ranks. Whole buckets are sent when their
+            # gradients have arrived, which is not at the same time on all ranks: a bucket of a parameter that a rank
+            # does not use is sent last there. Over one communicator, these messages would meet those of units.
+            reducing = {key: _groups(kind, max_ctas, "whole gradients") for key, kind in ways.items()}
         on_host = offloaded(layouts, self._offload)
         if any(layouts[index].kind.codes is not None for index in on_host):
             raise ConfigurationError(
@@ -182,7 +190,7 @@ class DataParallelEngine:
             Bucket(
                 layout,
                 self.infos,
-                groups[layout.kind.mesh, layout.kind.data],
+                (groups if self._reduces_by_unit(layout) else reducing)[layout.kind.mesh, layout.kind.data],
                 self.level.state,
                 # Small updates vanish in half precision: a step is often below half a
                 # unit in the last place of the weight.
@@ -191,9 +199,13 @@ class DataParallelEngine:
                 None if grads is None else grads.take(layout, layout.kind.grad_dtype),
                 self._reducer.sum_dtype(layout.kind.grad_dtype),
                 index in on_host,
+                groups[layout.kind.mesh, layout.kind.data].shards,
             )
             for index, layout in enumerate(layouts)
         ]
+
+    def _reduces_by_unit(self, layout: BucketLayout) -> bool:
+        return layout.kind.unit is not None and self.unit_memory.reduce_each
 
     def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> list[FlatParameters]:
         """Shard what units hold beside the parameters that are trained. Only ordinary parameters can lie end to end."""
@@ -444,8 +456,8 @@ def _shared(spec: ShardSpec) -> str:
     return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
 
 
-def _groups(kind: Kind, max_ctas: int | None) -> Groups:
-    """Return the process groups of the buckets of a kind."""
+def _groups(kind: Kind, max_ctas: int | None, purpose: str = "") -> Groups:
+    """Return the process groups of the buckets of a kind; with a purpose, over communicators for it alone."""
     made: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def group(*axes: str) -> ProcessGroup | None:
@@ -453,11 +465,13 @@ def _groups(kind: Kind, max_ctas: int | None) -> Groups:
         # would cost a communicator of its own.
         ranks = kind.mesh.ranks(*axes)
         if ranks not in made:
-            if max_ctas is None or len(ranks) == 1:
-                made[ranks] = kind.mesh.group(*axes)
-            else:
+            if max_ctas is not None and len(ranks) > 1:
                 check_max_ctas("max_ctas", max_ctas, dist.get_backend())
-                made[ranks] = new_group(ranks, "data parallelism", max_ctas=max_ctas)
+                made[ranks] = new_group(ranks, purpose or "data parallelism", max_ctas=max_ctas)
+            elif purpose and len(ranks) > 1:
+                made[ranks] = shared_group(ranks, purpose)
+            else:
+                made[ranks] = kind.mesh.group(*axes)
         return made[ranks]
 
     return Groups(group(*kind.data), group(*kind.shard_axes), group(*kind.replica_axes))

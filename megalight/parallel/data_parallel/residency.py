@@ -52,14 +52,14 @@ class Residency:
             self._hide(before)
         self._present[turn] = unit
         if self._stream is None:
-            works = [gather(b.params, b.own_params, b.shard_group) for b in self.units[unit] if b.shard_group]
+            works = [gather(b.params, b.own_params, b.unit_group) for b in self.units[unit] if b.unit_group]
             self._arriving[unit] = partial(_wait_all, [work.wait for work in works])
             return
         # On its own stream, after all computation with the parameters that these replace.
         with self._stream.after_computation():
             for bucket in self.units[unit]:
-                if bucket.shard_group is not None:
-                    gather(bucket.params, bucket.own_params, bucket.shard_group).wait()
+                if bucket.unit_group is not None:
+                    gather(bucket.params, bucket.own_params, bucket.unit_group).wait()
         self._arriving[unit] = self._stream.done()
 
     def hold(self, unit: int) -> None:
@@ -82,8 +82,8 @@ class Residency:
         """Forget what is there: the shards have new values."""
         self._forget()
         for bucket in self._buckets if self.whole else ():
-            if bucket.shard_group is not None:
-                gather(bucket.shown, bucket.own_params, bucket.shard_group).wait()
+            if bucket.unit_group is not None:
+                gather(bucket.shown, bucket.own_params, bucket.unit_group).wait()
 
     def fetch_first(self) -> None:
         """Start to gather the first units of the next forward pass."""

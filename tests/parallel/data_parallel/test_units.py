@@ -229,6 +229,55 @@ def test_each_unit_is_gathered_before_it_is_needed(depth: int, order: list[int])
     assert run(_prefetch, 2, depth) == [order] * 2
 
 
+class Branch(nn.Module):
+    """Some batches do not use ``extra``, as some experts get no token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.extra = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = x + torch.tanh(self.up(x))
+        return x + self.extra(x) if uses else x
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Branch() for _ in range(4))
+        self.double()
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        for block in self.blocks:
+            x = block(x, uses)
+        return x
+
+
+def _uneven_use() -> list[list[float]]:
+    norms: list[list[float]] = []
+    for each in (True, False):
+        net = Branches()
+        engine = engine_of(net, reduce_each_micro_batch=each)
+        norms.append([])
+        for step in range(3):
+            engine.zero_grad()
+            with engine.micro_batches(1):
+                x = torch.full((2, WIDTH), 0.1 * (step + 1), dtype=torch.float64)
+                net(x, step == 0 or dist.get_rank() == 0).square().sum().backward()
+            engine.finish_grad_sync()
+            norms[-1].append(float(engine.grad_norm()))
+            engine.publish()
+        engine.sync_parameters()
+    return norms
+
+
+def test_ranks_that_use_different_parameters() -> None:
+    """Their whole gradients are complete at different times, between gathers of units that all ranks make alike."""
+    for each, whole in run(_uneven_use, 2, timeout=60):
+        assert_close(torch.tensor(whole), torch.tensor(each))
+
+
 def _kept_gradients() -> tuple[int, int]:
     whole, shards = (engine_of(Net(12).bfloat16(), reduce_each_micro_batch=each) for each in (False, True))
     in_units = sum(b.layout.numel for b in whole.buckets if b.layout.kind.unit is not None)
