@@ -111,6 +111,18 @@ def test_biases_of_experts(weighted: bool) -> None:
         assert error(actual, exact) < 1e-14
 
 
+@pytest.mark.parametrize("sizes", [None, (2, 1)])
+def test_rows_after_the_last_group_reach_no_bias(sizes: tuple[int, ...] | None) -> None:
+    """They hold anything, and so do their gradients."""
+    y, bias = torch.ones(5, 4), torch.ones(2, 4, requires_grad=True)
+    y[3:] = torch.nan
+    out = grouped_bias(y, bias, offsets_of((2, 1)), sizes=sizes)
+    seed = torch.ones(5, 4)
+    seed[3:] = torch.nan
+    (grad,) = torch.autograd.grad(out, bias, seed)
+    assert torch.equal(grad, torch.tensor([[2.0], [1.0]]).expand(2, 4))
+
+
 def test_no_rows_at_all() -> None:
     x, weight, offsets = layer((0, 0))
     main = with_main_grad(weight)

@@ -97,14 +97,14 @@ class Experts(nn.Module):
         wide = self._product(tokens, self.up, copies)
         if self.up_bias is not None:
             # Biases differ by expert, so they are added by the rows of each one.
-            wide = grouped_bias(wide, self.up_bias, copies.offsets)
+            wide = grouped_bias(wide, self.up_bias, copies.offsets, None, copies.sizes)
         # One pass over memory: the activation multiplies by the weight while it writes.
         narrow = self.act(wide) if self.weigh_input else self.act(wide, weights=weights)
         out = self._product(narrow, self.down, copies)
         if self.down_bias is None:
             return out
         # a weight on the activation is one on the output, so it multiplies the bias too
-        return grouped_bias(out, self.down_bias, copies.offsets, None if self.weigh_input else weights)
+        return grouped_bias(out, self.down_bias, copies.offsets, None if self.weigh_input else weights, copies.sizes)
 
     def _product(self, x: Tensor, weight: Tensor, copies: Grouped) -> Tensor:
         return grouped_linear(x, weight, copies.offsets, copies.sizes, self.backend)

@@ -57,18 +57,26 @@ def grouped_linear(
     return out
 
 
-def grouped_bias(y: Tensor, bias: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+def grouped_bias(
+    y: Tensor, bias: Tensor, offsets: Tensor, weights: Tensor | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Add each group's bias: ``y [R, out] + bias[e]``, or ``+ weights[r] bias[e]`` with ``weights [R]``.
 
-    Rows after the last group get the bias of the last expert.
+    Rows after the last group become zeros, and their gradients are not read. ``sizes`` and all else are those of
+    :func:`grouped_linear`.
     """
     row = torch.arange(len(y), dtype=offsets.dtype, device=y.device)
-    expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
+    expert = torch.searchsorted(offsets, row, right=True)
     # a product with one-hot rows, so that the gradient of the bias is a product too: always summed in the same order
     chosen = (expert.unsqueeze(1) == torch.arange(len(bias), device=y.device)).to(y.dtype)
     if weights is not None:
         chosen = chosen * weights.to(y.dtype).unsqueeze(-1)
-    return torch.addmm(y, chosen, bias.to(y.dtype))
+    out = torch.addmm(y, chosen, bias.to(y.dtype))
+    if sizes is not None and sum(sizes) == len(y):
+        return out
+    # Rows after the last group hold anything, even NaN, and so do their gradients. In the product that is the gradient
+    # of the bias, NaN times zero would reach the biases of all experts.
+    return torch.where((expert < len(bias)).unsqueeze(1), out, 0)
 
 
 def _product(
