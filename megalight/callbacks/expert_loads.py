@@ -69,8 +69,9 @@ class ExpertLoads(pl.Callback):
         rows = {label: self._row(router) for label, router in self._routers.items() if router.loads is not None}
         device = pl_module.device
         # Zeros for layers of other stages, so that the sum over stages is each layer's own row.
-        empty = {label: torch.zeros(len(names), dtype=torch.float64) for label, names in self._names.items()}
-        values = torch.cat([rows.get(label, zeros.to(device)) for label, zeros in empty.items()])
+        # Made on the device: a copy of host memory would have the host wait for the step.
+        empty = {n: torch.zeros(len(names), dtype=torch.float64, device=device) for n, names in self._names.items()}
+        values = torch.cat([rows.get(label, zeros) for label, zeros in empty.items()])
         if (group := _stages(trainer)) is not None:
             dist.all_reduce(values, group=group)  # each layer is on one stage
         names = [f"experts_{label}/{name}" for label, columns in self._names.items() for name in columns]
