@@ -134,7 +134,8 @@ def draw(runs: Sequence[Run], chosen: dict[str, tuple[str, ...]], output: Path) 
     for axes, (title, names) in zip(grid.flat, chosen.items(), strict=False):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("optimizer step")
-        if all("/load_" in name for name in names):
+        # One expert alone, asked for by --metric, is a line for each run. A map shows the first run only.
+        if len(names) > 1 and all("/load_" in name for name in names):
             figure.colorbar(_map(axes, runs[0], names), ax=axes)
             continue
         lines = list(_lines(runs, names))
