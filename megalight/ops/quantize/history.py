@@ -79,8 +79,9 @@ class AmaxHistory:
     def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
         """End a step: in every history, this step replaces the oldest one.
 
-        A magnitude that is not finite would damage the scales of all later steps, so the value of the step before is
-        used instead.
+        Two magnitudes say nothing of later steps, and the value of the step before is used instead: one that is not
+        finite, and zero, that of an expert without tokens. After enough such steps its scales would be 1, with which
+        small gradients are zero.
 
         Args:
             histories: of layers whose weights the same ranks hold, in the same order on each of them.
@@ -90,10 +91,13 @@ class AmaxHistory:
         if not used:
             return
         seen = torch.stack([current for _, _, current in used])
+        newest = torch.stack([past[0] for _, past, _ in used])
         # Before the reduction: the maximum with NaN or infinity would reach all ranks.
-        seen = torch.where(seen.isfinite(), seen, torch.stack([past[0] for _, past, _ in used]))
+        seen = torch.where(seen.isfinite(), seen, newest)
         if reduce is not None:
             reduce(seen)
+        # After it: the expert may have had tokens on another rank.
+        seen = torch.where(seen > 0, seen, newest)
         for (history, past, current), row in zip(used, seen, strict=True):
             # In place, because recorded graphs read this memory.
             past.copy_(torch.cat([row[None], past[:-1]]))
