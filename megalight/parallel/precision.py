@@ -239,7 +239,7 @@ def apply_low_precision(
                     precision.history.place(weight.device)
         if options.router_padding_for_quantization:
             for experts in layer.modules():
-                if isinstance(experts, Experts) and precisions_of(experts.up) is not None:
+                if isinstance(experts, Experts) and (precisions_of(experts.up) or precisions_of(experts.down)):
                     experts.dispatcher.alignment = schemes.alignment
     return session
 
@@ -322,7 +322,7 @@ def _check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> Non
             f"primary_weights=True stores a weight as codes with one scale, and {', '.join(experts)} have one for each "
             "expert. Leave the experts out with modules=..., or leave out primary_weights."
         )
-    if options.router_padding_for_quantization and not any(name.endswith(".up") for name in experts):
+    if options.router_padding_for_quantization and not experts:
         raise ConfigurationError(
             "router_padding_for_quantization=True, but no experts multiply in low precision here. Leave it out, or "
             "add their layers to modules=..."

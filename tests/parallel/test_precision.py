@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialise
-from megalight.nn.moe import Experts, SharedConfig
+from megalight.nn.moe import Dispatcher, Experts, SharedConfig
 from megalight.ops.parameter import casts_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions
@@ -191,6 +191,12 @@ def test_experts_take_part() -> None:
         "layers.1.mlp.shared.down.weight",
     ]
     assert not any("router" in name or "shared_gate" in name for name in marked())
+    model = build(WIDE, ffn_hidden_size=64)
+    options = LowPrecisionOptions(
+        "mxfp8", modules=("mlp.experts.down",), router_padding_for_quantization=True, emulate=True
+    )
+    apply_low_precision(model, options, ParallelMesh())
+    assert {module.alignment for module in model.modules() if isinstance(module, Dispatcher)} == {32}
     with pytest.warns(FutureWarning, match="moe_router_padding_for_fp8=True is an old name; write router_padding_for"):
         old = LowPrecisionOptions(moe_router_padding_for_fp8=True)
     assert old == LowPrecisionOptions(router_padding_for_quantization=True)
