@@ -12,7 +12,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.nn.moe import MoE
+from megalight.nn.moe import Dispatcher, MoE
 from megalight.parallel.groups import speaks
 from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.pipeline import schedules
@@ -79,6 +79,7 @@ def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: Me
     for chunk in strategy.chunks:
         yield from of_hooks(chunk.named_modules())
         yield from of_parameter_hooks(chunk.named_parameters())
+        yield from of_dispatchers(chunk.named_modules())
 
 
 def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tuple[str, nn.Module]]]) -> Iterator[str]:
@@ -91,10 +92,26 @@ def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tu
         yield f"context parallelism plans its exchange inside layers, on the host; use scope='iteration', not {scope!r}"
     if strategy.recompute.granularity == "full":
         yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
-    for name, module in (named for lane in lanes for named in lane):
+    parts = [named for lane in lanes for named in lane]
+    for name, module in parts:
         if "forward" in module.__dict__:
             yield f"{name} is recomputed as a whole; recompute modules inside it, or leave it out"
-    yield from of_hooks_in([named for lane in lanes for named in lane])
+    yield from of_hooks_in(parts)
+    for name, module in parts:
+        yield from of_dispatchers(module.named_modules(prefix=name))
+
+
+def of_dispatchers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield dispatchers that learn numbers of rows inside their package, where an inspection of the step sees no wait.
+
+    Recorded, the message would not be sent, and the host would wait for its numbers until the package gives up.
+    """
+    for name, module in modules:
+        if isinstance(module, Dispatcher) and not module.pads:
+            yield (
+                f"{name} ({type(module).__name__}) waits for numbers of rows; use scope='router', or "
+                "dispatcher='all_to_all' with moe.capacity.pad"
+            )
 
 
 def of_hooks_in(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from megalight.callbacks.graph_reasons import of_environment, of_parts, of_whole
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig, MultiTokenConfig
 from megalight.models.module import Carry
-from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalight.nn.moe import BalanceConfig, CapacityConfig, LocalDispatcher, MoEConfig, RouterConfig
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert import ExpertOptions
@@ -534,3 +534,18 @@ def test_passes_in_turns_cannot_be_recorded() -> None:
         of_whole_steps(pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"), ToyModule(), strategy)
     )
     assert "in turns, which scope='layer' cannot repeat" in next(of_parts(strategy, "layer", []))
+
+
+def test_dispatchers_that_wait_inside_a_package_cannot_be_recorded() -> None:
+    class Waiting(LocalDispatcher):
+        pads = False
+
+    layer = nn.ModuleDict({"attention": nn.Identity(), "dispatcher": Waiting()})
+    strategy = MegatronStrategy()
+    (found,) = of_parts(strategy, "layer", [[("layers.0", layer)]])
+    assert "layers.0.dispatcher (Waiting) waits for numbers of rows; use scope='router'" in found
+    assert not list(of_parts(strategy, "router", [[("layers.0.attention", layer["attention"])]]))
+    lightning = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    with mock.patch.object(MegatronStrategy, "chunks", [layer]):
+        (found,) = of_whole_steps(lightning, ToyModule(), strategy)
+    assert "dispatcher (Waiting) waits" in found
