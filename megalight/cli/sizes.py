@@ -45,8 +45,9 @@ def check(values: Mapping[str, Any], classes: Mapping[str, Source | None], megat
         name: given.get(name, each.default) for name, each in inspect.signature(check_degrees).parameters.items()
     }
     ranks = values.get("trainer.devices"), values.get("trainer.num_nodes", 1)
-    if not all(type(number) is int for number in ranks) or not all(isinstance(each, int) for each in degrees.values()):
-        return  # "auto", for example
+    counted = all(type(number) is int and number > 0 for number in ranks)
+    if not counted or not all(isinstance(each, int) for each in degrees.values()):
+        return  # "auto", or -1: all devices of the machine
     decided = {key.partition(".")[0] for key in given}
     _check_split(known, config, ranks[0] * ranks[1], degrees, plain=decided.isdisjoint(PLACES))
 

@@ -70,6 +70,7 @@ def test_the_run_says_the_same(tmp_path: Path) -> None:
     [
         ["--trainer.devices=3", "--trainer.strategy.pipeline_parallel=3", "--trainer.strategy.pipeline_layout=Et*4L"],
         ["--trainer.devices=auto", "--trainer.strategy.tensor_parallel=4"],
+        ["--trainer.devices=-1", "--trainer.strategy.tensor_parallel=2"],
         ["--trainer.devices=4", "--trainer.strategy=ddp"],
         ["--model.config.num_heads=5", "--model=tests.cli.samples.SampleModule"],
         ["--model.config.num_layers=4.0"],
