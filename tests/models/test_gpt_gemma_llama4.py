@@ -191,6 +191,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000,
         "rope_scaling": None,
     },
+    "gemma3_4b": {  # that is all it says
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    },
     "llama4_scout": {
         "model_type": "llama4_text",
         "hidden_size": 5120,

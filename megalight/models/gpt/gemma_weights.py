@@ -22,6 +22,11 @@ VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 PERIOD = {"gemma2": 2, "gemma3_text": 6}
 """Every so many layers, one has no window."""
+SIZES = {
+    "gemma2": {"num_key_value_heads": 4},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+}
+"""Sizes that a ``config.json`` need not say: the published ones of Gemma-3-4B, 12B and 27B leave some of them out."""
 ACTIVATION = "gelu_pytorch_tanh"
 BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 """Rotary bases of Gemma-3 that a ``config.json`` need not say."""
@@ -36,6 +41,7 @@ def gemma_from(values: Mapping[str, Any]) -> GPTConfig:
     if values["model_type"] == "gemma3":
         values = {"tie_word_embeddings": values.get("tie_word_embeddings", True), **values["text_config"]}
     kind, layers = values["model_type"], values["num_hidden_layers"]
+    values = {**SIZES[kind], **values}
     for option, good in (
         ("attention_bias", False),
         ("use_bidirectional_attention", False),
@@ -62,7 +68,7 @@ def gemma_from(values: Mapping[str, Any]) -> GPTConfig:
         num_layers=layers,
         hidden_size=values["hidden_size"],
         num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or 0,
+        num_kv_heads=values["num_key_value_heads"],
         head_dim=head_dim,
         ffn_hidden_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
