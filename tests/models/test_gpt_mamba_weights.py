@@ -135,3 +135,9 @@ def test_what_no_kind_can_say() -> None:
 def test_presets_are_written(name: str) -> None:
     values = config_to_transformers(preset(name))
     assert values["model_type"] == ("mamba2" if name.startswith("mamba2") else "nemotron_h")
+
+
+def test_the_older_word_for_the_size_of_heads() -> None:
+    values = config_to_transformers(preset("nemotron_h_8b"))
+    older = {"attention_head_dim": values.pop("head_dim"), **values}
+    assert config_from_transformers(older) == preset("nemotron_h_8b")

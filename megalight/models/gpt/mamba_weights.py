@@ -138,6 +138,8 @@ def nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
     """
     good = {"use_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mamba_hidden_act": "silu"}
     _check(values, {**good, "mlp_hidden_act": "relu2", "moe_latent_size": None, "sliding_window": None})
+    if "attention_head_dim" in values:  # the older word, as in the published files of Nemotron-H-8B and 56B
+        values = {"head_dim": values["attention_head_dim"], **values}
     types = values.get("layers_block_type") or values.get("layer_types")
     pattern = "".join(TYPES[kind] for kind in types) if types else values["hybrid_override_pattern"]
     return GPTConfig(
