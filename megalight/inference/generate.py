@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
 ) -> list[list[int]]:
     """Generate the tokens that follow each prompt.
@@ -36,12 +36,12 @@ def generate(
         temperature: see :class:`~megalight.inference.sampling.Sampling`.
         top_k: see :class:`~megalight.inference.sampling.Sampling`.
         top_p: see :class:`~megalight.inference.sampling.Sampling`.
-        eos_id: a completion ends with this token.
+        eos_id: a completion ends with this token, or with one of these.
         generator: random generator on the model's device, with the same state on all ranks. None makes a new one, so
             torch's default generator does not change.
 
     Returns:
-        one completion per prompt, without the prompt, and with ``eos_id`` if it was generated.
+        one completion per prompt, without the prompt, and with the token that ended it.
 
     Raises:
         DataError: there is no prompt, a prompt is empty, an id is outside the vocabulary, or prompt and completion are
@@ -64,7 +64,7 @@ def stream(
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
 ) -> Iterator[dict[int, int]]:
     """Generate as :func:`generate` does, but yield the tokens of every step: prompt index -> token.
@@ -73,7 +73,8 @@ def stream(
     """
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
     _check(model, prompts, max_new_tokens)
-    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), eos_id, generator)
+    ends: Collection[int] = () if eos_id is None else {eos_id} if isinstance(eos_id, int) else set(eos_id)
+    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), ends, generator)
 
 
 def _steps(
@@ -81,7 +82,7 @@ def _steps(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    eos_id: int | None,
+    ends: Collection[int],
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:
     device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
@@ -111,7 +112,7 @@ def _steps(
         left -= 1
         # completed prompts leave the batch; the others continue with their newest token
         # `left` is 0 in the last step, and ends all of them.
-        active = [prompt for prompt, token in step.items() if token != eos_id and left]
+        active = [prompt for prompt, token in step.items() if token not in ends and left]
         fresh = [[step[prompt]] for prompt in active]
 
 

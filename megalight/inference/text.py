@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -113,6 +113,7 @@ class TextGenerator:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
+        ends: Collection[int] = (),
     ) -> list[str]:
         """Generate text after each prompt, up to the end of the document. An empty prompt starts a document.
 
@@ -123,6 +124,7 @@ class TextGenerator:
             top_k: see :class:`~megalight.inference.sampling.Sampling`.
             top_p: see :class:`~megalight.inference.sampling.Sampling`.
             seed: seed of the sampling. None gives other results each time.
+            ends: ids of further tokens that end a completion, such as the end of a chat model's answer.
         """
         eod = self.tokenizer.eod_id
         # An empty prompt still needs a token to continue from.
@@ -138,7 +140,7 @@ class TextGenerator:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            eos_id=eod,
+            eos_id={*ends, *([] if eod is None else [eod])},
             generator=generator,
         )
         # Without special tokens: the end of the document is no text.

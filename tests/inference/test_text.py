@@ -71,6 +71,17 @@ def test_prompts_are_completed(tmp_path, tokenizer_files):
     assert writer.complete(prompts, max_new_tokens=9, seed=1) != writer.complete(prompts, max_new_tokens=9, seed=2)
 
 
+def test_further_tokens_end_a_completion(tmp_path, tokenizer_files):
+    save(tmp_path / "c", build(), files=tokenizer_files)
+    writer = TextGenerator.from_checkpoint(tmp_path / "c", dtype=torch.float64)
+    ids = [writer.tokenizer.encode("the quick")]
+    (whole,) = generate(writer.model, ids, max_new_tokens=5, temperature=0)
+    (short,) = generate(writer.model, ids, max_new_tokens=5, temperature=0, eos_id=(whole[2], 263))
+    assert short == whole[: whole.index(whole[2]) + 1]
+    text = writer.complete(["the quick"], max_new_tokens=5, temperature=0, ends=[whole[2]])
+    assert text == [writer.tokenizer.decode(short, skip_special=True)]
+
+
 def test_what_cannot_be_completed_is_said(tmp_path, tokenizer_files):
     save(tmp_path / "bare", build())
     with pytest.raises(CheckpointError, match=r"no file 'tokenizer.json'.*Name the tokenizer"):

@@ -60,11 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
     texts = prompts
+    ends: list[int] = []
     if arguments.chat:
         from megalight.data.chat.template import ChatTemplate
 
         template = ChatTemplate.of(writer.tokenizer)
         texts = [template.render([{"role": "user", "content": prompt}], answer=True) for prompt in prompts]
+        ends = template.ends(writer.tokenizer)
     completions = writer.complete(
         texts,
         max_new_tokens=arguments.max_new_tokens,
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        ends=ends,
     )
     for prompt, completion in zip(prompts, completions, strict=True):
         print(completion if arguments.chat else prompt + completion)

@@ -70,6 +70,17 @@ class ChatTemplate:
         """
         return self._render(messages, tools, add_generation_prompt=answer)[0]
 
+    def ends(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the special token that the template writes after an answer; it may also end turns within a document.
+
+        Empty if other text follows an answer.
+        """
+        said = "An answer."
+        text = self.render([{"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": said}])
+        after = tokenizer.encode(text.rpartition(said)[2].lstrip())[:1]
+        # Plain text after an answer may occur in answers, too.
+        return after if not tokenizer.decode(after, skip_special=True) else []
+
     def spans(self, conversation: Conversation, train_on: TrainOn = "all") -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the characters that the assistant wrote.
 

@@ -54,6 +54,15 @@ def test_prefixes_find_the_same_answers(chat_tokenizer: Path) -> None:
     assert learned(tokenizer, MARKED, TURNS, train_on="last") == ["<|im_end|>"]
 
 
+def test_what_ends_an_answer(chat_tokenizer: Path) -> None:
+    tokenizer = Tokenizer.load(chat_tokenizer)
+    assert ChatTemplate.of(tokenizer, PLAIN).ends(tokenizer) == tokenizer.encode("<|im_end|>")
+    # as Gemma's: the end of a turn is not the end of a document
+    turns = PLAIN.replace("<|im_end|>", "<|im_start|>")
+    assert ChatTemplate.of(tokenizer, turns).ends(tokenizer) == tokenizer.encode("<|im_start|>") != [tokenizer.eod_id]
+    assert ChatTemplate.of(tokenizer, PLAIN.replace("<|im_end|>", " so")).ends(tokenizer) == []
+
+
 def test_only_the_completion_counts(chat_tokenizer: Path) -> None:
     tokenizer = Tokenizer.load(chat_tokenizer)
     turns = chat("a", "b", "c", "d")["messages"]
