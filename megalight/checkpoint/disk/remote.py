@@ -7,6 +7,7 @@ such folder with a manifest; one without is a leftover. When a save is published
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk.files import Write
 from megalight.checkpoint.disk.manifest import Manifest
 from megalight.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 PART = 16 << 20
 """Bytes that are sent at a time. S3 takes 10,000 parts of a file at most."""
@@ -221,9 +224,10 @@ def _removed(path: Address) -> bool:
 @publish.publish.register
 def _publish(folder: Address, path: Address) -> None:
     """The manifest has published it; what was there before goes."""
-    for save in _saves(path):
-        if save != folder:
-            _delete(save)
+    with _left_for_later(path):
+        for save in _saves(path):
+            if save != folder:
+                _delete(save)
 
 
 class RemotePartial:
@@ -241,14 +245,33 @@ class RemotePartial:
         _publish(self.folder, self.path)
 
     def discard(self) -> None:
-        """Delete it; the checkpoint of the same name, if any, is untouched."""
-        _delete(self.folder)
+        """Delete it, unless it is published; the checkpoint of the same name, if any, is untouched."""
+        with _left_for_later(self.folder):
+            # What it replaced may be gone already: then it is the only one.
+            if not _sealed(self.folder):
+                _delete(self.folder)
 
     def release(self) -> None:
         """Nothing to release."""
 
 
 publish.begin.register(Address, RemotePartial)
+
+
+@contextmanager
+def _left_for_later(place: Address) -> Iterator[None]:
+    """A deletion that fails does not fail a save: the next save of this path deletes what is left."""
+    try:
+        yield
+    except Exception as error:  # packages of stores have errors of their own
+        log.warning("leftovers in %s are not deleted yet: %r", place, error)
+
+
+def _sealed(save: Address) -> bool:
+    """Whether a save has its manifest. By a listing, as some stores take any error for a file that is not there."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return any(each.name == manifests.NAME for each in save.iterdir())
+    return False
 
 
 def _saves(path: Address) -> list[Address]:

@@ -219,6 +219,36 @@ def test_a_store_that_fails_is_told_of(folder: Address, monkeypatch: pytest.Monk
     assert names(folder) == one("a.ckpt")
 
 
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_what_was_before_may_stay_until_the_next_save(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store fails when the save before is deleted: the new one is published, and stays."""
+    path = folder / "a.ckpt"
+    simple.save(path, 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(5, "slow down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path.store), "rm", refuse)
+        simple.save(path, 2)
+    assert simple.step_of(path) == 2
+    simple.save(path, 3)
+    assert simple.step_of(path) == 3
+    assert names(folder) == one("a.ckpt")
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_published_save_is_not_discarded(folder: Address) -> None:
+    """An abort, or the death of a worker, may come after the manifest, when what was before is gone."""
+    path = folder / "a.ckpt"
+    simple.save(path, 1)
+    partial = remote.RemotePartial(path)
+    saved = publish.resolve(path)
+    path.store.mv(saved.key, partial.folder.key, recursive=True)
+    partial.discard()
+    assert simple.step_of(path) == 1
+
+
 def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_path: Any) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
