@@ -199,7 +199,7 @@ def _check_files(root: Address, manifest: Manifest) -> None:
 @publish.actual.register
 def _actual(path: Address) -> Address:
     """The newest save of this path that is published; the path itself where a folder was copied there by hand."""
-    sealed = [save for save in (path, *_saves(path)) if (save / manifests.NAME).exists()]
+    sealed = [save for save in (path, *_saves(path)) if _sealed(save)]
     return max(sealed, key=_saved_at, default=path) if len(sealed) != 1 else sealed[0]
 
 
@@ -296,7 +296,7 @@ def _clean(path: Address) -> None:
             _delete(save)
     for other in _named(path.parent):
         for save in _saves(other) if other != path else []:
-            if not (save / manifests.NAME).exists() and time.time() - _newest(save) > publish.ABANDONED_SECONDS:
+            if not _sealed(save) and time.time() - _newest(save) > publish.ABANDONED_SECONDS:
                 _delete(save)
 
 

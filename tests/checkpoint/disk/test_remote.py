@@ -249,6 +249,20 @@ def test_a_published_save_is_not_discarded(folder: Address) -> None:
     assert simple.step_of(path) == 1
 
 
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_store_that_does_not_answer_is_not_empty(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of fsspec may answer that a file is not there whatever went wrong: nothing is deleted for that."""
+    path, other = folder / "a.ckpt", folder / "b.ckpt"
+    for each in (path, other):
+        simple.save(each, 1)
+    later = time.time() + publish.ABANDONED_SECONDS + 60
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path.store), "exists", lambda *_, **__: False)
+        patch.setattr(remote.time, "time", lambda: later)
+        publish.begin(path).discard()
+    assert [simple.step_of(each) for each in (path, other)] == [1, 1]
+
+
 def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_path: Any) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
