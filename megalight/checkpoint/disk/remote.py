@@ -200,7 +200,7 @@ def _check_files(root: Address, manifest: Manifest) -> None:
 def _actual(path: Address) -> Address:
     """The newest save of this path that is published; the path itself where a folder was copied there by hand."""
     sealed = [save for save in (path, *_saves(path)) if _sealed(save)]
-    return max(sealed, key=_saved_at, default=path) if len(sealed) != 1 else sealed[0]
+    return max(sealed, key=_order, default=path) if len(sealed) != 1 else sealed[0]
 
 
 @publish.named.register
@@ -225,8 +225,11 @@ def _removed(path: Address) -> bool:
 def _publish(folder: Address, path: Address) -> None:
     """The manifest has published it; what was there before goes."""
     with _left_for_later(path):
+        own = _order(folder)
         for save in _saves(path):
-            if save != folder:
+            # Older ones alone. Two runs may save the same path at once: each would delete what the other has published,
+            # or is writing.
+            if (0, "") <= _order(save) < own:
                 _delete(save)
 
 
@@ -281,11 +284,12 @@ def _saves(path: Address) -> list[Address]:
         return []
 
 
-def _saved_at(save: Address) -> int:
+def _order(save: Address) -> tuple[int, str]:
+    """What tells older saves from newer ones; an unpublished one is the oldest."""
     try:
-        return manifests.read(save).saved_at
+        return manifests.read(save).saved_at, save.url
     except CheckpointError:
-        return -1
+        return -1, save.url
 
 
 def _clean(path: Address) -> None:

@@ -263,6 +263,20 @@ def test_a_store_that_does_not_answer_is_not_empty(folder: Address, monkeypatch:
     assert [simple.step_of(each) for each in (path, other)] == [1, 1]
 
 
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_two_saves_of_a_path_leave_the_newer(folder: Address) -> None:
+    """Two runs that write the same path may both write their manifests before either deletes."""
+    path, saves = folder / "a.ckpt", [folder / f"a.ckpt/save-{number}" for number in (1, 0)]
+    for step, save in enumerate(saves):
+        simple.save(folder / "b.ckpt", step)
+        found = publish.resolve(folder / "b.ckpt")
+        path.store.mv(found.key, save.key, recursive=True)
+    for save in saves:
+        publish.publish(save, path)
+    assert simple.step_of(path) == 1
+    assert names(folder) == one("a.ckpt")
+
+
 def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_path: Any) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
