@@ -108,8 +108,9 @@ class Address:
 
     def iterdir(self) -> Iterator[Address]:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
-        names = {str(name).rstrip("/").rpartition("/")[2] for name in self.store.ls(self.key, detail=False)}
-        yield from (self / name for name in sorted(names - {self.name, ""}))
+        # Some stores list the folder itself, too; a folder in it may have the same name.
+        keys = {str(key).strip("/") for key in self.store.ls(self.key, detail=False)} - {self.key.strip("/")}
+        yield from (self / name for name in sorted(key.rpartition("/")[2] for key in keys) if name)
 
     def read_bytes(self) -> bytes:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""

@@ -86,6 +86,13 @@ def test_the_newest_of_a_run_is_found(folder: Address) -> None:
     assert newest.resolve("auto", "fit", [str(folder / "nothing")]) is None
 
 
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_folders_in_one_of_the_same_name_are_found(folder: Address) -> None:
+    simple.save(folder / "run/run/run", 1)
+    assert list((folder / "run").iterdir()) == [folder / "run/run"]
+    assert newest.newest_in(str(folder / "run")) == folder / "run/run/run"
+
+
 def flip(file: Address, place: int = -5) -> None:
     data = bytearray(file.read_bytes())
     data[place] ^= 1
