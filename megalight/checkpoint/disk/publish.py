@@ -51,7 +51,7 @@ def place(path: str | os.PathLike[str]) -> Place:
     if protocol in ("file", "local"):
         return Path(rest)
     # fsspec is imported when it is needed; the import also registers what remote storage does in its own way
-    address: Place = import_module("megalight.checkpoint.disk.remote").Address(text.rstrip("/"))
+    address: Place = import_module("megalight.checkpoint.disk.remote").Address(f"{protocol}://{rest.rstrip('/')}")
     return address
 
 

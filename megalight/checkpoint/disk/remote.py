@@ -37,7 +37,7 @@ class Address:
     """A place in remote storage.
 
     Attributes:
-        url: with its protocol, and without a slash at the end.
+        url: with its protocol. Only the root of a store (``memory://``) ends with a slash.
 
     Raises:
         CheckpointError: there is no such protocol, or the package for it is not installed (at the first use).
@@ -52,7 +52,7 @@ class Address:
         return self.url
 
     def __truediv__(self, name: str) -> Address:
-        return Address(f"{self.url}/{name}")
+        return Address(f"{self.url}{name}" if self.url.endswith("://") else f"{self.url}/{name}")
 
     @property
     def name(self) -> str:
@@ -67,7 +67,9 @@ class Address:
     @property
     def parent(self) -> Address:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
-        return Address(self.url.rpartition("/")[0])
+        # Above a bucket are those of others: like the root of a disk, it is its own parent.
+        above, _, name = self.url.rpartition("/")
+        return self if above.endswith("/") or not name else Address(above)
 
     @property
     def store(self) -> Any:

@@ -352,6 +352,13 @@ def test_a_protocol_that_nobody_knows_is_named() -> None:
             call("nosuch://a/b.ckpt")
 
 
+def test_the_root_of_a_store_stays_in_it() -> None:
+    root = publish.place("memory://")
+    assert root / "a" / "b.ckpt" == publish.place("memory://a/b.ckpt/")
+    assert root.parent == root == publish.place(root)
+    assert (root / "a").parent == root / "a" == (root / "a/b").parent
+
+
 def test_file_addresses_are_paths(tmp_path: Any) -> None:
     simple.save(f"file://{tmp_path}/a.ckpt", 1)
     assert simple.step_of(tmp_path / "a.ckpt") == 1
