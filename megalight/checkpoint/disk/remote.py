@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import has_magic
 from types import SimpleNamespace
 from typing import Any
 
@@ -314,7 +315,14 @@ def _newest(folder: Address) -> float:
 
 @publish.delete.register
 def _delete(folder: Address) -> None:
+    store = folder.store
     # the manifest first: a deletion that is cut short must leave no checkpoint with holes
-    for each in (folder / manifests.NAME, folder):
-        with suppress(FileNotFoundError):
-            each.store.rm(each.key, recursive=each is folder)
+    with suppress(FileNotFoundError):
+        store.rm_file((folder / manifests.NAME).key)
+    with suppress(FileNotFoundError):
+        if not has_magic(folder.key):
+            store.rm(folder.key, recursive=True)
+            return
+        # `rm` takes the name for a pattern: run[1] would be run1, with all that is in it
+        for key in store.find(folder.key):
+            store.rm_file(key)

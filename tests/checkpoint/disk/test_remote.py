@@ -144,7 +144,7 @@ class Deadly:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
-        if name not in ("open", "rm"):
+        if name not in ("open", "rm", "rm_file"):
             return call
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -205,6 +205,16 @@ def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest
     monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     simple.save(folder / "b.ckpt", 2)
     assert names(folder) == one("b.ckpt")
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_names_are_no_patterns(folder: Address) -> None:
+    """``rm`` of fsspec would take run[1] for run1."""
+    for name in ("run1/a.ckpt", "run[1]/a.ckpt", "run[1]/a.ckpt"):
+        simple.save(folder / name, 1)
+    assert names(folder) == one("run1/a.ckpt") + one("run[1]/a.ckpt")
+    checkpoint.remove(folder / "run[1]/a.ckpt")
+    assert names(folder) == one("run1/a.ckpt")
 
 
 def test_a_store_that_fails_is_told_of(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
