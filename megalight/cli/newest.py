@@ -150,10 +150,11 @@ def _finished(here: Place, levels: int = DEPTH) -> Iterator[tuple[int, Place]]:
     for path in publish.finished(here):
         if not path.name.startswith("."):
             yield manifests.read(publish.resolve(path)).saved_at, path
-    with suppress(OSError):  # as os.walk does: folders that nobody may read hold no checkpoint for us
-        for entry in sorted(here.iterdir()):
-            if entry.name.startswith("."):
-                continue
+    for entry in sorted(here.iterdir()) if here.is_dir() else ():
+        if entry.name.startswith("."):
+            continue
+        # As os.walk does: a folder that nobody may read holds no checkpoint for us, but those beside it may.
+        with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
             if entry.is_dir():
                 deeper = levels > 0 and not entry.is_symlink() and _may_hold(entry)
                 yield from _finished(entry, levels - 1) if deeper else ()

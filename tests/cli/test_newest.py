@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,21 @@ def test_a_folder_of_runs_means_its_newest_checkpoint(tmp_path: Path) -> None:
     assert resolve(found, "fit", []) == found
     (tmp_path / "empty").mkdir()
     assert newest_in(tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_a_folder_that_nobody_may_read_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk has a folder lost+found of its own, which sorts before most runs."""
+    (tmp_path / "lost+found").mkdir()
+    save(tmp_path / "run" / "a.ckpt", {})
+    listed = Path.iterdir
+
+    def guarded(folder: Path) -> Iterator[Path]:
+        if folder.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", guarded)
+    assert newest_in(tmp_path) == tmp_path / "run" / "a.ckpt"
 
 
 def test_hidden_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
