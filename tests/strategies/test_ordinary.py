@@ -109,11 +109,22 @@ def test_each_optimizer_resumes_from_a_save_beside_training(tmp_path: Path) -> N
     assert found == expected
 
 
+class Removes(pl.Callback):
+    """Removes a checkpoint when training starts."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.strategy.remove_checkpoint(self.path)
+        assert not Path(self.path).exists(), "nobody reads it any more"
+
+
 def _resumed(path: str) -> tuple[list[list[float]], list[list[float]]]:
     whole, first, second = Adversaries(), Adversaries(), Adversaries()
     fit(whole, batches(16, 4), max_epochs=2)
     fit(first, batches(16, 4)).save_checkpoint(path)
-    runner = trainer(strategy(), max_steps=-1, max_epochs=2, limit_val_batches=0)
+    runner = trainer(strategy(), callbacks=[Removes(path)], max_steps=-1, max_epochs=2, limit_val_batches=0)
     runner.fit(second, batches(16, 4), ckpt_path=path)
     return weights(second), weights(whole)
 

@@ -215,11 +215,12 @@ class FolderCheckpoints(MeshStrategy):
         assert self._resumed is not None
         if self.engine is None:
             self._resumed.read_ordinary(self, self.optimizers)
-            return
-        self._resumed.read_optimizer(self)
+        else:
+            self._resumed.read_optimizer(self)
+            # Masters have changed, and codes are cast from them.
+            self.engine.recast()
+        # All is read: the checkpoint may be removed from now on.
         self._resumed.saved.release()
-        # Masters have changed, and codes are cast from them.
-        self.engine.recast()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a folder atomically, unless another process reads it, or a file.
