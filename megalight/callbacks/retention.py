@@ -112,10 +112,10 @@ class Retention(pl.Callback):
         return [each for each in found if each.path not in keep and each.path.resolve() not in keep]
 
     def _read(self, path: Place) -> list[Kept]:
-        """Return a checkpoint's step and metric; nothing if it is damaged or of something else."""
+        """Return a checkpoint's step and metric; nothing if it is damaged, of something else, or just removed."""
         try:
             common = checkpoint.open(path).common
-        except CheckpointError:
+        except (CheckpointError, OSError):  # on one rank alone, which must not leave the others
             return []
         noted = common.get(ENTRY, {})
         step = common.get("global_step")

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from megalight import checkpoint
 from megalight.callbacks import Retention
 from megalight.callbacks.retention import ENTRY
+from megalight.checkpoint.disk import manifest as manifests
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_transformers_export import pl_trainer
@@ -61,6 +62,25 @@ opened = checkpoint.open(sys.argv[1])
 print("open", flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_checkpoint_that_another_run_removes_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are applied on one rank, which must not stop alone. The other run is at any point of its removal."""
+    real, asked = manifests.read, 0
+
+    def removes_first(root: Path) -> manifests.Manifest:
+        nonlocal asked
+        asked += 1
+        if asked == at:
+            checkpoint.remove(root)
+            raise FileNotFoundError(2, "No such file or directory", str(root))
+        return real(root)
+
+    monkeypatch.setattr(manifests, "read", removes_first)
+    for at in (1, len(METRICS) + 2):  # while all are listed, and while they are opened
+        asked = 0
+        assert Retention(last=1).removable(folder)
+        assert asked > at
 
 
 def test_a_checkpoint_that_is_read_is_not_removed(folder: Path) -> None:

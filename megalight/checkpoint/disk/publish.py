@@ -64,11 +64,19 @@ def absolute(path: str | os.PathLike[str]) -> Place:
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes."""
     try:
-        root = resolve(path)
-        manifests.check_files(root, manifests.read(root))
-    except (CheckpointError, OSError):
+        return _complete(resolve(path)) is not None
+    except OSError:
         return False
-    return True
+
+
+def _complete(root: Any) -> manifests.Manifest | None:
+    """The manifest of a folder with all its files. Read once, as another process may remove the folder meanwhile."""
+    try:
+        manifest = manifests.read(root)
+        manifests.check_files(root, manifest)
+    except (CheckpointError, OSError):
+        return None
+    return manifest
 
 
 def resolve(path: str | os.PathLike[str]) -> Place:
@@ -98,9 +106,9 @@ def finished(directory: str | os.PathLike[str]) -> list[Place]:
     """All finished checkpoints in a directory, oldest first."""
     found: dict[Place, int] = {}
     for path in named(place(directory)):
-        root = resolve(path)
-        if path not in found and is_complete(root):
-            found[path] = manifests.read(root).saved_at
+        manifest = None if path in found else _complete(resolve(path))
+        if manifest is not None:
+            found[path] = manifest.saved_at
     return sorted(found, key=lambda path: (found[path], path))
 
 

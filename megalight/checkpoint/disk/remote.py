@@ -292,7 +292,7 @@ def _order(save: Address) -> tuple[int, str]:
     """What tells older saves from newer ones; an unpublished one is the oldest."""
     try:
         return manifests.read(save).saved_at, save.url
-    except CheckpointError:
+    except (CheckpointError, FileNotFoundError):  # torn, or another process has just deleted it
         return -1, save.url
 
 
