@@ -89,8 +89,8 @@ class Address:
             return url_to_fs(self.url, use_listings_cache=False)  # type: ignore[no-any-return]
         except (ImportError, ValueError) as error:  # no such protocol, or no package for it
             raise CheckpointError(
-                f"{self.url} cannot be reached: {error}. Checkpoints are kept wherever fsspec reaches: install the "
-                "package of the protocol (s3fs for s3://, gcsfs for gs://)."
+                f"{self.url} cannot be reached: {error}. Checkpoints may be in stores of objects that fsspec "
+                "reaches: install the package of the protocol (s3fs for s3://, gcsfs for gs://)."
             ) from error
 
     def exists(self) -> bool:

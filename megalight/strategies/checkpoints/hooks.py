@@ -66,7 +66,10 @@ class FolderCheckpoints(MeshStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded folder from all ranks, which any layout can load."""
         if storage_options is not None:
-            raise ConfigurationError("storage_options are not supported: checkpoints are local folders.")
+            raise ConfigurationError(
+                "storage_options are not supported: all ranks and their worker processes write a checkpoint. Leave "
+                "them out, and set what remote storage needs in the environment."
+            )
         if self._setup_of is None:
             raise ConfigurationError(
                 f"cannot save {filepath}: the strategy is not set up, so there is no model to save yet. Save from the "
