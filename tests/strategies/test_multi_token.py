@@ -6,18 +6,20 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from megalight.errors import LayoutError
-from megalight.models.gpt import GPT, AttentionConfig, MultiTokenConfig
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, MultiTokenConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig
+from megalight.optim import AdamConfig, GroupRule
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.recompute import Recompute
 from megalight.strategies import Pipeline
-from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
+from tests.strategies.training import CONFIGS, Gradients, WithData, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.workers import run
 
 TWO = MultiTokenConfig(num_layers=2, loss_scale=0.7)
@@ -97,6 +99,27 @@ def test_layout_trains_the_same_model(name: str, ranks: int, options: dict[str, 
             scaled, plain = each["metrics"][f"train_mtp_{depth}"], each["metrics"][f"train_mtp_{depth}_loss"]
             assert scaled == pytest.approx(plain * 0.7 / len(depths))
             assert plain > 1
+
+
+class SlowEmbedding(WithData):
+    def __init__(self, config: GPTConfig, optimizer: AdamConfig, seed: int) -> None:
+        super().__init__(config, replace(optimizer, rules=(GroupRule("model.embed.*", lr_scale=0.01),)), seed)
+
+
+class Embeddings(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.found = [weight.detach().clone() for name, weight in module.named_parameters() if "embed.word" in name]
+
+
+def _embeddings() -> list[torch.Tensor]:
+    embeddings = Embeddings()
+    fit(MODELS["two"], module_type=SlowEmbedding, extra_callbacks=[embeddings], **PP)
+    return embeddings.found
+
+
+def test_rules_by_name_hold_for_all_copies_of_the_embedding() -> None:
+    (first,), (last,) = run(_embeddings, 2)
+    assert torch.equal(first, last)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.nn.functional as F
@@ -14,10 +14,11 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.config import compare
 from megalight.models.family import family
-from megalight.models.module import MegalightModule
+from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import BASE, companions_of, initial_config, initial_source
 from megalight.models.transforms import describe, rebuild
 from megalight.optim import AdamConfig
+from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.types import PackedSequences
@@ -148,7 +149,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         """
         # a pipeline stage has only some parameters, so a rule without a match is no mistake there
         part = getattr(self.trainer.strategy, "pipeline_parallel", 1) > 1
-        optimizer, scheduler = self.optimizer.build(self.named_parameters(), self.trainer.max_steps, part)
+        named = _whole_names(self.named_parameters(), getattr(self.trainer.strategy, "specs", {}))
+        optimizer, scheduler = self.optimizer.build(named, self.trainer.max_steps, part)
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -225,6 +227,21 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         # The model is still on meta, so it can change.
         if self.model is not None:
             apply_transforms(self.model, found)
+
+
+def _whole_names(
+    named: Iterable[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give parameters that several pipeline stages hold their name in the whole model.
+
+    A stage may know only another one: a tied head, or the embedding of multi-token prediction. Rules that go by the
+    name would then train the copies of one weight differently.
+    """
+    for name, parameter in named:
+        spec = specs.get(name.removeprefix(CANONICAL_PREFIX))
+        pieces = () if spec is None else spec.pieces
+        shared = any(axis.startswith("pp") for piece in pieces for axis in piece.partial)
+        yield pieces[0].name if shared else name, parameter
 
 
 def pack(rows: Tensor, sequences: PackedSequences, filler: int) -> Tensor:
