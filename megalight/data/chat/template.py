@@ -148,7 +148,14 @@ def encode(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[list
     """Return the ids of a text, and 1 for each that stands for a character of ``spans``, else 0.
 
     The text is encoded as a whole. A token that begins before a span and reaches into it counts.
+
+    Raises:
+        DataError: the text holds half of a surrogate pair.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which is no text
+        raise DataError(f"the conversation is not Unicode text ({error.reason}).") from error
     # As a whole, because tokens may reach over the ends of messages: pieces would be encoded differently.
     ids, offsets = tokenizer.encode_with_offsets(text)
     loss = np.zeros(len(ids), np.uint8)
