@@ -1,10 +1,12 @@
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import workers
 from tests.workers import run
 
 
@@ -100,3 +102,14 @@ def test_a_dead_rank_is_told_at_once() -> None:
         run(_die_on_first, 2)
     assert time.monotonic() - started < 150  # less than the timeout of a job: the parent saw the death itself
     assert run(_sum_of_ranks, 2, 0) == [1, 1]
+
+
+def test_ranks_that_did_not_meet_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect, calls = workers._collect, []
+
+    def once(*arguments: Any) -> tuple[dict[int, Any], dict[int, str]]:
+        calls.append(collect(*arguments))
+        return ({}, {0: "tests.workers.NotMet"}) if len(calls) == 1 else calls[-1]
+
+    monkeypatch.setattr(workers, "_collect", once)
+    assert workers.run(os.getpid, 2) == [calls[1][0][0], calls[1][0][1]] != [calls[0][0][0], calls[0][0][1]]
