@@ -34,7 +34,8 @@ class EqualTokens:
         """Return whether other ranks bring ``num_tokens``, too. All ranks of the group call it together.
 
         Raises:
-            LayoutError: the promise does not hold.
+            LayoutError: the promise does not hold, and the number is new on every rank. A rank that has seen its number
+                before does not ask again: it goes on, and the ranks wait for each other until the group's timeout.
         """
         if self.holds and num_tokens not in self._checked:
             own = torch.tensor([num_tokens], device=device)
