@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.inference import Cache
 from megalight.models.gpt import GPT, GPTConfig, MambaConfig
 from megalight.models.gpt.layer_pattern import spread
 from megalight.nn import LayerContext, Mamba2
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
+from tests.nn.continued import assert_continued
 
 LENGTHS = [5, 1, 40, 9]
 MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 4, "num_groups": 2}
@@ -86,23 +86,8 @@ def test_sequences_are_alone() -> None:
 def test_is_continued_from_its_state() -> None:
     """Pass by pass, several tokens at a time, slots in any order and used again."""
     torch.manual_seed(0)
-    built = mixer()
-    cache = Cache(torch.nn.ModuleDict({"0": built}), 3, 60)
-    rows = {slot: torch.empty(0, 12, dtype=torch.float64) for slot in range(3)}
-    for slots, counts in [([0, 1, 2], [2, 36, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]:
-        sequences = cache.extend(slots, counts, "cpu")
-        new = torch.randn(sum(counts), 12, dtype=torch.float64)
-        found = built(new, LayerContext(sequences), cache.states["0"])
-        for slot, part in zip(slots, new.split(counts), strict=True):
-            rows[slot] = torch.cat([rows[slot], part])
-        whole = [built(rows[slot], LayerContext(PackedSequences.of_lengths([len(rows[slot])]))) for slot in slots]
-        expected = torch.cat([out[-count:] for out, count in zip(whole, counts, strict=True)])
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    cache.lengths[1] = 0  # another sequence takes the slot
-    new = torch.randn(2, 12, dtype=torch.float64)
-    found = built(new, LayerContext(cache.extend([1], [2], "cpu")), cache.states["0"])
-    expected = built(new, LayerContext(PackedSequences.of_lengths([2])))
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    passes = [([0, 1, 2], [2, 36, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]
+    assert_continued(mixer(), 12, 60, passes, 1e-11)
 
 
 def test_initial_values() -> None:

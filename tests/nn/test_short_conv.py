@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.inference import Cache
 from megalight.models.gpt import GPTConfig
-from megalight.nn import CausalConv, LayerContext, ShortConv
+from megalight.nn import CausalConv, ShortConv
 from megalight.nn.init import initialise
 from megalight.types import PackedSequences
+from tests.nn.continued import assert_continued
 
 LENGTHS = [5, 1, 2, 9]
 
@@ -63,23 +63,8 @@ def test_is_continued_from_its_state() -> None:
     torch.manual_seed(0)
     mixer = ShortConv(4, 4).double()
     initialise(mixer, 1)
-    layers = torch.nn.ModuleDict({"0": mixer})
-    cache = Cache(layers, 3, 20)
-    rows: dict[int, Tensor] = {slot: torch.empty(0, 4, dtype=torch.float64) for slot in range(3)}
-    for slots, counts in [([0, 1, 2], [2, 6, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]:
-        sequences = cache.extend(slots, counts, "cpu")
-        new = torch.randn(sum(counts), 4, dtype=torch.float64)
-        found = mixer(new, LayerContext(sequences), cache.states["0"])
-        for slot, part in zip(slots, new.split(counts), strict=True):
-            rows[slot] = torch.cat([rows[slot], part])
-        whole = [mixer(rows[slot], LayerContext(PackedSequences.of_lengths([len(rows[slot])]))) for slot in slots]
-        expected = torch.cat([out[-count:] for out, count in zip(whole, counts, strict=True)])
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    cache.lengths[1] = 0  # another sequence takes the slot
-    new = torch.randn(2, 4, dtype=torch.float64)
-    found = mixer(new, LayerContext(cache.extend([1], [2], "cpu")), cache.states["0"])
-    alone = mixer(new, LayerContext(PackedSequences.of_lengths([2])))
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    passes = [([0, 1, 2], [2, 6, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]
+    assert_continued(mixer, 4, 20, passes, 1e-12)
 
 
 def test_bad_input_is_refused() -> None:
