@@ -92,7 +92,9 @@ def test_experts_have_a_panel_per_metric_and_a_map_per_layer(tmp_path):
     assert "choices of each expert" in image.read_text()
     # a wanted metric is a curve of each run, also that of an expert
     assert main(["plot", *map(str, logs), "--metric", "experts_3/load_1", "-o", str(image)]) == 0
-    assert all(f"<!-- {name} -->" in image.read_text() for name in ("one", "two"))
+    # Matplotlib writes text, or a comment beside its outlines, by settings that other tests change
+    for name in ("one", "two"):
+        assert f"<!-- {name} -->" in image.read_text() or f">{name}<" in image.read_text()
 
 
 def test_runs_are_compared_at_their_last_common_step(logs):
