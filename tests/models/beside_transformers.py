@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.state_dict import config_from_transformers, from_transformers
+from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers
 from megalight.nn.canonical import canonical_tensors
 from megalight.types import PackedSequences
 from tests.canonical import load_canonical

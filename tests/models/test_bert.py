@@ -1,4 +1,4 @@
-"""BERT on one device: packing, parts of a model, what it refuses. Its numbers are held in ``test_bert_state_dict``."""
+"""BERT on one device: packing, parts of a model, what it refuses. `test_bert_hugging_face` holds its numbers."""
 
 from dataclasses import replace
 

@@ -21,10 +21,10 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models import export as exporting
 from megalight.models.export import export
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.hugging_face import config_from_transformers, config_to_transformers
 from megalight.models.gpt.presets import PRESETS
-from megalight.models.gpt.state_dict import config_from_transformers, config_to_transformers
 from megalight.models.stored import averaged, open_model, save_model
-from tests.models.test_gpt_state_dict import LLAMA3, MODELS, SIZES
+from tests.models.test_gpt_hugging_face import LLAMA3, MODELS, SIZES
 from tests.workers import run
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import BertModule
 from megalight.models.folder import Folder, read_config
 from megalight.models.gpt import GPTConfig, GPTModule
-from megalight.models.gpt.state_dict import config_from_transformers, from_transformers, weight_map
+from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers, weight_map
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import materialise
@@ -26,7 +26,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plans import plan_for
 from megalight.parallel.source import Target, parameter_targets
 from megalight.types import PackedSequences
-from tests.models.test_gpt_state_dict import MODELS, theirs
+from tests.models.test_gpt_hugging_face import MODELS, theirs
 
 transformers = pytest.importorskip("transformers")
 

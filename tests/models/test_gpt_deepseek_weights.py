@@ -17,13 +17,13 @@ from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.export import export
 from megalight.models.gpt import MultiTokenConfig
-from megalight.models.gpt.model import Later
-from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import (
+from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     to_transformers,
 )
+from megalight.models.gpt.model import Later
+from megalight.models.gpt.presets import preset
 from megalight.models.stored import held_model, open_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.types import PackedSequences

@@ -16,8 +16,8 @@ from megalight.errors import ConfigurationError
 from megalight.inference import Cache, load_model
 from megalight.models.export import export
 from megalight.models.gpt import GPT
+from megalight.models.gpt.hugging_face import config_from_transformers, config_to_transformers, to_transformers
 from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import config_from_transformers, config_to_transformers, to_transformers
 from megalight.models.stored import open_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise

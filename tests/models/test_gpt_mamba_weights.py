@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.export import export
-from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import (
+from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
     to_transformers,
 )
+from megalight.models.gpt.presets import preset
 from megalight.models.stored import open_model
 from megalight.nn.canonical import canonical_tensors
 from tests.models.beside_transformers import assert_equal, ours_of

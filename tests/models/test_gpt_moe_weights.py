@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import (
+from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     to_transformers,
 )
+from megalight.models.gpt.presets import preset
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import BalanceConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import assert_equal, ours_of
-from tests.models.test_gpt_state_dict import SIZES
+from tests.models.test_gpt_hugging_face import SIZES
 from tests.reference_gpt import relative_error
 
 transformers = pytest.importorskip("transformers")

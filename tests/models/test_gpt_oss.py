@@ -18,14 +18,14 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.export import export
 from megalight.models.folder import Folder, read_config
 from megalight.models.gpt import GPT, GPTConfig, GPTModule
-from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import (
+from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
     to_transformers,
     weight_map,
 )
+from megalight.models.gpt.presets import preset
 from megalight.models.stored import open_model
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import materialise

@@ -13,10 +13,10 @@ from torch import Tensor
 from megalight.checkpoint import boxes
 from megalight.errors import CheckpointError
 from megalight.models.folder import Folder, read_config
-from megalight.models.gpt.state_dict import config_from_transformers, weight_map
+from megalight.models.gpt.hugging_face import config_from_transformers, weight_map
 from megalight.models.weights import Theirs, WeightMap
 from megalight.parallel.source import Target
-from tests.models.test_gpt_state_dict import theirs
+from tests.models.test_gpt_hugging_face import theirs
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,11 +7,11 @@ from megalight.models.bert.config import BackendConfig as BackendConfig
 from megalight.models.bert.config import BertConfig as BertConfig
 from megalight.models.bert.config import DropoutConfig as DropoutConfig
 from megalight.models.bert.config import InitConfig as InitConfig
+from megalight.models.bert.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.bert.model import Bert as Bert
 from megalight.models.bert.model import Output as Output
 from megalight.models.bert.plan import bert_plan as bert_plan
 from megalight.models.bert.presets import PRESETS
-from megalight.models.bert.state_dict import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.family import FAMILIES, Family, Weights, register
 
 register(

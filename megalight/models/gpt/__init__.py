@@ -14,13 +14,18 @@ from megalight.models.gpt.config import MultiTokenConfig as MultiTokenConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
 from megalight.models.gpt.config import PositionConfig as PositionConfig
 from megalight.models.gpt.config import TemperatureConfig as TemperatureConfig
-from megalight.models.gpt.deepseek_weights import without_missing_depths
+from megalight.models.gpt.hugging_face import (
+    READERS,
+    config_from_transformers,
+    config_to_transformers,
+    weight_map,
+    without_missing_depths,
+)
 from megalight.models.gpt.mamba_config import MambaConfig as MambaConfig
 from megalight.models.gpt.model import GPT as GPT
 from megalight.models.gpt.model import Output as Output
 from megalight.models.gpt.plan import gpt_plan as gpt_plan
 from megalight.models.gpt.presets import PRESETS
-from megalight.models.gpt.state_dict import READERS, config_from_transformers, config_to_transformers, weight_map
 
 register(
     Family(

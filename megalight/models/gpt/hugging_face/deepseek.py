@@ -9,7 +9,10 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import DropoutConfig, GPTConfig, LatentConfig, MultiTokenConfig, NormConfig
-from megalight.models.gpt.rotary_values import rotary_from, rotary_to
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
+from megalight.models.gpt.hugging_face.llama import LLAMA
+from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 log = logging.getLogger(__name__)
@@ -35,7 +38,21 @@ GROUP_SUM = 2
 """Their score of a group of experts is the sum of so many best ones, whatever ``top_k`` is."""
 
 
-def latent_places(config: GPTConfig) -> dict[str, str]:
+def _places(config: GPTConfig) -> WeightMap:
+    # Latent attention has other projections. Only the last one, `proj`, has the same name.
+    rest = {ours: theirs for ours, theirs in LLAMA.items() if ".attention." not in ours or ours.endswith("proj")}
+    layers = rest | _latent_places(config)
+    return WeightMap(
+        {ours: Theirs(theirs) for ours, theirs in (layers | _depth_places(layers)).items()},
+        root="model.",
+        copies={**tied_head(config, "model.embed_tokens"), **_depth_copies(config)},
+        left_out=_after_layers(config),
+        doubles=_depth_doubles(config),
+        moved=_moved_depths(config),
+    )
+
+
+def _latent_places(config: GPTConfig) -> dict[str, str]:
     """Return the modules of latent attention and experts, our name -> theirs."""
     # Smaller models have no latent of queries, and one projection in its place.
     if config.latent is not None and config.latent.q_rank is None:
@@ -53,10 +70,10 @@ SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.
 """Copies in each of their depths -> the tensor of the model. They have one value."""
 
 
-def depth_places(places: Mapping[str, str]) -> dict[str, str]:
+def _depth_places(places: Mapping[str, str]) -> dict[str, str]:
     """Return the places of multi-token prediction, from those of all layers.
 
-    Theirs are further layers; here they are spelt ``model.depths.N`` (see :func:`moved_depths`).
+    Theirs are further layers; here they are spelt ``model.depths.N`` (see :func:`_moved_depths`).
     """
     depths = {f"mtp.depths.N.{ours}": f"model.depths.N.{theirs}" for ours, theirs in DEPTH.items()}
     for ours, theirs in places.items():
@@ -65,13 +82,13 @@ def depth_places(places: Mapping[str, str]) -> dict[str, str]:
     return depths
 
 
-def moved_depths(config: GPTConfig) -> dict[str, str]:
+def _moved_depths(config: GPTConfig) -> dict[str, str]:
     """Return the prefix of each depth in files, ``model.layers.61.``, and in tables."""
     # In their files, depths follow the layers under the same name.
     return {f"model.layers.{config.num_layers + k}.": f"model.depths.{k}." for k in range(config.num_depths)}
 
 
-def depth_copies(config: GPTConfig) -> dict[str, str]:
+def _depth_copies(config: GPTConfig) -> dict[str, str]:
     """Return the tensors in the depths of their files that are copies of the model's, in the spelling of tables."""
     # A tied head is stored once, under the name of the embedding.
     head = SHARED["embed_tokens.weight"] if config.tie_embeddings else SHARED["shared_head.head.weight"]
@@ -79,11 +96,11 @@ def depth_copies(config: GPTConfig) -> dict[str, str]:
     return {f"model.depths.{k}.{copy}": whole for k in range(config.num_depths) for copy, whole in shared.items()}
 
 
-def depth_doubles(config: GPTConfig) -> dict[str, tuple[str, ...]]:
+def _depth_doubles(config: GPTConfig) -> dict[str, tuple[str, ...]]:
     """Return the tensors of the model of which their files hold copies in the depths, by the copies' names there."""
     copies: dict[str, tuple[str, ...]] = {}
-    for filed, spelt in moved_depths(config).items():
-        for copy, whole in depth_copies(config).items():
+    for filed, spelt in _moved_depths(config).items():
+        for copy, whole in _depth_copies(config).items():
             if copy.startswith(spelt):
                 copies[whole] = (*copies.get(whole, ()), filed + copy.removeprefix(spelt))
     return copies
@@ -105,13 +122,13 @@ def without_missing_depths(config: GPTConfig, names: Callable[[], Collection[str
     return replace(config, mtp=None)
 
 
-def after_layers(config: GPTConfig) -> str:
+def _after_layers(config: GPTConfig) -> str:
     """Return the pattern of tensors of depths that published weights hold and the model does not."""
     # A model may be read with fewer depths than the weights have.
     return rf"model\.layers\.{config.num_layers + config.num_depths}\..*"
 
 
-def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
+def _read(values: Mapping[str, Any]) -> GPTConfig:
     """Convert the ``config.json`` of DeepSeek-V3 or Kimi-K2.
 
     Raises:
@@ -121,15 +138,8 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
     top_k = values["num_experts_per_tok"]
     # One group is the same as none.
     groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
-    for option, value, good in (
-        ("attention_bias", values.get("attention_bias", False), False),
-        ("norm_topk_prob", values.get("norm_topk_prob", True), True),
-        ("hidden_act", values["hidden_act"], "silu"),
-        ("scoring_func", values.get("scoring_func", "sigmoid"), "sigmoid"),
-        ("moe_layer_freq", values.get("moe_layer_freq", 1), 1),
-    ):
-        if value != good:
-            raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
+    good = {"attention_bias": False, "norm_topk_prob": True, "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    refuse_others({"hidden_act": values["hidden_act"], **values}, {**good, "hidden_act": "silu"})
     # Ours divides the choice equally over the groups. Both agree for published models.
     if groups > 1 and top_k // group_top_k != GROUP_SUM:
         raise ConfigurationError(
@@ -179,7 +189,7 @@ def deepseek_from(values: Mapping[str, Any]) -> GPTConfig:
     )
 
 
-def deepseek_to(config: GPTConfig) -> dict[str, Any]:
+def _write(config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Raises:
@@ -229,3 +239,16 @@ def deepseek_to(config: GPTConfig) -> dict[str, Any]:
 def _depths(values: Mapping[str, Any]) -> int:
     """Return the number of depths. The published name and that of ``transformers`` differ."""
     return next((values[name] for name in DEPTHS if values.get(name) is not None), 0)
+
+
+KINDS = (
+    Kind(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        suits=lambda config: config.latent is not None,
+        places=_places,
+        read=_read,
+        write=_write,
+        also_read=("kimi_k2",),
+    ),
+)

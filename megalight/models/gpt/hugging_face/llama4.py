@@ -14,8 +14,10 @@ from megalight.models.gpt.config import (
     NormConfig,
     TemperatureConfig,
 )
-from megalight.models.gpt.rotary_values import rotary_from, rotary_to
-from megalight.models.weights import Theirs
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
+from megalight.models.gpt.hugging_face.llama import LLAMA
+from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 PLACES = {
@@ -32,19 +34,15 @@ PREFIXES = {r"^language_model\.": ""}
 VISION = r"(vision_model|multi_modal_projector)\..*"
 
 
-def is_llama4(config: GPTConfig) -> bool:
-    """Return whether of all kinds Llama 4 alone can have this model: its experts weigh their inputs."""
-    return config.moe is not None and config.moe.weigh_input
-
-
-def llama4_places(config: GPTConfig) -> dict[str, Theirs]:
-    """Return where feed-forward layers and experts are.
+def _places(config: GPTConfig) -> WeightMap:
+    """Return where all tensors are.
 
     The weights of a layer's experts are stacked as ``[E, in, out]``, with all of the gate before those of ``up``.
     """
     assert config.moe is not None
     width, experts = config.expert_ffn_hidden_size, config.moe.num_experts
-    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+    outside = {ours: theirs for ours, theirs in LLAMA.items() if ".mlp." not in ours}
+    places = {ours: Theirs(theirs) for ours, theirs in (outside | PLACES).items()}
     for name, theirs, rows in (
         ("gate", "gate_up_proj", range(width)),
         ("up", "gate_up_proj", range(width, 2 * width)),
@@ -52,10 +50,16 @@ def llama4_places(config: GPTConfig) -> dict[str, Theirs]:
     ):
         full = f"model.layers.N.feed_forward.experts.{theirs}"
         places[f"layers.N.mlp.experts.N.{name}.weight"] = Theirs(full, rows, transposed=True, stack=experts)
-    return places
+    return WeightMap(
+        places,
+        root="model.",
+        copies=tied_head(config, "model.embed_tokens"),
+        left_out=VISION,
+        respelt=PREFIXES,
+    )
 
 
-def llama4_from(values: Mapping[str, Any]) -> GPTConfig:
+def _read(values: Mapping[str, Any]) -> GPTConfig:
     """Convert the ``config.json`` of Llama 4, or the language model's part of one.
 
     Raises:
@@ -64,9 +68,7 @@ def llama4_from(values: Mapping[str, Any]) -> GPTConfig:
     if values["model_type"] == "llama4":
         values = values["text_config"]
     layers = values["num_hidden_layers"]
-    for option, good in (("attention_bias", False), ("hidden_act", "silu")):
-        if values.get(option, good) != good:
-            raise ConfigurationError(f"{option} is {values[option]!r}; only {good!r} has a counterpart here.")
+    refuse_others(values, {"attention_bias": False, "hidden_act": "silu"})
     every = values.get("no_rope_layer_interval", 4)
     rotated = values.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(layers)]
     kinds = values.get("layer_types") or [_kind(bool(layer)) for layer in rotated]
@@ -109,7 +111,7 @@ def llama4_from(values: Mapping[str, Any]) -> GPTConfig:
     )
 
 
-def llama4_to(config: GPTConfig) -> dict[str, Any]:
+def _write(config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Raises:
@@ -151,3 +153,17 @@ def llama4_to(config: GPTConfig) -> dict[str, Any]:
 
 def _kind(chunked: bool) -> str:
     return "chunked_attention" if chunked else "full_attention"
+
+
+KINDS = (
+    Kind(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        # Its experts alone weigh their inputs.
+        suits=lambda config: config.moe is not None and config.moe.weigh_input,
+        places=_places,
+        read=_read,
+        write=_write,
+        also_read=("llama4",),
+    ),
+)

@@ -6,13 +6,13 @@ from safetensors.torch import save_file
 
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import Bert, BertConfig
-from megalight.models.bert.presets import preset
-from megalight.models.bert.state_dict import (
+from megalight.models.bert.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
     weight_map,
 )
+from megalight.models.bert.presets import preset
 from megalight.models.export import export
 from megalight.models.folder import Folder, read_config
 from megalight.models.stored import held_model

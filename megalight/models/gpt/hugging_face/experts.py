@@ -8,8 +8,9 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.gpt_oss_weights import gpt_oss_places
-from megalight.models.weights import Theirs
+from megalight.models.gpt.hugging_face.kind import Kind
+from megalight.models.gpt.hugging_face.llama import llama_from, llama_map, llama_to
+from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
 MIXTRAL = {
@@ -27,19 +28,15 @@ QWEN = {
 """Names in files. In memory, ``transformers`` stacks the experts of a layer, and its own reader and writer convert."""
 
 
-def expert_places(config: GPTConfig) -> dict[str, Theirs]:
-    """Return the places of the experts of a model, and of sinks, which one kind alone has."""
-    if config.moe is None:
-        return {}
-    if config.attention.softmax == "learnable":
-        return gpt_oss_places(config.moe.num_experts, config.expert_ffn_hidden_size)
-    # of the other three kinds, Mixtral alone has no norm of queries and keys
+def _places(config: GPTConfig) -> WeightMap:
+    # Of these kinds, Mixtral alone has no norm of queries and keys.
     table = QWEN if config.attention.qk_norm else MIXTRAL
-    return {ours: Theirs(theirs) for ours, theirs in table.items()}
+    return llama_map(config, {ours: Theirs(theirs) for ours, theirs in table.items()})
 
 
-def with_experts(dense: GPTConfig, values: Mapping[str, Any]) -> GPTConfig:
-    """Add the experts of ``values``, a ``config.json``, to the configuration of the rest of the model."""
+def _read(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert Mixtral, Qwen3-MoE and OLMoE: Llama with experts."""
+    dense = llama_from(values)
     kind = values["model_type"]
     if values.get("clip_qkv") is not None:
         raise ConfigurationError(f"clip_qkv is {values['clip_qkv']}; it has no counterpart here.")
@@ -65,11 +62,10 @@ def _pattern(values: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(values["num_hidden_layers"]))
 
 
-def experts_to(kind: str, config: GPTConfig) -> dict[str, Any]:
+def _experts_to(kind: str, config: GPTConfig) -> dict[str, Any]:
     """Return what a ``config.json`` of this kind says about the experts of a model."""
     moe = config.moe
-    if moe is None:
-        return {}
+    assert moe is not None
     values: dict[str, Any] = {
         "num_local_experts" if kind == "mixtral" else "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.router.top_k,
@@ -82,3 +78,30 @@ def experts_to(kind: str, config: GPTConfig) -> dict[str, Any]:
         width = config.expert_ffn_hidden_size
         values |= {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": dense}
     return values
+
+
+def _to_mixtral(config: GPTConfig) -> dict[str, Any]:
+    return {"sliding_window": None, **llama_to(config), **_experts_to("mixtral", config)}
+
+
+def _to_qwen3_moe(config: GPTConfig) -> dict[str, Any]:
+    return {
+        **llama_to(config),
+        "use_sliding_window": config.attention.window is not None,
+        "attention_bias": config.attention.proj_bias,
+        **_experts_to("qwen3_moe", config),
+    }
+
+
+def _to_olmoe(config: GPTConfig) -> dict[str, Any]:
+    return {**llama_to(config), "attention_bias": config.attention.proj_bias, **_experts_to("olmoe", config)}
+
+
+KINDS = tuple(
+    Kind(kind, architecture, lambda config: config.moe is not None, _places, _read, write)
+    for kind, architecture, write in (
+        ("mixtral", "MixtralForCausalLM", _to_mixtral),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", _to_qwen3_moe),
+        ("olmoe", "OlmoeForCausalLM", _to_olmoe),
+    )
+)

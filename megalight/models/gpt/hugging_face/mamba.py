@@ -9,6 +9,7 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
@@ -53,8 +54,7 @@ LONGEST = 1 << 20
 """Longest sequence where they give none: a recurrence has no limit."""
 
 
-def mamba_map(config: GPTConfig) -> WeightMap:
-    """Return where ``transformers`` keeps the tensors of a model with Mamba-2."""
+def _places(config: GPTConfig) -> WeightMap:
     mamba = config.mamba
     assert mamba is not None
     inner, shared = mamba.inner_size, mamba.num_groups * mamba.state_size
@@ -75,18 +75,11 @@ def mamba_map(config: GPTConfig) -> WeightMap:
     return WeightMap(
         places,
         root="backbone.",
-        copies={"lm_head.weight": "backbone.embeddings.weight"} if config.tie_embeddings else {},
+        copies=tied_head(config, "backbone.embeddings"),
         left_out=r"(backbone\.)?mtp\..*",
         respelt={r"^model\.": "backbone.", r"embedding\.weight$": "embeddings.weight"},
         held=held,
     )
-
-
-def _check(values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Refuse options with other values than those that have a counterpart here."""
-    for option, good in options.items():
-        if (value := values.get(option, good)) != good:
-            raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
 
 
 def _sizes(values: Mapping[str, Any], **named: Any) -> MambaConfig:
@@ -106,13 +99,13 @@ def _sizes(values: Mapping[str, Any], **named: Any) -> MambaConfig:
     )
 
 
-def mamba2_from(values: Mapping[str, Any]) -> GPTConfig:
+def _mamba2_from(values: Mapping[str, Any]) -> GPTConfig:
     """Convert the ``config.json`` of Mamba-2.
 
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
-    _check(values, {"use_bias": False, "hidden_act": "silu", "rms_norm": True})
+    refuse_others(values, {"use_bias": False, "hidden_act": "silu", "rms_norm": True})
     heads, head_dim = values["num_heads"], values["head_dim"]
     return GPTConfig(
         num_layers=values["num_hidden_layers"],
@@ -130,14 +123,14 @@ def mamba2_from(values: Mapping[str, Any]) -> GPTConfig:
     )
 
 
-def nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
+def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
     """Convert the ``config.json`` of Nemotron-H.
 
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
     good = {"use_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mamba_hidden_act": "silu"}
-    _check(values, {**good, "mlp_hidden_act": "relu2", "moe_latent_size": None, "sliding_window": None})
+    refuse_others(values, {**good, "mlp_hidden_act": "relu2", "moe_latent_size": None, "sliding_window": None})
     if "attention_head_dim" in values:  # the older word, as in the published files of Nemotron-H-8B and 56B
         values = {"head_dim": values["attention_head_dim"], **values}
     types = values.get("layers_block_type") or values.get("layer_types")
@@ -170,7 +163,7 @@ def nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def _experts(values: Mapping[str, Any]) -> MoEConfig:
-    _check(values, {"norm_topk_prob": True, "mlp_bias": False})
+    refuse_others(values, {"norm_topk_prob": True, "mlp_bias": False})
     groups, group_top_k = (values.get(key) or 1 for key in ("n_group", "topk_group"))
     top_k = values["num_experts_per_tok"]
     if groups > 1 and top_k // group_top_k != 2:
@@ -210,7 +203,7 @@ def _common(config: GPTConfig, mamba: MambaConfig) -> dict[str, Any]:
     }
 
 
-def mamba2_to(config: GPTConfig) -> dict[str, Any]:
+def _mamba2_to(config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Raises:
@@ -232,7 +225,7 @@ def mamba2_to(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def nemotron_h_to(config: GPTConfig) -> dict[str, Any]:
+def _nemotron_h_to(config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json``.
 
     Raises:
@@ -272,3 +265,23 @@ def nemotron_h_to(config: GPTConfig) -> dict[str, Any]:
             "norm_topk_prob": True,
         }
     return values
+
+
+KINDS = (
+    Kind(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        suits=lambda config: config.mamba is not None and set(config.layer_pattern) == {"M"},
+        places=_places,
+        read=_mamba2_from,
+        write=_mamba2_to,
+    ),
+    Kind(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        suits=lambda config: config.mamba is not None and bool(config.layer_pattern),
+        places=_places,
+        read=_nemotron_h_from,
+        write=_nemotron_h_to,
+    ),
+)

@@ -8,7 +8,9 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.weights import Theirs
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others
+from megalight.models.gpt.hugging_face.llama import llama_from, llama_map, llama_to
+from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
 LIMIT = 7.0
@@ -26,14 +28,15 @@ DEFAULTS = {
 """What a ``config.json`` need not say. ``hidden_act`` names only the kind: experts compute ``x sigmoid(1.702 x)``."""
 
 
-def gpt_oss_places(num_experts: int, width: int) -> dict[str, Theirs]:
-    """Return where sinks and experts are, for ``num_experts`` of inner width ``width``.
+def _places(config: GPTConfig) -> WeightMap:
+    """Return where all tensors are.
 
     The weights of a layer's experts are stacked as ``[E, in, out]``, and their biases as ``[E, out]``. Output features
     of gate and up take turns.
     """
+    moe = _experts(config)
     # Gate and up are rows of one tensor, in turn: even ones are gates.
-    both = 2 * width
+    both = 2 * config.expert_ffn_hidden_size
     places = {
         "layers.N.attention.sink.offset": Theirs("model.layers.N.self_attn.sinks"),
         "layers.N.mlp.router": Theirs("model.layers.N.mlp.router"),
@@ -45,11 +48,11 @@ def gpt_oss_places(num_experts: int, width: int) -> dict[str, Theirs]:
     ):
         for leaf, end in (("weight", ""), ("bias", "_bias")):
             full = f"model.layers.N.mlp.experts.{theirs}{end}"
-            places[f"layers.N.mlp.experts.N.{name}.{leaf}"] = Theirs(full, rows, transposed=True, stack=num_experts)
-    return places
+            places[f"layers.N.mlp.experts.N.{name}.{leaf}"] = Theirs(full, rows, transposed=True, stack=moe.num_experts)
+    return llama_map(config, places)
 
 
-def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with what it need not say."""
     # Every other layer has a window, beginning with the first.
     turns = [_kind(layer % 2 == 0) for layer in range(values["num_hidden_layers"])]
@@ -57,16 +60,16 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **values, "layer_types": values.get("layer_types") or turns}
 
 
-def as_gpt_oss(dense: GPTConfig, values: Mapping[str, Any]) -> GPTConfig:
-    """Add sinks and experts to the configuration of the rest of the model.
+def _read(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert a ``config.json``: Llama with sinks and experts.
 
     Raises:
         ConfigurationError: an option has no counterpart here.
     """
+    values = _with_defaults(values)
+    dense = llama_from(values)
     # Both are fixed in their code, so another value in a file would have no effect there.
-    for option, good in (("hidden_act", "silu"), ("swiglu_limit", LIMIT)):
-        if values.get(option, good) != good:
-            raise ConfigurationError(f"{option} is {values[option]!r}; only {good!r} has a counterpart here.")
+    refuse_others(values, {"hidden_act": "silu", "swiglu_limit": LIMIT})
     moe = MoEConfig(
         num_experts=values["num_local_experts"],
         router=RouterConfig(top_k=values["num_experts_per_tok"], bias=True),
@@ -78,23 +81,41 @@ def as_gpt_oss(dense: GPTConfig, values: Mapping[str, Any]) -> GPTConfig:
     return replace(dense, activation="quick_geglu", attention=attention, moe=moe)
 
 
-def gpt_oss_to(config: GPTConfig) -> dict[str, Any]:
-    """Return what a ``config.json`` says beside what all models have in common.
+def _write(config: GPTConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``.
 
     Raises:
         ConfigurationError: the model has no experts.
     """
-    if config.moe is None:
-        raise ConfigurationError("a model of gpt_oss has experts; this one has not")
+    moe = _experts(config)
     return {
+        **llama_to(config),
         "hidden_act": "silu",
         "swiglu_limit": LIMIT,
-        "num_local_experts": config.moe.num_experts,
-        "num_experts_per_tok": config.moe.router.top_k,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
         "attention_bias": config.attention.proj_bias,
         "layer_types": [_kind(config.attention.window_of(layer) is not None) for layer in range(config.num_layers)],
     }
 
 
+def _experts(config: GPTConfig) -> MoEConfig:
+    if config.moe is None:
+        raise ConfigurationError("a model of gpt_oss has experts; this one has not")
+    return config.moe
+
+
 def _kind(windowed: bool) -> str:
     return "sliding_attention" if windowed else "full_attention"
+
+
+KINDS = (
+    Kind(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        suits=lambda config: config.attention.softmax == "learnable",
+        places=_places,
+        read=_read,
+        write=_write,
+    ),
+)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
-from megalight.models.gpt.rotary_values import rotary_from, rotary_to
+from megalight.models.gpt.hugging_face.kind import Kind, refuse_others, tied_head
+from megalight.models.gpt.hugging_face.llama import LLAMA
+from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.weights import Theirs, WeightMap
 
 NORMS = {
     "layers.N.attention_post_norm": "model.layers.N.post_attention_layernorm",
@@ -32,7 +35,17 @@ BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 """Rotary bases of Gemma-3 that a ``config.json`` need not say."""
 
 
-def gemma_from(values: Mapping[str, Any]) -> GPTConfig:
+def _places(config: GPTConfig) -> WeightMap:
+    return WeightMap(
+        {ours: Theirs(theirs) for ours, theirs in (LLAMA | NORMS).items()},
+        root="model.",
+        copies=tied_head(config, "model.embed_tokens"),
+        left_out=VISION,
+        respelt=PREFIXES,
+    )
+
+
+def _read(values: Mapping[str, Any]) -> GPTConfig:
     """Convert the ``config.json`` of Gemma-2 or Gemma-3, or the language model's part of one.
 
     Raises:
@@ -42,13 +55,10 @@ def gemma_from(values: Mapping[str, Any]) -> GPTConfig:
         values = {"tie_word_embeddings": values.get("tie_word_embeddings", True), **values["text_config"]}
     kind, layers = values["model_type"], values["num_hidden_layers"]
     values = {**SIZES[kind], **values}
-    for option, good in (
-        ("attention_bias", False),
-        ("use_bidirectional_attention", False),
-        ("hidden_activation", ACTIVATION),
-    ):
-        if (value := values.get(option) or good) != good:
-            raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
+    # They say null for their default.
+    said = {option: value for option, value in values.items() if value is not None}
+    good = {"attention_bias": False, "use_bidirectional_attention": False, "hidden_activation": ACTIVATION}
+    refuse_others(said, good)
     heads, head_dim = values["num_attention_heads"], values.get("head_dim") or 256
     scalar, window = values.get("query_pre_attn_scalar", 256), values.get("sliding_window", 4096)
     full = values.get("sliding_window_pattern") or PERIOD[kind]  # in older files
@@ -90,7 +100,7 @@ def gemma_from(values: Mapping[str, Any]) -> GPTConfig:
     )
 
 
-def gemma_to(kind: str, config: GPTConfig) -> dict[str, Any]:
+def _write(kind: str, config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json`` of this kind."""
     attention = config.attention
     rotary = rotary_to(config.position)
@@ -134,3 +144,17 @@ def _full(rotations: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kind(windowed: bool) -> str:
     return "sliding_attention" if windowed else "full_attention"
+
+
+KINDS = tuple(
+    Kind(kind, architecture, suits, _places, _read, partial(_write, kind), also)
+    for kind, architecture, suits, also in (
+        (
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            lambda config: config.norm.after and config.attention.qk_norm,
+            ("gemma3",),
+        ),
+        ("gemma2", "Gemma2ForCausalLM", lambda config: config.norm.after and not config.attention.qk_norm, ()),
+    )
+)

@@ -8,13 +8,13 @@ import torch
 
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.gpt.presets import preset
-from megalight.models.gpt.state_dict import (
+from megalight.models.gpt.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
     to_transformers,
 )
+from megalight.models.gpt.presets import preset
 from megalight.nn.canonical import canonical_tensors
 from megalight.ops.rotary import RotaryScaling
 from megalight.types import PackedSequences

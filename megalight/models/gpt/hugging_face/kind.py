@@ -1,0 +1,71 @@
+"""A kind of model of ``transformers``: how its configurations and tensors become ours and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.weights import WeightMap
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One ``model_type`` of ``transformers``.
+
+    Attributes:
+        model_type: the word in ``config.json``.
+        architecture: the class that ``transformers`` makes of it.
+        suits: configuration -> whether a model with it may be of this kind. It may say yes too often: a written
+            configuration is read back, and differences are found.
+        places: configuration -> where the files keep its tensors.
+        read: content of ``config.json`` -> configuration.
+        write: configuration -> content of ``config.json``, without ``model_type`` and ``architectures``.
+        also_read: further values of ``model_type`` that ``read`` converts.
+    """
+
+    model_type: str
+    architecture: str
+    suits: Callable[[GPTConfig], bool]
+    places: Callable[[GPTConfig], WeightMap]
+    read: Callable[[Mapping[str, Any]], GPTConfig]
+    write: Callable[[GPTConfig], dict[str, Any]]
+    also_read: tuple[str, ...] = ()
+
+
+def refuse_others(values: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Refuse options of a ``config.json`` that have other values than those that have a counterpart here.
+
+    Args:
+        values: the content of ``config.json``. A missing option has the supported value.
+        supported: option -> its only value.
+
+    Raises:
+        ConfigurationError: an option has another value.
+    """
+    for option, good in supported.items():
+        if (value := values.get(option, good)) != good:
+            raise ConfigurationError(f"{option} is {value!r}; only {good!r} has a counterpart here.")
+
+
+def activation_of(name: str, known: Mapping[str, str]) -> str:
+    """Return our name of an activation.
+
+    Raises:
+        ConfigurationError: it has no counterpart here.
+    """
+    if name not in known:
+        raise ConfigurationError(f"activation {name!r} has no counterpart here; known: {', '.join(known)}.")
+    return known[name]
+
+
+def activation_to(activation: str, known: Mapping[str, str]) -> str:
+    """Return their name of an activation, or ours where they have none, which the reader then refuses."""
+    return next((theirs for theirs, ours in known.items() if ours == activation), activation)
+
+
+def tied_head(config: GPTConfig, embedding: str) -> dict[str, str]:
+    """Return the copies in files of a model with a tied head: that of ``embedding``, a module's name."""
+    return {"lm_head.weight": f"{embedding}.weight"} if config.tie_embeddings else {}

@@ -1,0 +1,162 @@
+"""Llama, Mistral, Qwen2, Qwen3 and SmolLM3 in ``transformers``: names of tensors and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalight.models.gpt.config import AttentionConfig, DropoutConfig, GPTConfig, NormConfig
+from megalight.models.gpt.hugging_face.kind import Kind, activation_of, activation_to, tied_head
+from megalight.models.gpt.hugging_face.rotary import rotary_from, rotary_to
+from megalight.models.weights import Theirs, WeightMap
+
+LLAMA = {
+    "embed.word": "model.embed_tokens",
+    "layers.N.attention_norm": "model.layers.N.input_layernorm",
+    "layers.N.attention.q": "model.layers.N.self_attn.q_proj",
+    "layers.N.attention.k": "model.layers.N.self_attn.k_proj",
+    "layers.N.attention.v": "model.layers.N.self_attn.v_proj",
+    "layers.N.attention.q_norm": "model.layers.N.self_attn.q_norm",
+    "layers.N.attention.k_norm": "model.layers.N.self_attn.k_norm",
+    "layers.N.attention.proj": "model.layers.N.self_attn.o_proj",
+    "layers.N.mlp_norm": "model.layers.N.post_attention_layernorm",
+    "layers.N.mlp.gate": "model.layers.N.mlp.gate_proj",
+    "layers.N.mlp.up": "model.layers.N.mlp.up_proj",
+    "layers.N.mlp.down": "model.layers.N.mlp.down_proj",
+    "head.norm": "model.norm",
+    "head.output_layer": "lm_head",
+}
+"""Our module -> the module of Llama and Qwen. ``N`` stands for a layer's index."""
+
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+"""Their name of an activation -> ours."""
+
+
+def llama_map(config: GPTConfig, others: Mapping[str, Theirs] | None = None) -> WeightMap:
+    """Return the table of a model with Llama's names.
+
+    Args:
+        config: the model.
+        others: places that Llama does not have, or has elsewhere.
+    """
+    return WeightMap(
+        {ours: Theirs(theirs) for ours, theirs in LLAMA.items()} | dict(others or {}),
+        root="model.",
+        copies=tied_head(config, "model.embed_tokens"),
+        # Older files hold this buffer, which is computed here.
+        left_out=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    )
+
+
+def llama_from(values: Mapping[str, Any]) -> GPTConfig:
+    """Convert Llama, Mistral, Qwen2, Qwen3 and SmolLM3. They differ only in biases, norms, windows and rotation."""
+    bias = bool(values.get("attention_bias", False))
+    kind = values["model_type"]
+    window, pattern = _window(values)
+    return GPTConfig(
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values.get("num_key_value_heads") or 0,
+        head_dim=values.get("head_dim") or 0,
+        ffn_hidden_size=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        max_sequence_length=values["max_position_embeddings"],
+        activation=activation_of(values["hidden_act"], GATED),
+        mlp_bias=bool(values.get("mlp_bias", False)),
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
+        position=rotary_from(values),
+        attention=AttentionConfig(
+            # Qwen2 has these biases without an option for them.
+            qkv_bias=bias or kind == "qwen2",
+            proj_bias=bias,
+            qk_norm=kind in ("qwen3", "qwen3_moe", "olmoe"),
+            qk_norm_whole=kind == "olmoe",
+            window=window,
+            window_pattern=pattern,
+        ),
+        dropout=DropoutConfig(attention=values.get("attention_dropout", 0.0)),
+    )
+
+
+def _window(values: Mapping[str, Any]) -> tuple[int | None, tuple[bool, ...]]:
+    """Convert the window. Theirs counts the token itself, ours does not."""
+    if values["model_type"] in ("mistral", "mixtral"):
+        window = values.get("sliding_window", 4096 if values["model_type"] == "mistral" else None)  # their defaults
+        return (None if window is None else window - 1), (True,)
+    if values["model_type"] == "qwen3_moe":
+        return (values["sliding_window"] - 1 if values.get("use_sliding_window") else None), (True,)
+    kinds = tuple(kind == "sliding_attention" for kind in values.get("layer_types") or ())
+    if not any(kinds):
+        return None, (True,)
+    return values["sliding_window"] - 1, kinds
+
+
+def llama_to(config: GPTConfig) -> dict[str, Any]:
+    """Write what these models have in common."""
+    attention = config.attention
+    values: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_act": activation_to(config.activation, GATED),
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm.eps,
+        **rotary_to(config.position),
+        "attention_dropout": config.dropout.attention,
+        "initializer_range": config.init.std,
+    }
+    if attention.window is not None:
+        # Theirs counts the token itself.
+        values["sliding_window"] = attention.window + 1
+    return values
+
+
+def _to_biased_llama(config: GPTConfig) -> dict[str, Any]:
+    return {**llama_to(config), "attention_bias": config.attention.proj_bias, "mlp_bias": config.mlp_bias}
+
+
+def _to_mistral(config: GPTConfig) -> dict[str, Any]:
+    # Null is no window; a missing key would be their default of 4096.
+    return {"sliding_window": None, **llama_to(config)}
+
+
+def _to_qwen(config: GPTConfig) -> dict[str, Any]:
+    windowed = [config.attention.window_of(layer) is not None for layer in range(config.num_layers)]
+    return {
+        **llama_to(config),
+        "use_sliding_window": any(windowed),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
+    }
+
+
+def _to_smollm3(config: GPTConfig) -> dict[str, Any]:
+    rotated = [int(config.position.rotates(layer)) for layer in range(config.num_layers)]
+    biases = {"attention_bias": config.attention.proj_bias, "mlp_bias": config.mlp_bias}
+    return {**_to_qwen(config), **biases, "no_rope_layers": rotated}
+
+
+def _to_qwen3(config: GPTConfig) -> dict[str, Any]:
+    return {**_to_qwen(config), "attention_bias": config.attention.proj_bias}
+
+
+def _suits(config: GPTConfig) -> bool:
+    return config.moe is None and config.position.kind != "learned"
+
+
+KINDS = tuple(
+    Kind(kind, architecture, _suits, llama_map, llama_from, write)
+    for kind, architecture, write in (
+        ("llama", "LlamaForCausalLM", _to_biased_llama),
+        ("mistral", "MistralForCausalLM", _to_mistral),
+        ("qwen2", "Qwen2ForCausalLM", _to_qwen),
+        ("qwen3", "Qwen3ForCausalLM", _to_qwen3),
+        ("smollm3", "SmolLM3ForCausalLM", _to_smollm3),
+    )
+)
