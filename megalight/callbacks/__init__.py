@@ -2,23 +2,23 @@
 
 from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
-from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
 from megalight.callbacks.garbage import GarbageCollection
-from megalight.callbacks.memory_snapshot import MemorySnapshot
-from megalight.callbacks.nsys import NsysWindow
-from megalight.callbacks.nvtx import NVTX
+from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
-from megalight.callbacks.profiler_window import ProfilerWindow
+from megalight.callbacks.profiling.memory_snapshot import MemorySnapshot
+from megalight.callbacks.profiling.nsys import NsysWindow
+from megalight.callbacks.profiling.nvtx import NVTX
+from megalight.callbacks.profiling.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord
-from megalight.callbacks.stragglers import Stragglers
 from megalight.callbacks.summary import WholeModelSummary
-from megalight.callbacks.throughput import Throughput
-from megalight.callbacks.timers import Timers
+from megalight.callbacks.timing.stragglers import Stragglers
+from megalight.callbacks.timing.throughput import Throughput
+from megalight.callbacks.timing.timers import Timers
 from megalight.callbacks.transformers_export import TransformersExport
 
 __all__ = [

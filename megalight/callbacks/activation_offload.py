@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.cuda_graph import CUDAGraph
+from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, chosen
 from megalight.strategies import MegatronStrategy

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
-from megalight.callbacks.meter import StepMeter, Window, current_loss
 from megalight.callbacks.optimizer_monitor import learning_rate
-from megalight.callbacks.throughput import rates
+from megalight.callbacks.timing.meter import StepMeter, Window, current_loss
+from megalight.callbacks.timing.throughput import rates
 from megalight.errors import ConfigurationError
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
-from megalight.callbacks.graph_reasons import of_environment, of_parts, of_whole_steps, parts_of
+from megalight.callbacks.graphs.reasons_against import of_environment, of_parts, of_whole_steps, parts_of
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DropoutConfig, MultiTokenConfig
 from megalight.models.module import Carry

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.callbacks import MemorySnapshot
-from megalight.callbacks.memory_snapshot import ran_out
+from megalight.callbacks.profiling.memory_snapshot import ran_out
 from megalight.errors import ConfigurationError
 from tests.callbacks.tiny import Tiny, tiny_trainer
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from megalight.callbacks import NVTX
-from megalight.callbacks.layer_ranges import layers_of, watch
-from megalight.callbacks.nvtx import Ranges
-from megalight.callbacks.spans import label
+from megalight.callbacks.profiling.layer_ranges import layers_of, watch
+from megalight.callbacks.profiling.nvtx import Ranges
+from megalight.callbacks.timing.spans import label
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt.model import GPT
 from megalight.parallel.recompute import Recompute

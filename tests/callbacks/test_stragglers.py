@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from megalight.callbacks import Stragglers
-from megalight.callbacks.stragglers import Worker, slowest
+from megalight.callbacks.timing.stragglers import Worker, slowest
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.clock import by_hand
@@ -80,7 +80,7 @@ def _slow(pipeline):
     words = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
-    log = logging.getLogger("megalight.callbacks.stragglers")
+    log = logging.getLogger("megalight.callbacks.timing.stragglers")
     log.addHandler(handler)
     logger, stragglers = Rows(), Stragglers(every_n_steps=2)
     module = Slow(BASE, optimizer=ADAM, seed=SEED)

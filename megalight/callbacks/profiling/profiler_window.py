@@ -11,8 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from megalight.callbacks.spans import StepSpans, label
-from megalight.callbacks.windows import StepWindow, check_ranks
+from megalight.callbacks.profiling.windows import StepWindow, check_ranks
+from megalight.callbacks.timing.spans import StepSpans, label
 from megalight.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.timed_steps import TimedSteps, log_row
-from megalight.callbacks.timer import Times
+from megalight.callbacks.timing.timed_steps import TimedSteps, log_row
+from megalight.callbacks.timing.timer import Times
 from megalight.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

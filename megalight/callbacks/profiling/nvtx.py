@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 
-from megalight.callbacks.layer_ranges import watch
-from megalight.callbacks.spans import StepSpans, label
-from megalight.callbacks.windows import check_ranks
+from megalight.callbacks.profiling.layer_ranges import watch
+from megalight.callbacks.profiling.windows import check_ranks
+from megalight.callbacks.timing.spans import StepSpans, label
 from megalight.errors import ConfigurationError, MegalightError
 
 

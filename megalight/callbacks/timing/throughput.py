@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from megalight.callbacks.meter import StepMeter, Window
+from megalight.callbacks.timing.meter import StepMeter, Window
 from megalight.errors import ConfigurationError
 
 PEAK_TFLOPS = {

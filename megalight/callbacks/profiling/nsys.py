@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from megalight.callbacks.windows import StepWindow, check_ranks
+from megalight.callbacks.profiling.windows import StepWindow, check_ranks
 from megalight.errors import ConfigurationError
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 
-from megalight.callbacks import graph_reasons
+from megalight.callbacks.graphs import reasons_against
 from megalight.errors import ConfigurationError
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, Named, PartGraphs, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
@@ -160,20 +160,20 @@ class CUDAGraph(pl.Callback):
         """Return the reasons why this rank cannot record, and the modules of each chunk to record."""
         on_gpu = strategy.root_device.type == "cuda"
         reasons = [
-            *graph_reasons.of_environment(on_gpu),
-            *graph_reasons.of_module(module),
-            *graph_reasons.of_recompute(strategy.chunks),
-            *graph_reasons.of_sharding(strategy),
+            *reasons_against.of_environment(on_gpu),
+            *reasons_against.of_module(module),
+            *reasons_against.of_recompute(strategy.chunks),
+            *reasons_against.of_sharding(strategy),
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)
         if self.scope == "iteration":
-            return [*reasons, *graph_reasons.of_whole_steps(trainer, module, strategy)], []
+            return [*reasons, *reasons_against.of_whole_steps(trainer, module, strategy)], []
         try:
-            lanes = [graph_reasons.parts_of(chunk, self.scope) for chunk in strategy.chunks]
+            lanes = [reasons_against.parts_of(chunk, self.scope) for chunk in strategy.chunks]
         except ConfigurationError as error:
             return [*reasons, str(error)], []
-        return [*reasons, *graph_reasons.of_parts(strategy, self.scope, lanes)], lanes
+        return [*reasons, *reasons_against.of_parts(strategy, self.scope, lanes)], lanes
 
     def _whole_steps(self, strategy: MegatronStrategy, module: pl.LightningModule) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None

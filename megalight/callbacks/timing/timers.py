@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
-from megalight.callbacks import startup
-from megalight.callbacks.timed_steps import TimedSteps, log_row
-from megalight.callbacks.timer import OFF, Timer, TimerTable, Times, check_level
+from megalight.callbacks.timing import startup
+from megalight.callbacks.timing.timed_steps import TimedSteps, log_row
+from megalight.callbacks.timing.timer import OFF, Timer, TimerTable, Times, check_level
 from megalight.errors import ConfigurationError
 
 
@@ -31,7 +31,7 @@ class Timers(TimedSteps):
     Logs:
         time/<part>_s: seconds per step of a part. By ``ranks``, ``_min``, ``_max`` or ``_rank<r>`` comes before ``_s``.
         time/first/<part>_s: the same for the first step, which is in no mean.
-        startup/<part>_s: seconds that the run needed to start (see :func:`megalight.callbacks.startup.spans`).
+        startup/<part>_s: seconds that the run needed to start (see :func:`megalight.callbacks.timing.startup.spans`).
 
     Raises:
         ConfigurationError: an argument is out of range.

@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.host import HostGather
-from megalight.callbacks.spans import StepSpans
-from megalight.callbacks.timer import LEVELS, TimerTable, Times
+from megalight.callbacks.timing.host import HostGather
+from megalight.callbacks.timing.spans import StepSpans
+from megalight.callbacks.timing.timer import LEVELS, TimerTable, Times
 from megalight.errors import ConfigurationError
 
 

@@ -1,0 +1,1 @@
+"""Training steps as CUDA graphs: the callback, and what speaks against recording."""

@@ -1,0 +1,1 @@
+"""Callbacks that show a run in a profiler: ranges, windows of steps, snapshots of memory."""

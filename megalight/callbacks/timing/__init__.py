@@ -1,0 +1,1 @@
+"""Callbacks that time a run, and the clocks they share."""
