@@ -63,7 +63,7 @@ class AllToAllDispatcher(Dispatcher):
         """
         group = self.shared.expert_group
         routes = spread(routes, num_experts, self.shared.mesh.etp)
-        if capacity is not None and self.shared.equal_tokens(len(hidden), hidden.device):
+        if capacity is not None and self.shared.equal_tokens(self, len(hidden), hidden.device):
             return self._dispatch_padded(hidden, routes, num_experts, capacity)
         # Sorted by expert over all ranks, so rows for one rank are contiguous: the all-to-all needs no further copy.
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)

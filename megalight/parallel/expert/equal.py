@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.parallel.collectives import start_all_gather
 
 if TYPE_CHECKING:
+    from megalight.nn.moe import Dispatcher
     from megalight.parallel.tensor.shared import Shared
+
+NEXT_STEP = "Make batches of one shape, such as packed rows of a fixed length, or leave equal_tokens out."
 
 
 class EqualTokens:
     """Knows whether all ranks along ``ep`` and ``etp`` bring the same number of tokens.
 
     They do if they are neighbours along ``tp``, whose shares of a sequence are equal, or if the user promises it
-    (``ExpertOptions.equal_tokens``). Each number is checked once. So nothing waits for the device in later passes, and
-    a CUDA graph can hold them after its warm-up.
+    (``ExpertOptions.equal_tokens``). A promise is checked in every pass, by the first layer that asks: its layers all
+    see the same tokens. The host does not wait for the check, and a CUDA graph can hold it.
 
     Args:
         shared: the state that all parallel layers share.
@@ -27,23 +31,37 @@ class EqualTokens:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         mesh = shared.mesh
-        self.holds = shared.expert.equal_tokens or set(mesh.ranks("ep", "etp")) <= set(mesh.ranks("tp"))
-        self._checked: set[int] = set()
+        within = set(mesh.ranks("ep", "etp")) <= set(mesh.ranks("tp"))
+        self.holds = within or shared.expert.equal_tokens
+        self._promised = not within and shared.expert.equal_tokens
+        self._first: Dispatcher | None = None
 
-    def __call__(self, num_tokens: int, device: torch.device) -> bool:
+    def __call__(self, dispatcher: Dispatcher, num_tokens: int, device: torch.device) -> bool:
         """Return whether other ranks bring ``num_tokens``, too. All ranks of the group call it together.
 
         Raises:
-            LayoutError: the promise does not hold, and the number is new on every rank. A rank that has seen its number
-                before does not ask again: it goes on, and the ranks wait for each other until the group's timeout.
+            LayoutError: the promise does not hold. On a GPU, an assertion on the device fails instead, and a later
+                call of CUDA raises on every rank of the group.
         """
-        if self.holds and num_tokens not in self._checked:
-            own = torch.tensor([num_tokens], device=device)
-            numbers = start_all_gather(own, self.shared.expert_group).wait().tolist()
-            if len(set(numbers)) > 1:
-                raise LayoutError(
-                    f"ExpertOptions: equal_tokens=True, but the ranks along ep and etp bring {numbers} tokens. Make "
-                    "batches of one shape, such as packed rows of a fixed length, or leave equal_tokens out."
-                )
-            self._checked.add(num_tokens)
+        if self._promised:
+            if self._first is None:
+                self._first = dispatcher
+            # In each pass, and not once for each number: a rank that knows its number would not ask, and leave one with
+            # a new number waiting for ever.
+            if self._first is dispatcher:
+                self._check(torch.full((1,), num_tokens, device=device))
         return self.holds
+
+    def _check(self, own: Tensor) -> None:
+        numbers = start_all_gather(own, self.shared.counts_group).wait()
+        if own.is_cuda:
+            # In stream order before the exchange, which would hang if sizes differ.
+            torch._assert_async(
+                (numbers == own).all(),
+                f"ExpertOptions: equal_tokens=True, but ranks bring different numbers of tokens. {NEXT_STEP}",
+            )
+        elif not torch.equal(numbers, own.expand_as(numbers)):
+            raise LayoutError(
+                f"ExpertOptions: equal_tokens=True, but the ranks along ep and etp bring {numbers.tolist()} tokens. "
+                f"{NEXT_STEP}"
+            )

@@ -44,7 +44,7 @@ class AllGatherDispatcher(Dispatcher):
         """
         group = self.shared.expert_group
         longest, most = len(hidden), capacity or 0
-        if not self.shared.equal_tokens(len(hidden), hidden.device):
+        if not self.shared.equal_tokens(self, len(hidden), hidden.device):
             longest, most = largest(group, hidden.device, longest, most)
         missing = (0, 0, 0, max(1, longest) - len(hidden))
         # All ranks must gather equal sizes, and some backends none that are empty: pad. Padding has no expert.

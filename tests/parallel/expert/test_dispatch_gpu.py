@@ -113,12 +113,16 @@ def padded(dispatcher: str, degrees: dict[str, int], capacity: int) -> float:
     experts: Any = root["experts"]
     given, other = even(mesh.global_rank), even(mesh.global_rank + 10)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # parameters and tokens were made there
     with torch.cuda.stream(side):
         for _ in range(3):  # loads kernels and opens communicators
             pass_of(experts, given, capacity)
+        torch.cuda.synchronize()  # communicators are open on all ranks
         torch.cuda.set_sync_debug_mode("error")
-        pass_of(experts, given, capacity)
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            pass_of(experts, given, capacity)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         expected = pass_of(experts, other, capacity)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
