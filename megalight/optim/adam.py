@@ -32,6 +32,7 @@ class Adam(Optimizer):
     Attributes:
         elementwise: each element is updated from its own gradient only, so the optimizer can step on flat shards.
         grad_scale: 0-dim device tensor that multiplies the gradients of the next step. None: no scaling.
+        host_scale: the same number in host memory, for parameters there; ``before`` waits for it, too.
         copies: tensor -> flat low-precision tensor that receives its new values in the same kernel.
         before: tensor -> function to call just before it is updated, which waits for its gradient.
         after: tensor -> function to call when it is updated.
@@ -71,6 +72,7 @@ class Adam(Optimizer):
         }
         self.backend = backend
         self.grad_scale: Tensor | None = None
+        self.host_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
         self.before: dict[Tensor, Callable[[], None]] = {}
         self.after: dict[Tensor, Callable[[], None]] = {}
@@ -95,7 +97,7 @@ class Adam(Optimizer):
                     if parameter in self.after:
                         self.after[parameter]()
         # The factor is that of this step's clipping.
-        self.grad_scale = None
+        self.grad_scale = self.host_scale = None
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -115,7 +117,8 @@ class Adam(Optimizer):
         if parameter.device.type == "cpu":
             # Masters in host memory. The fused kernel for CPUs needs gradients in the masters' dtype.
             gradient = gradient.to(parameter.dtype)
-            scale = None if scale is None else scale.to(parameter.device)
+            # Not `scale.to("cpu")`: the host would wait for all updates that the device has queued before these.
+            scale = scale if self.host_scale is None else self.host_scale
             lr = lr.to(parameter.device) if isinstance(lr, Tensor) else lr
         adam_step(
             parameter,

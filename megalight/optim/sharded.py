@@ -174,9 +174,13 @@ class Sharding:
 
     def _bring_gradients(self) -> None:
         """Start to copy gradients to masters on the host. Adam waits for one after the other, others for all."""
-        self.engine.host.begin()
-        if not isinstance(self.optimizer, Adam):
-            self.engine.host.arrive_all()
+        host, adam = self.engine.host, isinstance(self.optimizer, Adam)
+        # Only our Adam scales in its step. The scale travels in front of the gradients, which the host waits for.
+        scale = host.begin(self.optimizer.grad_scale if adam else None)  # type: ignore[attr-defined]
+        if adam:
+            self.optimizer.host_scale = scale  # type: ignore[attr-defined]
+        else:
+            host.arrive_all()
 
     def _leave(self) -> None:
         for group, shown, names in zip(self.optimizer.param_groups, self._shown, self._names, strict=True):

@@ -48,6 +48,7 @@ class HostMasters:
         self._gradients: dict[Bucket, Tensor] = {}
         self._rounded: dict[Bucket, Tensor] = {}
         self._arrived: dict[Bucket, torch.cuda.Event] = {}
+        self._scale: Tensor | None = None
         for bucket in buckets:
             own, master = bucket.own_params, bucket.shard.master.detach()
             # Rounded here, so that fewer bytes travel, and no memory of the device is needed for the wide ones.
@@ -56,8 +57,16 @@ class HostMasters:
             self._up.uses(bucket.own_params for bucket in buckets)
             use_cores()
 
-    def begin(self) -> None:
-        """Start to bring the reduced gradients to the host; an optimizer will step on them."""
+    def begin(self, scale: Tensor | None = None) -> Tensor | None:
+        """Start to bring the reduced gradients to the host; an optimizer will step on them.
+
+        Args:
+            scale: 0-dim tensor on the device, to bring as well; None: there is none.
+
+        Returns:
+            the scale in host memory, where it is as soon as one gradient is.
+        """
+        scale = None if scale is None or not self.buckets else self._bring(scale)
         for bucket in self.buckets:
             if (reduced := bucket.reduced) is None:
                 continue  # the batch was skipped
@@ -72,6 +81,18 @@ class HostMasters:
                     here.copy_(reduced, non_blocking=True)
                     self._arrived[bucket] = self._down.stream.record_event()
             bucket.shard.master.grad = here
+        return scale
+
+    def _bring(self, scale: Tensor) -> Tensor:
+        if self._down is None:
+            return scale
+        if self._scale is None or self._scale.dtype != scale.dtype:
+            self._scale = host_memory(scale.shape, scale.dtype, scale.device)
+        with self._down.after_computation():
+            self._scale.copy_(scale, non_blocking=True)
+        # The next line on this stream may come later: the memory of the scale must not be used again before.
+        scale.record_stream(self._down.stream)
+        return self._scale
 
     def arrive(self, bucket: Bucket) -> None:
         """Wait until the gradient of a bucket is here. It is the only wait of the host in a step."""
@@ -94,7 +115,9 @@ class HostMasters:
         if self._up is None:
             bucket.own_params.copy_(self._rounded[bucket])
         else:
-            with self._up.after_computation():
+            # It waits for no stream: a gradient that the host has was behind all that read the old parameters. So it
+            # runs beside updates on the device.
+            with torch.cuda.stream(self._up.stream):
                 bucket.own_params.copy_(self._rounded[bucket], non_blocking=True)
 
     @torch.no_grad()
@@ -102,6 +125,8 @@ class HostMasters:
         """Round all masters, and start to copy them to the device."""
         if self._up is not None:
             self._up.stream.synchronize()  # an earlier copy may still read what is overwritten here
+            # No gradient came, so the device may still read the old parameters.
+            self._up.stream.wait_stream(torch.cuda.current_stream(self._up.device))
         for bucket in self.buckets:
             if (target := self.rounded(bucket)) is not None:
                 target.copy_(bucket.shard.master)

@@ -76,11 +76,15 @@ def test_the_host_updates_as_the_device_does(kind: type[torch.optim.Optimizer], 
     assert runs[0.0][2] - runs[0.5][2] > 0.45 * 12 * numel
 
 
-def test_copies_run_beside_updates() -> None:
-    """While the host updates a bucket, the gradients of later ones come on a stream of their own."""
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_copies_run_beside_updates(fraction: float) -> None:
+    """While the host updates a bucket, the gradients of later ones come on a stream of their own.
+
+    The host waits for them alone, and for nothing else that the device has to do, clipping included.
+    """
     model = _model()
     optimizer = Adam(model.parameters(), lr=1e-2)
-    engine = _engine(model, 1.0)
+    engine = _engine(model, fraction)
     shard_optimizer(optimizer, engine)
     waited: list[int] = []
     arrive = engine.host.arrive
@@ -95,8 +99,13 @@ def test_copies_run_beside_updates() -> None:
     with engine.micro_batches(1):
         model(torch.ones(8, WIDTH, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
     engine.finish_grad_sync()
-    optimizer.step()
+    engine.scale_gradients(clip_coefficient(engine.grad_norm(), 1.0))
+    torch.cuda.set_sync_debug_mode("error")  # type: ignore[no-untyped-call]
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")  # type: ignore[no-untyped-call]
     engine.publish()
-    assert waited == list(range(len(engine.buckets), 0, -1)), (
+    assert waited == list(range(len(engine.host.buckets), 0, -1)), (
         "all copies had been started, and each was waited for alone"
     )

@@ -1,0 +1,106 @@
+"""Every level of sharding, beside every layout and with any share of the optimizer on the host, equals one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalight.models.gpt import GPTConfig
+from megalight.nn.moe import MoEConfig
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.recompute import Recompute
+from tests.strategies.training import (
+    CONFIGS,
+    Gradients,
+    assert_same_gradients,
+    assert_same_run,
+    by_hand,
+    fit,
+)
+from tests.workers import run
+
+GPT = replace(CONFIGS["tied"], num_layers=3)
+"""Three layers between an embedding and a head that share a weight."""
+MOE = replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
+"""Experts in the last of two layers: stacks of three dims."""
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SHARES = (0.0, 0.5, 1.0)
+"""Of masters and optimizer state in host memory."""
+TP = {"tensor_parallel": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
+    "dp2": (2, GPT, {}),
+    "dp4": (4, GPT, {}),
+    "hsdp": (4, GPT, {"replicate": 2}),
+    "tp": (2, GPT, TP),
+    "tp hsdp": (8, GPT, {**TP, "replicate": 2}),
+    "tp dp": (4, GPT, TP),
+    "cp": (2, GPT, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
+    "cp dp": (4, GPT, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
+    "experts": (2, MOE, {}),
+    "ep": (2, MOE, {"expert_parallel": 2}),
+    "ep edp": (4, MOE, {"expert_parallel": 2}),
+    "tp ep": (4, MOE, {**TP, "expert_parallel": 2}),
+    "ep hsdp": (4, MOE, {"expert_parallel": 2, "replicate": 2}),
+    "tp ep hsdp": (8, MOE, {**TP, "expert_parallel": 2, "replicate": 2}),
+    "recompute": (2, GPT, {"recompute": Recompute(granularity="full", num_layers=1)}),
+    "accumulation": (2, GPT, {"micro_batch_size": 1, "reduce_each_micro_batch": False}),
+}
+"""Name -> ranks, model, options."""
+
+COVER = {
+    ("dp2", "no_shard", 1.0),
+    ("tp dp", "optim", 0.5),
+    ("hsdp", "optim", 1.0),
+    ("tp", "optim_grads", 1.0),
+    ("cp", "optim_grads", 0.5),
+    ("ep edp", "optim_grads", 0.5),
+    ("hsdp", "optim_grads_params", 0.5),
+    ("tp dp", "optim_grads_params", 1.0),
+    ("cp", "optim_grads_params", 1.0),
+    ("ep", "optim_grads_params", 1.0),
+    ("recompute", "optim_grads_params", 0.5),
+    ("accumulation", "optim_grads_params", 1.0),
+}
+"""Each level, each layout that sums over several axes, and each share, in a few runs."""
+
+
+def _rows() -> Iterator[Any]:
+    for layout, (_, _, options) in LAYOUTS.items():
+        for level in LEVELS:
+            if level == "no_shard" and "replicate" in options:
+                continue  # refused: it has no shards to replicate
+            for share in SHARES:
+                row = layout, level, share
+                yield pytest.param(*row, marks=() if row in COVER else pytest.mark.full)
+
+
+@functools.cache
+def _expected(config: GPTConfig, micro_batch_size: int | None) -> dict[str, Any]:
+    return by_hand(config, 3, micro_batch_size=micro_batch_size)
+
+
+def _trained(layout: str, level: str, share: float) -> dict[str, Any]:
+    _, config, options = LAYOUTS[layout]
+    options = dict(options)
+    # These belong to the level where parameters are sharded, and say nothing on the others.
+    every = {name: options.pop(name) for name in ("replicate", "reduce_each_micro_batch") if name in options}
+    if level != "optim_grads_params":
+        every.pop("reduce_each_micro_batch", None)
+    gradients = Gradients()
+    data_parallel = {"level": level, "optimizer_offload_fraction": share, "bucket_size": 2000, **every}
+    found = fit(config, options=data_parallel, extra_callbacks=[gradients], **{"micro_batch_size": 1, **options})
+    return {**found, "gradients": gradients.first}
+
+
+@pytest.mark.parametrize(("layout", "level", "share"), list(_rows()))
+def test_equals_one_device(layout: str, level: str, share: float) -> None:
+    world, config, _ = LAYOUTS[layout]
+    expected = _expected(config, 1 if config is MOE else None)
+    for found in run(_trained, world, layout, level, share):
+        assert_same_run(found, expected)
+        assert_same_gradients(found["gradients"], expected["gradients"])
