@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import lightning.pytorch as pl
 
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.errors import ConfigurationError
-from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, chosen
+from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, check_patterns, chosen
+from megalight.parallel.aliases import translated
 from megalight.strategies import MegatronStrategy
 
 
@@ -19,12 +21,13 @@ class ActivationOffload(pl.Callback):
     the computation beside them. Recompute what is cheap, and move what is large.
 
     Args:
-        modules: names or glob patterns of modules inside a layer (``attention``, ``mlp.down``, ``*_norm``).
+        modules: names or glob patterns of modules inside a layer (``attention``, ``mlp.down``, ``*_norm``). Megatron's
+            names are known too (:mod:`~megalight.parallel.aliases`).
         min_elements: size of the smallest tensor that is moved.
 
     Raises:
         ConfigurationError: another strategy than ``MegatronStrategy``, CUDA graphs, the pipeline schedule ``combined``,
-            or a pattern that names nothing.
+            a pattern that names nothing, or nothing but modules of the last layer, whose backward pass begins at once.
     """
 
     reads_weights = False
@@ -35,7 +38,7 @@ class ActivationOffload(pl.Callback):
                 f"ActivationOffload(modules={list(modules)}, min_elements={min_elements}): name modules, for example "
                 "['attention', 'mlp'], and let min_elements be at least 1."
             )
-        self.modules = tuple(modules)
+        self.modules = translated(modules)
         self.min_elements = min_elements
         self._running: list[ActivationOffloading] = []
 
@@ -60,9 +63,22 @@ class ActivationOffload(pl.Callback):
                 "side: use another schedule."
             )
         device = strategy.root_device
-        self._running = [
-            ActivationOffloading(chosen(chunk, self.modules), device, self.min_elements) for chunk in strategy.chunks
+        model = strategy.parallel_model
+        assert model is not None
+        anywhere = partial(strategy.reduce_boolean_decision, all=False)
+        # A stage may have none of these modules, and raising there alone would leave the others waiting.
+        check_patterns(strategy.chunks, self.modules, anywhere)
+        modules = [
+            # Other stages run further micro-batches before the backward pass comes back to their last layer.
+            chosen(chunk, self.modules, last=model.mesh.pp == 1 or stage.head)
+            for chunk, stage in zip(model.chunks, model.stages, strict=True)
         ]
+        if not anywhere(any(modules)):
+            raise ConfigurationError(
+                f"ActivationOffload(modules={list(self.modules)}) names only modules of the last layer, and what that "
+                "one saves is needed at once. Leave it out."
+            )
+        self._running = [ActivationOffloading(some, device, self.min_elements) for some in modules]
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove the hooks, also after an error."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -213,31 +213,45 @@ def _unpack(saved: Tensor | Away) -> Tensor:
     return saved.take() if isinstance(saved, Away) else saved
 
 
-def chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield the modules of all layers but the last that patterns name, in the order of the forward pass.
+def chosen(chunk: nn.Module, patterns: Sequence[str], last: bool = True) -> list[nn.Module]:
+    """Return the modules of layers that patterns name, in the order of the forward pass.
 
-    The last layer's backward pass begins at once, so what it saves would only travel forth and back.
+    The last layer of a model is left out. Its backward pass begins at once, so what it saves would only travel forth
+    and back.
 
     Args:
+        chunk: a model with ``layers``, or a stage of one. A stage may have no module that a pattern names.
         patterns: names or glob patterns of modules inside a layer; ``""`` is the layer itself.
+        last: the chunk holds the last layer.
 
     Raises:
-        ConfigurationError: a pattern names no module, or there is only one layer.
+        ConfigurationError: the model has no ``layers``.
     """
-    layers = list(layers_of(model, "ActivationOffload").values())
-    if len(layers) < 2:
-        raise ConfigurationError(
-            f"ActivationOffload has nothing to move: {type(model).__name__} has {len(layers)} layers here, and what "
-            "the last one saves is needed at once. Leave it out."
-        )
-    names = dict.fromkeys(name for layer in layers for name, _ in layer.named_modules())
+    layers = list(layers_of(chunk, "ActivationOffload").values())
+    return [
+        module
+        for layer in (layers[:-1] if last else layers)
+        for name, module in layer.named_modules()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
+def check_patterns(chunks: Sequence[nn.Module], patterns: Sequence[str], anywhere: Callable[[bool], bool]) -> None:
+    """Refuse patterns that name nothing in the whole model, on all ranks alike.
+
+    Args:
+        chunks: this rank's part of the model.
+        anywhere: returns whether its argument is true on any rank. All ranks call it equally often.
+
+    Raises:
+        ConfigurationError: a pattern names no module of any layer, or only modules of the last one.
+    """
+    names = dict.fromkeys(
+        name for chunk in chunks for layer in layers_of(chunk).values() for name, _ in layer.named_modules()
+    )
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not anywhere(bool(fnmatch.filter(names, pattern))):
             raise ConfigurationError(
                 f"pattern {pattern!r} of ActivationOffload matches no module of any layer; modules inside a layer are "
                 f"{', '.join(filter(None, names))}." + nearest(pattern, list(names))
             )
-    for layer in layers[:-1]:
-        for name, module in layer.named_modules():
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                yield module

@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalight.errors import ConfigurationError, nearest
+from megalight.parallel.aliases import translated
 
 GRANULARITIES = ("none", "selective", "full")
 METHODS = ("uniform", "block")
-ALIASES = {
-    "core_attn": "attention.inner",
-    "layernorm": "*_norm",
-    "moe": "mlp",
-    "moe_act": "mlp.experts.act",
-    "shared_experts": "mlp.shared",
-}
-"""Megatron's names of modules -> ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +21,7 @@ class Recompute:
         granularity: ``none``; ``selective``: the named modules inside every layer; ``full``: whole layers.
         modules: for ``selective``: names or glob patterns (``*`` also matches dots) of modules, as they are called
             inside a layer (``attention.inner``, ``mlp``, ``*_norm``, ``mlp.act``), or in the model
-            (``layers.1?.mlp``, ``layers.3``). Megatron's names are known too (:data:`ALIASES`).
+            (``layers.1?.mlp``, ``layers.3``). Megatron's names are known too (:mod:`~megalight.parallel.aliases`).
         method: for ``full``: ``uniform`` (the default): consecutive layers form groups of ``num_layers``, and each
             group keeps only its input; ``block``: the first ``num_layers`` layers of every model chunk are recomputed
             one by one, and the others keep everything. Layers of multi-token prediction are recomputed by ``uniform``,
@@ -46,7 +39,7 @@ class Recompute:
 
     def __post_init__(self) -> None:
         # Translated here, so that all other code knows one name for each module. Frozen, hence past the guard.
-        object.__setattr__(self, "modules", tuple(ALIASES.get(name, name) for name in self.modules))
+        object.__setattr__(self, "modules", translated(self.modules))
         _check_word("granularity", self.granularity, GRANULARITIES)
         full = self.granularity == "full"
         if not full and (self.method is not None or self.num_layers is not None):
