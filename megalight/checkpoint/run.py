@@ -18,7 +18,7 @@ from megalight.checkpoint.scheme import SCHEMES, Contents, State
 from megalight.checkpoint.sources.precision import MASTER
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
-from megalight.ops.parameter import casts_of
+from megalight.ops.parameter import cast_of
 from megalight.ops.quantize.history import AmaxHistory
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.data_parallel.buffers import FlatParameters
@@ -191,11 +191,10 @@ class Run:
         """
         found = {}
         for name, parameter in self.model.root.named_parameters():
-            casts = casts_of(parameter)
-            for place, (precision, _) in enumerate(casts):
-                if precision.history is not None:
-                    pieces = self.model.specs[name].pieces
-                    found[pieces[place * len(pieces) // len(casts)].name] = precision.history
+            if (cast := cast_of(parameter)) is not None and cast.history is not None:
+                pieces, weights = self.model.specs[name].pieces, cast.history.weights
+                for place, history in enumerate(weights):
+                    found[pieces[place * len(pieces) // len(weights)].name] = history
         return found
 
     @property

@@ -20,6 +20,7 @@ OPS = (
     "router",
     "permute",
     "grouped_linear",
+    "grouped_scaled",
     "causal_conv",
     "ssd",
     "gated_norm",

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from megalight.imports import has_grad_dtype
 
 if TYPE_CHECKING:
+    from megalight.ops.grouped_linear.low_precision import StackPrecision
     from megalight.ops.linear.low_precision import LowPrecision
 
 
@@ -44,7 +45,7 @@ class ParameterState:
         mark_grad_ready: call it after each gradient that an op has added to ``main_grad``.
         landing: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
-        precisions: of a stack of matrices ``[E, out, in]``, the precision of each; None: its own dtype.
+        stack_precision: the same for a stack of matrices ``[E, out, in]``.
         master_copy: the tensor is a separate copy that an optimizer updates instead of the model's parameter.
     """
 
@@ -53,7 +54,7 @@ class ParameterState:
     mark_grad_ready: Callable[[], None] = nobody
     landing: RemovableHandle | None = None
     precision: LowPrecision | None = None
-    precisions: tuple[LowPrecision, ...] | None = None
+    stack_precision: StackPrecision | None = None
     master_copy: bool = False
 
     def touch(self) -> bool:
@@ -101,18 +102,15 @@ def precision_of(parameter: Tensor) -> LowPrecision | None:
     return None if state is None else state.precision
 
 
-def precisions_of(parameter: Tensor) -> tuple[LowPrecision, ...] | None:
-    """Return the precisions of the matrices of a stack ``[E, out, in]``; None: its own dtype."""
+def stack_precision_of(parameter: Tensor) -> StackPrecision | None:
+    """Return the precision of products with a stack of matrices; None: its own dtype."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
-    return None if state is None else state.precisions
+    return None if state is None else state.stack_precision
 
 
-def casts_of(parameter: Tensor) -> list[tuple[LowPrecision, Tensor]]:
-    """Return each precision of a parameter, with the matrix that it casts: the parameter, or one of a stack."""
-    if (precision := precision_of(parameter)) is not None:
-        return [(precision, parameter)]
-    precisions = precisions_of(parameter)
-    return [] if precisions is None else list(zip(precisions, parameter.detach(), strict=True))
+def cast_of(parameter: Tensor) -> LowPrecision | StackPrecision | None:
+    """Return what casts a parameter, be it a matrix or a stack of matrices."""
+    return precision_of(parameter) or stack_precision_of(parameter)
 
 
 def collect(parameter: Tensor, main_grad: Tensor, ready: Callable[[], None] = nobody) -> ParameterState:

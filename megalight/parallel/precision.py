@@ -6,8 +6,7 @@ import fnmatch
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,11 @@ from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, Rotary
 from megalight.nn.moe import Dispatcher, Experts, MoE
 from megalight.ops.common import measuring
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.together import Together
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
-from megalight.ops.parameter import known_state, precisions_of, state_of
-from megalight.ops.quantize.history import STEPS
+from megalight.ops.parameter import known_state, stack_precision_of, state_of
+from megalight.ops.quantize.history import STEPS, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe, recipe
 from megalight.parallel.layers import depths_of, layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -212,43 +213,57 @@ def apply_low_precision(
             if schemes.delayed and holders not in histories:
                 # One function per set of ranks: layers that share it share one all-reduce per step.
                 histories[holders] = _maximum(mesh.group(*holders))
-            make = partial(
-                kind,
-                schemes,
-                session,
-                emulate=options.emulate,
-                margin=options.margin,
-                history=options.history or STEPS,
-                primary=options.primary_weights,
+            shared: dict[str, Any] = {
+                "emulate": options.emulate,
+                "margin": options.margin,
                 # A row-split layer divides the input features: magnitudes over these need its peers. A column-split one
                 # divides the output features.
-                reduce_amax=(
+                "reduce_amax": (
                     None if splits_in is None else reduce[splits_in],
                     None if splits_out is None else reduce[splits_out],
                 ),
-                reduce_history=histories.get(holders),
-            )
-            state, made = state_of(weight), [make() for _ in range(len(weight) if weight.dim() == 3 else 1)]
+                "reduce_history": histories.get(holders),
+            }
+            state, steps = state_of(weight), options.history or STEPS
             if weight.dim() == 3:
-                state.precisions = tuple(made)
+                state.stack_precision = _stack(kind, schemes, session, weight, steps, shared)
             else:
-                state.precision = made[0]
-            for precision in made:
-                if precision.history is not None:
-                    # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
-                    precision.history.place(weight.device)
+                state.precision = kind(schemes, session, history=steps, primary=options.primary_weights, **shared)
+            history = (state.precision or state.stack_precision).history  # type: ignore[union-attr]
+            if history is not None:
+                # Memory now, on all ranks: an expert that gets no tokens must still take part in the all-reduce.
+                history.place(weight.device)
         if options.router_padding_for_quantization:
             for experts in layer.modules():
-                if isinstance(experts, Experts) and (precisions_of(experts.up) or precisions_of(experts.down)):
+                if isinstance(experts, Experts) and any(map(stack_precision_of, (experts.up, experts.down))):
                     experts.dispatcher.alignment = schemes.alignment
     return session
+
+
+def _stack(
+    kind: type[LowPrecision],
+    schemes: Recipe,
+    session: Session,
+    weight: Tensor,
+    steps: int,
+    shared: Mapping[str, Any],
+) -> StackPrecision:
+    """Return the precision of a stack of experts: all at once if our own products serve the recipe."""
+    count = len(weight)
+    if kind is LowPrecision and Together.why_not(weight, schemes, shared["emulate"]) is None:
+        return Together(schemes, session, count=count, history=steps, **shared)
+    if not schemes.delayed:
+        return OneByOne([kind(schemes, session, **shared) for _ in range(count)])
+    history = AmaxHistory(steps, count)
+    history.place(weight.device)
+    return OneByOne([kind(schemes, session, history=part, **shared) for part in history.weights], history)
 
 
 def remove_low_precision(model: nn.Module) -> None:
     """Let every weight multiply in its own dtype again, also if an earlier run has changed that."""
     for parameter in model.parameters():
         if (state := known_state(parameter)) is not None:
-            state.precision = state.precisions = None
+            state.precision = state.stack_precision = None
     # Modules that measured would go on for nobody.
     for module in model.modules():
         if isinstance(module, Dispatcher):

@@ -144,7 +144,9 @@ def main() -> None:
 def mixture_of_experts() -> None:
     from megalight.ops.activation import weighted
     from megalight.ops.grouped_linear import triton as products
+    from megalight.ops.grouped_scaled import triton as scaled
     from megalight.ops.permute import triton as permute
+    from megalight.ops.quantize import Scheme, quantize
     from megalight.ops.router import Rule
     from megalight.ops.router import triton as router
     from tests.ops.moe_checks import RULES, offsets_of
@@ -178,6 +180,13 @@ def mixture_of_experts() -> None:
         products.accumulate(weight, grad_y, x, offsets, None, True)
         for write in (True, False):
             products.accumulate(weight.float(), grad_y, x, offsets, None, write)
+        value, gradient = Scheme("e4m3", (1, 0)), Scheme("e5m2", (1, 0))
+        x_t, grad_t = scaled.columns(x, value, offsets, None), scaled.columns(grad_y, gradient, offsets, None)
+        weight_t = scaled.columns(weight, value, None, torch.ones(len(sizes), 512))
+        scaled.product(quantize(x, value), quantize(weight.flatten(0, 1), value), offsets, HALF, True)
+        scaled.product(quantize(grad_y, gradient), weight_t, offsets, HALF, False)
+        for write in (True, False):
+            scaled.accumulate(weight.float(), grad_t, x_t, offsets, write)
 
 
 if __name__ == "__main__":

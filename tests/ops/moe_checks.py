@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from megalight.ops.activation import reference as activation_reference
+from megalight.ops.grouped_scaled import reference as scaled_reference
 from megalight.ops.permute import most_rows
 from megalight.ops.permute import reference as permute_reference
+from megalight.ops.quantize import Scheme, quantize
 from megalight.ops.router import Rule
 from megalight.ops.router import reference as router_reference
 from tests.ops.checks import TOLERANCE, check, error, poisoned
@@ -109,6 +111,37 @@ def check_grouped_weight_gradient(
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(main_dtype, 8e-3)
     for found, right in ((main_grad, expected), (written, product)):
         assert error(found, right, 1.0) <= tolerance, error(found, right)
+
+
+def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: int, tail: int, gradient: Any) -> None:
+    """The three products of codes, with gradients in either format; ``tail`` rows after the last group hold NaN."""
+    offsets, total, value = offsets_of(sizes), sum(sizes), Scheme("e4m3", (1, 0))
+    weight = torch.randn(len(sizes), out, width)
+    x, grad = torch.randn(total + tail, width), torch.randn(total + tail, out)
+    x[total:], grad[total:] = torch.nan, torch.nan
+    rows, factor = quantize(x, value), quantize(weight.flatten(0, 1), value)
+    factor_t = scaled_reference.columns(weight, value, None, None)
+    for a, b, fast in ((rows, factor, True), (rows, factor, False), (quantize(grad, gradient), factor_t, False)):
+        found = module.product(a, b, offsets, torch.float32, fast)
+        exact = scaled_reference.product(a, b, offsets, torch.float32, fast)
+        assert error(found[:total], exact[:total], 1.0) <= 1e-5
+    casts = [module.columns(*given, offsets, None) for given in ((grad, gradient), (x, value))]
+    for cast, given in zip(casts, ((grad, gradient), (x, value)), strict=True):
+        right = scaled_reference.columns(*given, offsets, None)
+        assert torch.equal(cast.scale, right.scale)
+        assert cast.data.shape == right.data.shape
+        filled = 128 * sum(-(-size // 128) for size in sizes)
+        # The interpreter rounds to 8 bits by cutting off.
+        codes, exact = (t.data[:, :filled].float() for t in (cast, right))
+        assert (codes - exact).norm() <= 0.15 * exact.norm()
+    cast, right = (kind.columns(weight, value, None, None) for kind in (module, scaled_reference))
+    assert torch.equal(cast.scale, right.scale)
+    assert error(cast.data.float(), right.data.float()) <= 0.15
+    for start, write in ((1.0, False), (torch.nan, True)):
+        found, exact = torch.full_like(weight, start), torch.full_like(weight, start)
+        module.accumulate(found, *casts, offsets, write)
+        scaled_reference.accumulate(exact, *casts, offsets, write)
+        assert error(found, exact, 1.0) <= 1e-5
 
 
 def check_permutation(

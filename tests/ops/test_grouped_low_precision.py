@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.together import Together
 from megalight.ops.linear import linear
 from megalight.ops.linear.deferred import WeightGradients, deferring
 from megalight.ops.linear.inputs import Recipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.parameter import casts_of, release, state_of
+from megalight.ops.parameter import release, stack_precision_of, state_of
 from megalight.ops.permute import permutation, permute, unpermute
+from megalight.ops.quantize.history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
 from tests.ops.test_linear import Parameter, with_main_grad
 
@@ -28,13 +31,26 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def experts(name: str, session: Session) -> list[LowPrecision]:
-    return [LowPrecision(recipe(name), session, emulate=True) for _ in SIZES]
+TOGETHER = ("tensorwise", "delayed", "rowwise")
+WAYS = [("one by one", name) for name in RECIPES] + [("together", name) for name in TOGETHER]
 
 
-def stack(name: str, session: Session) -> Parameter:
+def experts(name: str, session: Session, history: AmaxHistory | None = None) -> list[LowPrecision]:
+    parts = history.weights if history is not None else [AmaxHistory(16) for _ in SIZES]
+    return [LowPrecision(recipe(name), session, emulate=True, history=part) for part in parts]
+
+
+def precision(way: str, name: str, session: Session) -> StackPrecision:
+    if way == "together":
+        return Together(recipe(name), session, count=len(SIZES), emulate=True)
+    history = AmaxHistory(16, len(SIZES))
+    history.place(torch.device("cpu"))
+    return OneByOne(experts(name, session, history), history)
+
+
+def stack(way: str, name: str, session: Session) -> Parameter:
     weight = with_main_grad(draw(len(SIZES), OUT, IN))
-    state_of(weight).precisions = tuple(experts(name, session))
+    state_of(weight).stack_precision = precision(way, name, session)
     return weight
 
 
@@ -50,9 +66,9 @@ def sequential(name: str, session: Session) -> tuple[list[Tensor], list[Tensor],
     ends = list(accumulate(SIZES))
     found: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
     layers = []
-    for matrix, precision in zip(draw(len(SIZES), OUT, IN), experts(name, session), strict=True):
+    for matrix, expert in zip(draw(len(SIZES), OUT, IN), experts(name, session), strict=True):
         layers.append(with_main_grad(matrix))
-        state_of(layers[-1]).precision = precision
+        state_of(layers[-1]).precision = expert
     for weight, end, size in zip(layers, ends, SIZES, strict=True):
         if size:
             x = rows(IN, 1)[end - size : end].requires_grad_()
@@ -66,11 +82,11 @@ def sequential(name: str, session: Session) -> tuple[list[Tensor], list[Tensor],
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
-def test_products_equal_a_linear_layer_per_expert(name: str, known: bool) -> None:
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_products_equal_a_linear_layer_per_expert(way: str, name: str, known: bool) -> None:
     """Bit for bit, over two steps: past magnitudes of ``delayed`` are those of one expert."""
     ours, theirs = Session(seed=5), Session(seed=5)
-    weight, offsets = stack(name, ours), torch.tensor(SIZES).cumsum(0).int()
+    weight, offsets = stack(way, name, ours), torch.tensor(SIZES).cumsum(0).int()
     for number in range(2):
         weight.main_grad.fill_(torch.nan)
         state_of(weight).untouched = True
@@ -86,32 +102,33 @@ def test_products_equal_a_linear_layer_per_expert(name: str, known: bool) -> Non
         assert torch.equal(weight.main_grad, torch.stack(expected[2]))
 
 
-def once(name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:
+def once(way: str, name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:
     session = Session(seed=1)
-    weight, leaf = stack(name, session), rows(IN, 1).requires_grad_()
+    weight, leaf = stack(way, name, session), rows(IN, 1).requires_grad_()
     with session.step(0):
         grouped_linear(x(leaf), weight, torch.tensor(SIZES).cumsum(0).int()).backward(rows(OUT, 2))
     assert leaf.grad is not None
     return [leaf.grad[: sum(SIZES)], weight.main_grad]
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "nvfp4"])
-def test_deferred_weight_gradients_use_the_casts_of_the_input_gradient(name: str) -> None:
-    expected, queue = once(name), WeightGradients()
+@pytest.mark.parametrize(("way", "name"), [("together", "tensorwise"), ("one by one", "nvfp4")])
+def test_deferred_weight_gradients_use_the_casts_of_the_input_gradient(way: str, name: str) -> None:
+    expected, queue = once(way, name), WeightGradients()
     with deferring(queue):
-        found = once(name)
+        found = once(way, name)
     assert bool((found[1] == 0).all())
     queue.run()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_recomputed_inputs_and_gradients_of_autograd() -> None:
-    expected = once("rowwise", torch.Tensor.clone)
+@pytest.mark.parametrize("way", ["one by one", "together"])
+def test_recomputed_inputs_and_gradients_of_autograd(way: str) -> None:
+    expected = once(way, "rowwise", torch.Tensor.clone)
     read: list[int] = []
-    found = once("rowwise", lambda x: attach_recipe(x.clone(), Recipe(torch.clone, (x,), lambda: read.append(1))))
+    found = once(way, "rowwise", lambda x: attach_recipe(x.clone(), Recipe(torch.clone, (x,), lambda: read.append(1))))
     assert read == [1]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    weight, x = stack("rowwise", Session()), rows(IN, 1)
+    weight, x = stack(way, "rowwise", Session()), rows(IN, 1)
     release(weight)
     grouped_linear(x, weight, torch.tensor(SIZES).cumsum(0).int()).backward(rows(OUT, 2))
     assert weight.grad is not None
@@ -120,28 +137,56 @@ def test_recomputed_inputs_and_gradients_of_autograd() -> None:
         assert grouped_linear(x, weight, torch.tensor(SIZES).cumsum(0).int()).shape == (len(x), OUT)
 
 
-def test_saved_inputs_take_one_byte() -> None:
+@pytest.mark.parametrize(
+    ("way", "shapes"),
+    [
+        ("one by one", [(IN, 48), (1, 1), (IN, 16), (1, 1), (IN, 16), (1, 1)]),  # tokens are padded to 16
+        ("together", [(IN, 512), (4, IN)]),  # room for each to end at a multiple of 128
+    ],
+)
+def test_saved_inputs_take_one_byte(way: str, shapes: list[tuple[int, int]]) -> None:
     """The input of the weight gradient is kept as codes, and each expert has scales of its own."""
-    weight, kept = stack("tensorwise", Session()), []
+    weight, kept = stack(way, "tensorwise", Session()), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         grouped_linear(rows(IN, 1).requires_grad_(), weight, torch.tensor(SIZES).cumsum(0).int())
-    codes = [t for t in kept if t.element_size() == 1]
-    assert [tuple(t.shape) for t in codes] == [(IN, 48), (IN, 16), (IN, 16)]  # tokens are padded to 16
-    scales = [float(t) for t in kept if t.element_size() == 4]
-    assert len(set(scales)) == 3
-    assert len(codes) + len(scales) == len(kept)
-    assert [matrix.shape for _, matrix in casts_of(weight)] == [(OUT, IN)] * len(SIZES)
+    assert [tuple(t.shape) for t in kept] == shapes
+    assert [t.element_size() for t in kept] == [1, 4] * (len(shapes) // 2)
+    scales = torch.cat([t.flatten() for t in kept[1::2]])
+    assert len(set(scales.tolist())) == 3 + (way == "together")  # an expert without tokens has one, too
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4"])
-def test_padding_to_the_alignment_of_a_recipe_changes_no_value(name: str) -> None:
+@pytest.mark.parametrize("way", ["one by one", "together"])
+def test_the_first_tokens_of_an_expert_are_scaled_by_their_own_values(way: str) -> None:
+    """An expert that had no tokens in earlier steps has no magnitudes from which a scale could come."""
+    session = Session()
+    weight = stack(way, "delayed", session)
+    history = stack_precision_of(weight).history
+    for step, sizes in enumerate(((8, 0, 8, 8), (8, 8, 8, 0))):
+        offsets = torch.tensor(sizes).cumsum(0).int()
+        x, grad = (1e-3 * draw(24, size, seed=size) for size in (IN, OUT))
+        x.requires_grad_()
+        with session.step(step):
+            y = grouped_linear(x, weight, offsets)
+            y.backward(grad)
+    exact = x[8:16] @ weight.detach()[1].T
+    assert (y[8:16] - exact).norm() / exact.norm() < 0.05
+    exact = grad[8:16] @ weight.detach()[1]
+    assert (x.grad[8:16] - exact).norm() / exact.norm() < 0.1
+    assert history.past.shape == (4, 16, 3)
+    assert history.past[1, 0, 0] == x[8:16].detach().abs().max().float()
+    assert history.past[1, 1, 0] == 0
+    assert history.past[3, 0, 0] == history.past[3, 1, 0] > 0  # without tokens, the value of the step before
+
+
+@pytest.mark.parametrize(("way", "name"), [way for way in WAYS if way[1] != "nvfp4"])
+def test_padding_to_the_alignment_of_a_recipe_changes_no_value(way: str, name: str) -> None:
     """``nvfp4`` draws other random numbers for more rows; everything else does not see zeros."""
     tokens, chosen = draw(23, IN, seed=4), torch.randint(4, (23, 2), generator=torch.Generator().manual_seed(7))
     chosen[chosen == 1] = 2  # one expert has no tokens
     found = []
     for alignment in (1, recipe(name).alignment):
         session = Session()
-        weight, x = stack(name, session), tokens.clone().requires_grad_()
+        weight, x = stack(way, name, session), tokens.clone().requires_grad_()
         where = permutation(chosen, 4, alignment=alignment)
         assert not bool((where.offsets % alignment).any())
         with session.step(0):

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+from megalight.ops.quantize import Scheme
 from megalight.ops.router import Rule
 from tests.ops import moe_checks
 from tests.ops.test_interpreted import kernels
@@ -70,3 +71,14 @@ def test_grouped_products(
     moe_checks.check_grouped_product(module.product, "cpu", torch.float32, sizes, *shape, tail)
     dtypes = torch.float32, torch.float32
     moe_checks.check_grouped_weight_gradient(module.accumulate, "cpu", *dtypes, sizes, *shape, tail)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 17, 130), (0, 0), (33,), (16, 48, 16)], ids=str)
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_grouped_products_of_codes(sizes: tuple[int, ...], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels("grouped_scaled")
+    for name in ("FAST", "EXACT"):
+        monkeypatch.setattr(module, name, {**SMALL, "DEPTH": 128})
+    monkeypatch.setattr(module, "CAST", {"TOKENS": 32, "FEATURES": 16, "num_warps": 4})
+    for tail in (0, 7):
+        moe_checks.check_scaled_products(module, sizes, 32, 48, tail, Scheme(form, (1, 0)))  # type: ignore[arg-type]

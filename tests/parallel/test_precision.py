@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn import Linear
 from megalight.nn.init import initialise
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
-from megalight.ops.parameter import casts_of, precision_of
+from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
@@ -182,7 +182,7 @@ def test_experts_take_part() -> None:
     def marked(**options: Any) -> list[str]:
         model = build(WIDE, ffn_hidden_size=64, shared=SharedConfig(ffn_hidden_size=32, gate=True))
         apply_low_precision(model, LowPrecisionOptions(emulate=True, **options), ParallelMesh())
-        return [name for name, parameter in model.named_parameters() if casts_of(parameter)]
+        return [name for name, parameter in model.named_parameters() if cast_of(parameter) is not None]
 
     assert marked(modules=("mlp.experts.*", "mlp.shared*")) == [
         "layers.1.mlp.experts.up",

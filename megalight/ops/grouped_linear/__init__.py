@@ -17,7 +17,7 @@ from megalight.ops.grouped_linear import low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, Spec, choose
 from megalight.ops.linear.deferred import queue_for
 from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
-from megalight.ops.parameter import main_grad_of, precisions_of, state_of
+from megalight.ops.parameter import main_grad_of, stack_precision_of, state_of
 from megalight.registry import BackendRegistry
 
 __all__ = ["EXAMPLE", "PRODUCT", "REGISTRIES", "WGRAD", "Spec", "grouped_bias", "grouped_linear"]
@@ -34,7 +34,7 @@ def grouped_linear(
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
     is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
-    kept. If the weight has precisions (:mod:`megalight.ops.linear.low_precision`), its products use those.
+    kept. If the stack has a precision (:mod:`megalight.ops.grouped_linear.low_precision`), its products use that.
 
     Args:
         x: ``[R, in]``, rows grouped by expert.
@@ -47,12 +47,12 @@ def grouped_linear(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     # Evaluation: no graph, and no note of the input is needed.
-    precisions = precisions_of(weight)
+    precision = stack_precision_of(weight)
     if not torch.is_grad_enabled():
-        if precisions is not None:
-            return low_precision.product(low_precision.split(x, offsets, sizes), weight, precisions, len(x))
+        if precision is not None:
+            return precision.product(x, weight, offsets, sizes, keep=False)[0]
         return _product(x, weight, offsets, sizes, True, backend)
-    kind = _GroupedLinear if precisions is None else _LowPrecisionGroupedLinear
+    kind = _GroupedLinear if precision is None else _LowPrecisionGroupedLinear
     out: Tensor = apply(kind, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
     return out
 
@@ -138,49 +138,52 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _LowPrecisionGroupedLinear(torch.autograd.Function):
-    """Grouped products by the precisions of the experts. The first product has the host wait for unknown sizes."""
+    """Grouped products by the precision of the stack."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, sizes: tuple[int, ...] | None, backend: str
     ) -> Tensor:
-        experts = precisions_of(weight)
-        assert experts is not None
-        parts = low_precision.split(x, offsets, sizes)
-        ctx.weight, ctx.experts, ctx.rows = weight, experts, len(x)
-        # From the slices: the backward need not wait for sizes again.
-        ctx.offsets, ctx.sizes = offsets, list(map(len, parts))
+        precision = stack_precision_of(weight)
+        assert precision is not None
+        if sizes is None and precision.needs_sizes:
+            # Here, and not in the precision: the backward need not wait again.
+            sizes = tuple(offsets.diff(prepend=offsets.new_zeros(1)).tolist())
+        ctx.weight, ctx.precision, ctx.offsets, ctx.sizes = weight, precision, offsets, sizes
         needed = ctx.needs_input_grad[1]
         # As for dense layers: a recipe takes less memory than codes, and is cast again in the backward.
-        if not needed or recipe_of(x) is not None:
+        keep = needed and recipe_of(x) is None
+        y, kept = precision.product(x, weight, offsets, sizes, keep)
+        if kept is None:
             save_input(ctx, x, needed)
-            return low_precision.product(parts, weight, experts, len(x))
-        y, casts = low_precision.product_and_cast(parts, weight, experts, len(x))
-        save_cast(ctx, casts)
+        else:
+            save_cast(ctx, kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        weight, experts = ctx.weight, ctx.experts
+        weight, precision = ctx.weight, ctx.precision
         need_x, need_weight, *_ = ctx.needs_input_grad
-        grads = low_precision.split(grad_y.contiguous(), ctx.offsets, ctx.sizes)
-        grad_x = low_precision.input_gradient(grads, weight, experts, ctx.rows) if need_x else None
+        grads = precision.gradients(grad_y.contiguous(), ctx.offsets, ctx.sizes)
+        grad_x = precision.input_gradient(grads, weight) if need_x else None
         if not need_weight:
             return grad_x, None, None, None, None
         x = saved_input(ctx)
-        if isinstance(x, Tensor):
-            x = low_precision.split(x.detach(), ctx.offsets, ctx.sizes)
+        x = x.detach() if isinstance(x, Tensor) else x  # a saved tensor would keep its autograd graph alive
         if main_grad_of(weight) is None:
-            return grad_x, low_precision.weight_gradient(grads, x, weight, experts), None, None, None
+            # `empty` is safe: with write=True, experts without rows are written too (zeros).
+            grad_weight = torch.empty_like(weight)
+            precision.accumulate(grad_weight, grads, x, True)
+            return grad_x, grad_weight, None, None, None
         if (queue := queue_for(weight)) is not None:
-            # The parts, not the gradient: casts are noted on them, so that the second product uses those of the first.
+            # The casts, not the gradient, so that the second product uses those of the first.
             queue.put(
                 weight,
                 grad_y,
                 lambda: lambda: x,
-                lambda weight, _, x: low_precision.add_weight_gradient(weight, grads, x, experts),
+                lambda weight, _, x: low_precision.add_weight_gradient(weight, precision, grads, x),
             )
         else:
-            low_precision.add_weight_gradient(weight, grads, x, experts)
+            low_precision.add_weight_gradient(weight, precision, grads, x)
         return grad_x, None, None, None, None

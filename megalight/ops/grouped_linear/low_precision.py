@@ -1,13 +1,14 @@
-"""Grouped products in 8 or 4 bits: the matrices of each expert are cast on their own, as those of a linear layer.
+"""Grouped products in 8 or 4 bits: all experts at once, or one after the other.
 
-The host must know the sizes of the groups, and waits for them if the caller does not.
+Each expert multiplies as a linear layer of its own would, in both ways.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +17,129 @@ from megalight.ops.grouped_linear.reference import groups
 from megalight.ops.linear.inputs import Saveable
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.parameter import state_of
+from megalight.ops.quantize.history import AmaxHistory
 
 
-class SavedInputs:
+class StackPrecision(ABC):
+    """Products of a stack of weights ``[E, out, in]`` in low precision; the state of the stack refers to it.
+
+    Attributes:
+        history: the magnitudes of each weight, for ``delayed``.
+        needs_sizes: whether the host must know the sizes of the groups.
+    """
+
+    history: AmaxHistory | None
+    needs_sizes: ClassVar[bool] = False
+
+    @abstractmethod
+    def product(
+        self, x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, keep: bool
+    ) -> tuple[Tensor, Saveable | None]:
+        """Return ``[R, out]``, and with ``keep`` the input, cast for the weight gradient. Arguments: `grouped_linear`.
+
+        Rows after the last group get any values.
+        """
+
+    @abstractmethod
+    def gradients(self, grad_y: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> Any:
+        """Return a gradient ``[R, out]`` in the form that the other methods take. All must get the same one."""
+
+    @abstractmethod
+    def input_gradient(self, grads: Any, weight: Tensor) -> Tensor:
+        """Return ``[R, in]``."""
+
+    @abstractmethod
+    def accumulate(self, out: Tensor, grads: Any, x: Any, write: bool) -> None:
+        """Add the weight gradient to ``out [E, out, in]``, or overwrite it; ``x`` may be restored from a cast."""
+
+    @abstractmethod
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the weights, once a step, into fixed memory, where recorded graphs read them."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free that memory; no graph reads it any more."""
+
+
+def add_weight_gradient(weight: Tensor, precision: StackPrecision, grads: Any, x: Any) -> None:
+    """Add the gradient to the main gradient of ``weight``, and report it."""
+    state = state_of(weight)
+    main_grad, write = state.main_grad, state.touch()
+    assert main_grad is not None
+    precision.accumulate(main_grad, grads, x, write)
+    state.mark_grad_ready()
+
+
+class OneByOne(StackPrecision):
+    """Multiplies one expert after the other, by any precision of linear layers.
+
+    The host must know the sizes of the groups, and waits for them if the caller does not.
+
+    Args:
+        experts: the precision of each expert.
+        history: the history of the stack, of which each expert has a part.
+    """
+
+    needs_sizes = True
+
+    def __init__(self, experts: Sequence[LowPrecision], history: AmaxHistory | None = None) -> None:
+        self.experts = experts
+        self.history = history
+
+    def product(
+        self, x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, keep: bool
+    ) -> tuple[Tensor, Saveable | None]:
+        """Multiply the rows of each expert; rows after the last are unset."""
+        y = weight.new_empty(len(x), weight.shape[1], dtype=x.dtype)
+        casts: list[Saveable | None] = [None] * len(self.experts)
+        for expert, part, out in _filled(_split(x, offsets, sizes), y):
+            if keep:
+                value, casts[expert] = self.experts[expert].product_and_cast(part, weight[expert], None)
+            else:
+                value = self.experts[expert].product(part, weight[expert], None)
+            out.copy_(value)
+        return y, _Casts(casts) if keep else None
+
+    def gradients(self, grad_y: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> tuple[list[Tensor], int]:
+        """Return the rows of each expert, and the number of all rows.
+
+        A precision notes its casts on the tensor that it gets, and would cast a new slice again, with other random
+        numbers if it rounds stochastically.
+        """
+        return _split(grad_y, offsets, sizes), len(grad_y)
+
+    def input_gradient(self, grads: tuple[list[Tensor], int], weight: Tensor) -> Tensor:
+        """Multiply the gradients of each expert."""
+        parts, rows = grads
+        grad_x = weight.new_empty(rows, weight.shape[2], dtype=parts[0].dtype)
+        for expert, part, out in _filled(parts, grad_x):
+            out.copy_(self.experts[expert].input_gradient(part, weight[expert]))
+        return grad_x
+
+    def accumulate(self, out: Tensor, grads: tuple[list[Tensor], int], x: Any, write: bool) -> None:
+        """Add ``grad^T x`` of each expert."""
+        if isinstance(x, Tensor):
+            # By the sizes of the parts, so that the host need not wait again.
+            sizes = list(map(len, grads[0]))
+            x = torch.split(x, [*sizes, len(x) - sum(sizes)])[: len(sizes)]
+        for expert, (grad, own) in enumerate(zip(grads[0], x, strict=True)):
+            if len(grad):
+                self.experts[expert].accumulate(out[expert], grad, own, write)
+            elif write:
+                out[expert].zero_()  # the memory holds anything when a step begins
+
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the weight of each expert."""
+        for precision, matrix in zip(self.experts, weight.detach(), strict=True):
+            precision.refresh(matrix)
+
+    def release(self) -> None:
+        """Free the codes of each expert."""
+        for precision in self.experts:
+            precision.release()
+
+
+class _Casts:
     """The casts of an input, one per group; None for a group without rows. Autograd saves their tensors."""
 
     def __init__(self, casts: Sequence[Saveable | None]) -> None:
@@ -37,67 +158,9 @@ class SavedInputs:
         return restored
 
 
-def split(x: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
-    """Return the rows of each group of ``x [R, f]``.
-
-    The backward pass must use one split of a gradient for both products: a precision notes its casts on the tensor that
-    it gets, and would cast a new slice again, with other random numbers if it rounds stochastically.
-    """
+def _split(x: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> list[Tensor]:
+    """Return the rows of each group of ``x [R, f]``."""
     return [x[rows] for _, rows in groups(offsets, sizes)]
-
-
-def product(x: Sequence[Tensor], weight: Tensor, experts: Sequence[LowPrecision], rows: int) -> Tensor:
-    """``x [R_e, in]`` of each group times ``weight [E, out, in]``: ``[rows, out]``; rows after the groups are unset."""
-    y = weight.new_empty(rows, weight.shape[1], dtype=x[0].dtype)
-    for expert, part, out in _filled(x, y):
-        out.copy_(experts[expert].product(part, weight[expert], None))
-    return y
-
-
-def product_and_cast(
-    x: Sequence[Tensor], weight: Tensor, experts: Sequence[LowPrecision], rows: int
-) -> tuple[Tensor, SavedInputs]:
-    """Return the product, and the casts of the input for the weight gradient."""
-    y = weight.new_empty(rows, weight.shape[1], dtype=x[0].dtype)
-    casts: list[Saveable | None] = [None] * len(experts)
-    for expert, part, out in _filled(x, y):
-        value, casts[expert] = experts[expert].product_and_cast(part, weight[expert], None)
-        out.copy_(value)
-    return y, SavedInputs(casts)
-
-
-def input_gradient(grads: Sequence[Tensor], weight: Tensor, experts: Sequence[LowPrecision], rows: int) -> Tensor:
-    """``grads [R_e, out]`` of each group times ``weight [E, out, in]``: ``[rows, in]``."""
-    grad_x = weight.new_empty(rows, weight.shape[2], dtype=grads[0].dtype)
-    for expert, part, out in _filled(grads, grad_x):
-        out.copy_(experts[expert].input_gradient(part, weight[expert]))
-    return grad_x
-
-
-def weight_gradient(
-    grads: Sequence[Tensor], x: Sequence[Any], weight: Tensor, experts: Sequence[LowPrecision]
-) -> Tensor:
-    """Return ``grad^T x`` of each group, ``[E, out, in]``, in the weight's dtype; ``x`` may be cast already."""
-    out = torch.zeros_like(weight)
-    for expert, (grad, own) in enumerate(zip(grads, x, strict=True)):
-        if len(grad):
-            out[expert] = experts[expert].weight_gradient(grad, own, weight.dtype)
-    return out
-
-
-def add_weight_gradient(
-    weight: Tensor, grads: Sequence[Tensor], x: Sequence[Any], experts: Sequence[LowPrecision]
-) -> None:
-    """Add :func:`weight_gradient` to the main gradient of ``weight``, and report it."""
-    state = state_of(weight)
-    main_grad, write = state.main_grad, state.touch()
-    assert main_grad is not None
-    for expert, (grad, own) in enumerate(zip(grads, x, strict=True)):
-        if len(grad):
-            experts[expert].accumulate(main_grad[expert], grad, own, write)
-        elif write:
-            main_grad[expert].zero_()  # the memory holds anything when a step begins
-    state.mark_grad_ready()
 
 
 def _filled(parts: Sequence[Tensor], out: Tensor) -> list[tuple[int, Tensor, Tensor]]:

@@ -35,7 +35,7 @@ FEW_TOKENS = 1024
 
 
 @jit
-def _tile_of(within: Value, tiles_down: Value, tiles_across: Value, GROUP: constexpr) -> Any:
+def tile_of(within: Value, tiles_down: Value, tiles_across: Value, GROUP: constexpr) -> Any:
     """Return the place of a tile. ``GROUP`` tiles below each other come first, then the next columns."""
     first = within // (GROUP * tiles_across) * GROUP
     height = tl.minimum(tiles_down - first, GROUP)
@@ -48,11 +48,15 @@ def _product(
     x: Value,
     weight: Value,
     y: Value,
+    row_scale: Value,
+    column_scale: Value,
     offsets: Value,
     num_experts: Value,
     columns: Value,
     depth: Value,
     TRANSPOSED: constexpr,
+    SCALED: constexpr,
+    IMPRECISE: constexpr,
     EXPERTS: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
@@ -77,7 +81,7 @@ def _product(
         within = tile - tl.sum(tl.where(experts < expert, tiles, 0), 0)
         start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
         end = tl.load(offsets + expert)
-        down, across = _tile_of(within, tl.cdiv(end - start, ROWS), tiles_across, GROUP)
+        down, across = tile_of(within, tl.cdiv(end - start, ROWS), tiles_across, GROUP)
         row, column = start + down * ROWS, across * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         # TMA reads zeros beyond the last feature, so features of the next expert's weight count for nothing. Rows and
@@ -91,9 +95,14 @@ def _product(
                 # Input gradient: `depth` is `out`. A step beyond the expert's last row reads rows of the next expert,
                 # but `a` is zero there.
                 b = weight.load([expert * depth + start_depth, column])
-            total = tl.dot(a, b, total)
+            total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
         rows = row + tl.arange(0, ROWS)
         place = column + tl.arange(0, COLUMNS)
+        if SCALED:
+            # Codes of 8 bits: scales per row and per column factor out of the sum.
+            left = tl.load(row_scale + rows, mask=rows < end, other=0.0)
+            right = tl.load(column_scale + expert * columns + place, mask=place < columns, other=0.0)
+            total = total * left[:, None] * right[None, :]
         target = y + rows.to(tl.int64)[:, None] * columns + place[None, :]
         tl.store(target, total.to(y.dtype.element_ty), mask=(rows < end)[:, None] & (place < columns)[None, :])
 
@@ -119,7 +128,7 @@ def _weight_gradient(
         expert = tile // tiles
         start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
         end = tl.load(offsets + expert)
-        down, across = _tile_of(tile % tiles, tiles_down, tiles_across, GROUP)
+        down, across = tile_of(tile % tiles, tiles_down, tiles_across, GROUP)
         row, column = down * ROWS, across * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         # Whole steps need no mask. Only the last, partial step pays for one.
@@ -142,12 +151,13 @@ def _weight_gradient(
             tl.store(target, total, mask=stored)
 
 
-def _programs(tiles: int, device: torch.device, each: int = 1) -> int:
+def programs(tiles: int, device: torch.device, each: int = 1) -> int:
     """Return the number of programs: ``each`` per multiprocessor, but no more than there are tiles."""
     return max(1, min(tiles, each * num_multiprocessors(device)))
 
 
-def _described(matrix: Tensor, rows: int, columns: int) -> Any:
+def described(matrix: Tensor, rows: int, columns: int) -> Any:
+    """Return what loads tiles of ``rows`` by ``columns`` of a matrix by TMA."""
     return Descriptor.from_tensor(matrix, [rows, columns])
 
 
@@ -162,23 +172,51 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | N
         return y.zero_()
     # With few rows per expert, most of a tile of 128 rows would be empty.
     tile = PRODUCT if rows >= num_experts * PRODUCT["ROWS"] // 2 else FEW
-    flat = weight.view(num_experts * size_out, size_in)
+    launch_product(x, weight.view(num_experts * size_out, size_in), y, offsets, transposed, tile)
+    return y
+
+
+def launch_product(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    transposed: bool,
+    tile: dict[str, Any],
+    scales: tuple[Tensor, Tensor] | None = None,
+    fast: bool = True,
+) -> None:
+    """Write the products of ``x [R, depth]`` with the matrices of ``weight``, one below the other, to ``y``.
+
+    Args:
+        x: the rows by group.
+        weight: ``[E * columns, depth]``, or ``[E * depth, columns]`` if not transposed.
+        y: ``[R, columns]``.
+        offsets: ``[E]``: the end of each group.
+        transposed: whether each weight is transposed.
+        tile: the kernel's tile.
+        scales: scales of each row of ``x`` and ``weight``, if they are codes of 8 bits.
+        fast: whether sums of 8 bits may be shorter than float32 over the whole depth, and not only over one step.
+    """
+    (rows, columns), depth, num_experts = y.shape, x.shape[1], len(offsets)
     wide = (tile["COLUMNS"], tile["DEPTH"]) if transposed else (tile["DEPTH"], tile["COLUMNS"])
     # An upper bound of the tiles: each group may end in one partial tile. The host does not know the true number.
     most = (cdiv(rows, tile["ROWS"]) + num_experts) * cdiv(columns, tile["COLUMNS"])
-    _product[(_programs(most, x.device),)](
-        _described(x, tile["ROWS"], tile["DEPTH"]),
-        _described(flat, *wide),
+    _product[(programs(most, x.device),)](
+        described(x, tile["ROWS"], tile["DEPTH"]),
+        described(weight, *wide),
         y,
+        *(scales or (y, y)),
         offsets,
         num_experts,
         columns,
         depth,
         TRANSPOSED=transposed,
+        SCALED=scales is not None,
+        IMPRECISE=None if fast else tile["DEPTH"],
         EXPERTS=next_power(num_experts),
         **tile,
     )
-    return y
 
 
 def accumulate(
@@ -192,9 +230,9 @@ def accumulate(
         return
     tile = PAIR if write and len(x) < FEW_TOKENS * num_experts else WGRAD
     tiles = num_experts * cdiv(size_out, tile["ROWS"]) * cdiv(size_in, tile["COLUMNS"])
-    _weight_gradient[(_programs(tiles, x.device, 2 if tile is PAIR else 1),)](
-        _described(grad_y.contiguous(), tile["DEPTH"], tile["ROWS"]),
-        _described(x.contiguous(), tile["DEPTH"], tile["COLUMNS"]),
+    _weight_gradient[(programs(tiles, x.device, 2 if tile is PAIR else 1),)](
+        described(grad_y.contiguous(), tile["DEPTH"], tile["ROWS"]),
+        described(x.contiguous(), tile["DEPTH"], tile["COLUMNS"]),
         main_grad,
         offsets,
         num_experts,

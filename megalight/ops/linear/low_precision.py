@@ -69,17 +69,17 @@ class Session:
             for layer in self.layers:
                 layer.forget()
         # Ranks of one group have the same layers in the same order, so one all-reduce serves all layers of a group.
-        groups: dict[Reduce | None, list[AmaxHistory]] = {}
+        groups: dict[Reduce | None, dict[AmaxHistory, None]] = {}
         for layer in self.layers:
             if layer.history is not None:
-                groups.setdefault(layer.reduce_history, []).append(layer.history)
+                groups.setdefault(layer.reduce_history, {})[layer.history.stack] = None
         for reduce, histories in groups.items():
-            AmaxHistory.roll(histories, reduce)
+            AmaxHistory.roll(list(histories), reduce)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Like :meth:`step`, but for trial passes: histories are restored afterwards."""
-        histories = [layer.history for layer in self.layers if layer.history is not None]
+        histories = {layer.history.stack: None for layer in self.layers if layer.history is not None}
         # Restored by copy, not by replacing the tensor: recorded graphs hold its address.
         kept = [(history.current, history.current.clone()) for history in histories if history.current is not None]
         self.inside = True
@@ -111,7 +111,7 @@ class LowPrecision:
         session: shared by all layers of the model.
         emulate: compute products in float64 from the decoded values.
         margin: scales leave room for values ``2 ** margin`` times as large; for recipes with one scale per matrix.
-        history: number of past steps that a delayed scale uses.
+        history: number of past steps that a delayed scale uses; or the history itself, of one expert of a stack.
         reduce_amax: two functions that reduce over the ranks with the other input features, and with the other output
             features. They are used for scales that span these. None: each rank scales its own part.
         reduce_history: reduces magnitudes of past steps, once a step, over the ranks that hold the weight or a part of
@@ -135,7 +135,7 @@ class LowPrecision:
         *,
         emulate: bool = False,
         margin: int = 0,
-        history: int = STEPS,
+        history: int | AmaxHistory = STEPS,
         reduce_amax: tuple[Reduce | None, Reduce | None] = (None, None),
         reduce_history: Reduce | None = None,
         primary: bool = False,
@@ -146,7 +146,9 @@ class LowPrecision:
         self.margin = margin
         self.reduce_in, self.reduce_out = reduce_amax
         self.reduce_history = reduce_history
-        self.history = AmaxHistory(history) if recipe.delayed else None
+        if isinstance(history, int):
+            history = AmaxHistory(history)
+        self.history = history if recipe.delayed else None
         if primary and not recipe.one_scale:
             raise ConfigurationError(
                 f"primary_weights: recipe {recipe.name!r} casts a weight and its transpose with different scales, so "
@@ -337,9 +339,9 @@ class LowPrecision:
         return note.casts.rows, note.casts.columns
 
     def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
-        """Cast in one pass with past steps' magnitudes, and record this step's; None if there are no past steps."""
+        """Cast in one pass with past steps' magnitudes, and record this step's; None if these do not suffice."""
         scheme, history = rows or columns, self.history
-        if history is None or not history.rolled or scheme is None:
+        if history is None or not history.suffices or scheme is None:
             return None
         # All zero so far: a scale of 1, with which values up to the largest code are represented.
         amax = history.known(role, LARGEST[scheme.format]) * 2.0**self.margin

@@ -15,28 +15,55 @@ STEPS = 16
 
 
 class AmaxHistory:
-    """The magnitudes of one linear layer. Nothing is copied to the host.
+    """The magnitudes of one weight's matrices, or of each weight of a stack. Nothing is copied to the host.
 
     Without past steps, as after a start, a step scales by its own values.
 
     Args:
         length: number of steps to look back.
+        count: number of weights of a stack, which share two tensors: ``past [count, length, 3]`` and ``current
+            [count, 3]``. None: a single weight, ``[length, 3]`` and ``[3]``.
+        stack: the history of the stack of which this is one weight, for :attr:`weights`.
 
     Attributes:
-        rolled: whether the history holds at least one step.
+        stack: the history that owns the tensors.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, count: int | None = None, stack: AmaxHistory | None = None) -> None:
         self.length = length
+        self.count = count
+        self.stack = stack or self
         self.past: Tensor | None = None
         self.current: Tensor | None = None
-        self.rolled = False
+        self._rolled = False
+
+    @property
+    def rolled(self) -> bool:
+        """Whether the history holds at least one step."""
+        return self.stack._rolled
+
+    @property
+    def suffices(self) -> bool:
+        """Whether scales can come from past steps alone. An expert may have had no token in any of them."""
+        return self.rolled and self.stack is self and self.count is None
+
+    @property
+    def weights(self) -> list[AmaxHistory]:
+        """The history of each weight of a stack, as views of its tensors; itself if there is a single weight."""
+        if self.count is None:
+            return [self]
+        assert self.past is not None and self.current is not None
+        found = [AmaxHistory(self.length, stack=self) for _ in range(self.count)]
+        for history, past, current in zip(found, self.past, self.current, strict=True):
+            history.past, history.current = past, current
+        return found
 
     def place(self, device: torch.device) -> None:
         """Make the memory, if there is none yet. A layer that may stay without tokens needs it before it first runs."""
         if self.past is None:
-            self.past = torch.zeros(self.length, 3, device=device)
-            self.current = torch.zeros(3, device=device)
+            stack = () if self.count is None else (self.count,)
+            self.past = torch.zeros(*stack, self.length, 3, device=device)
+            self.current = torch.zeros(*stack, 3, device=device)
 
     def restore(self, past: Tensor) -> None:
         """Go on from the magnitudes of a saved run, ``[steps, 3]``, newest first. The oldest may find no room."""
@@ -45,35 +72,35 @@ class AmaxHistory:
         # In place, because recorded graphs read this memory. Steps that were not seen are zero, which no maximum is.
         self.past.zero_()
         self.past[: len(kept)].copy_(kept)
-        self.rolled = True
+        self.stack._rolled = True
 
     def allow(self, role: int, amax: Tensor, record: bool) -> Tensor:
         """Return the magnitude that a scale must cover: the largest of past steps, or ``amax`` if there are none.
 
         Args:
             role: :data:`INPUT`, :data:`WEIGHT` or :data:`GRADIENT`.
-            amax: 0-dim: the largest magnitude of the tensor that will be quantized.
+            amax: 0-dim, or one for each weight of a stack: the largest magnitude of the tensor that will be quantized.
             record: whether to add ``amax`` to this step.
         """
         self.place(amax.device)
         assert self.past is not None
         if record:
             self.record(role, amax)
-        known = self.past[:, role].amax()
+        known = self.past[..., role].amax(-1)
         # A select on the device: the host does not wait, and a CUDA graph can hold it.
         return torch.where(known > 0, known, amax)
 
     def known(self, role: int, otherwise: float) -> Tensor:
         """Return the largest magnitude of past steps, or ``otherwise`` if all were zero. Requires :attr:`rolled`."""
         assert self.past is not None
-        known = self.past[:, role].amax()
+        known = self.past[..., role].amax(-1)
         return torch.where(known > 0, known, otherwise)
 
     def record(self, role: int, amax: Tensor) -> None:
         """Add ``amax`` to this step."""
         assert self.current is not None
         # Several micro-batches of a step, and several uses of a layer, count as one.
-        self.current[role] = torch.maximum(self.current[role], amax)
+        self.current[..., role] = torch.maximum(self.current[..., role], amax)
 
     @staticmethod
     def roll(histories: Sequence[AmaxHistory], reduce: Callable[[Tensor], None] | None) -> None:
@@ -84,22 +111,24 @@ class AmaxHistory:
         small gradients are zero.
 
         Args:
-            histories: of layers whose weights the same ranks hold, in the same order on each of them.
+            histories: of layers whose weights the same ranks hold, in the same order on each of them. Of stacks, those
+                that own the tensors.
             reduce: reduces a tensor over those ranks in place (maximum), once for all histories. None: one rank.
         """
         used = [(h, h.past, h.current) for h in histories if h.past is not None and h.current is not None]
         if not used:
             return
-        seen = torch.stack([current for _, _, current in used])
-        newest = torch.stack([past[0] for _, past, _ in used])
+        seen = torch.cat([current.view(-1, 3) for _, _, current in used])
+        newest = torch.cat([past[..., 0, :].reshape(-1, 3) for _, past, _ in used])
         # Before the reduction: the maximum with NaN or infinity would reach all ranks.
         seen = torch.where(seen.isfinite(), seen, newest)
         if reduce is not None:
             reduce(seen)
         # After it: the expert may have had tokens on another rank.
         seen = torch.where(seen > 0, seen, newest)
-        for (history, past, current), row in zip(used, seen, strict=True):
+        parts = torch.split(seen, [current.numel() // 3 for _, _, current in used])
+        for (history, past, current), rows in zip(used, parts, strict=True):
             # In place, because recorded graphs read this memory.
-            past.copy_(torch.cat([row[None], past[:-1]]))
+            past.copy_(torch.cat([rows.view_as(current).unsqueeze(-2), past[..., :-1, :]], -2))
             current.zero_()
-            history.rolled = True
+            history._rolled = True

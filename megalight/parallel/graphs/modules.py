@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.parameter import casts_of
+from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.arguments import Held, recordable
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
@@ -95,7 +95,7 @@ class ModuleGraphs:
         self._fingerprint = Fingerprint(everything)
         self._recorded_under: Any = None
         self._homes = {id(m): engine.homes_of(m.parameters()) for m in everything}
-        self._casts = {id(m): [p for p in m.parameters() if casts_of(p)] for m in everything}
+        self._casts = {id(m): [p for p in m.parameters() if cast_of(p) is not None] for m in everything}
         self._external: dict[int, Tensor] = {}  # tensors that recorded work reads besides its arguments
         for lane in self._lanes:
             for place, (name, module) in enumerate(lane.modules):
@@ -137,8 +137,8 @@ class ModuleGraphs:
             lane.slots.clear()
         for parameters in self._casts.values():
             for parameter in parameters:
-                for precision, _ in casts_of(parameter):
-                    precision.release()
+                if (cast := cast_of(parameter)) is not None:
+                    cast.release()
 
     def close(self) -> None:
         """Free all graphs, and restore the modules' own forwards."""
@@ -167,8 +167,8 @@ class ModuleGraphs:
         self.engine.sync_parameters(self._homes[id(module)])
         # Low-precision weights are cast outside the graph, once a step, into the memory that it reads.
         for parameter in self._casts[id(module)]:
-            for precision, matrix in casts_of(parameter):
-                precision.refresh(matrix)
+            if (cast := cast_of(parameter)) is not None:
+                cast.refresh(parameter)
         unit = slot.units.get(place) or self._record(lane, slot, place, plain, args, kwargs)
         # `forwarded`: the module was called a second time, and its memory still holds activations of the first call.
         if unit is None or unit.forwarded or not unit.fits(args, kwargs):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
-from megalight.ops.parameter import casts_of
+from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.arguments import recordable
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import tensors_of, with_tensors
@@ -136,8 +136,8 @@ class TransformerEngineGraphs:
                 # The class's forward shows again once the instance has none.
                 module.__dict__.pop("forward", None)
                 for parameter in module.parameters():
-                    for precision, _ in casts_of(parameter):
-                        precision.release()
+                    if (cast := cast_of(parameter)) is not None:
+                        cast.release()
 
     def _forward(self, lane: Lane, place: int, *args: Any, **kwargs: Any) -> Any:
         name, module = lane.modules[place]
@@ -167,8 +167,8 @@ class TransformerEngineGraphs:
             parameters = list(module.parameters())
             self.engine.sync_parameters(self.engine.homes_of(parameters))
             for parameter in parameters:
-                for precision, matrix in casts_of(parameter):
-                    precision.refresh(matrix)
+                if (cast := cast_of(parameter)) is not None:
+                    cast.refresh(parameter)
 
     def _note(self, lane: Lane, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):

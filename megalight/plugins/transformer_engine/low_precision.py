@@ -213,7 +213,7 @@ class TransformerEngineProducts(LowPrecision):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         scheme = (self.recipe.x, self.recipe.weight, self.recipe.gradient)[role]
         quantizer = self._quantizer(role, x.device)
-        past = self.history if self.history is not None and self.history.rolled else None
+        past = self.history if self.history is not None and self.history.suffices else None
         if past is not None:
             self._scale(quantizer, scheme, past.known(role, LARGEST[scheme.format]) * 2.0**self.margin)
             quantizer.amax.zero_()  # casts accumulate the largest magnitude in it

@@ -1,0 +1,148 @@
+"""Grouped products of 8-bit codes: the products of all experts of a stack at once, with a scale per row and column.
+
+One scale per matrix is a scale per row whose values repeat. So these products serve both kinds of scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
+from megalight.ops.grouped_scaled import reference
+from megalight.ops.grouped_scaled.layout import GROUP as GROUP
+from megalight.ops.quantize import Quantized, Scheme
+from megalight.registry import Backend, BackendRegistry, remembered
+
+LINE = (1, 0)
+"""The tile of all codes here: a scale for each row of what is contracted."""
+
+
+class Spec(NamedTuple):
+    """A request: device type, schemes of both factors, and dtype of the activations.
+
+    For a cast, both schemes are that of the codes.
+    """
+
+    device: str
+    a: Scheme
+    b: Scheme
+    dtype: torch.dtype
+
+
+COLUMNS: BackendRegistry[Spec, Callable[..., Quantized]] = BackendRegistry("grouped_columns")
+PRODUCT: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("grouped_scaled_product")
+WGRAD: BackendRegistry[Spec, Callable[..., None]] = BackendRegistry("grouped_scaled_weight_gradient")
+REGISTRIES: tuple[BackendRegistry[Spec, Any], ...] = (COLUMNS, PRODUCT, WGRAD)
+EXAMPLE = Spec("cpu", Scheme("e4m3", LINE), Scheme("e4m3", LINE), torch.bfloat16)
+
+
+def columns_of_groups(
+    x: Tensor, scheme: Scheme, offsets: Tensor, amax: Tensor | None = None, backend: str = "auto"
+) -> Quantized:
+    """Quantize the transpose of each group of ``x [R, F]``, for a product that contracts tokens.
+
+    Args:
+        x: rows by group; those after the last group are not read.
+        scheme: a scheme with the tile :data:`LINE`.
+        offsets: ``[E]`` int32 on the device: the end of each group.
+        amax: ``[E, F]``: the largest magnitudes that the scales must cover. None: those of the values.
+
+    Returns:
+        codes ``[F, L]`` with scales ``[E, F]``. Each group begins at a multiple of :data:`GROUP` columns, and is filled
+        up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group are not set.
+    """
+    cast: Quantized = _choose(COLUMNS, Spec(x.device.type, scheme, scheme, x.dtype), backend)(x, scheme, offsets, amax)
+    return cast
+
+
+def columns_of_stack(weight: Tensor, scheme: Scheme, amax: Tensor | None = None, backend: str = "auto") -> Quantized:
+    """Quantize the transpose of each matrix of ``weight [E, out, in]``.
+
+    ``scheme`` and ``amax [E, in]`` are those of :func:`columns_of_groups`.
+
+    Returns:
+        codes ``[E * in, out]`` with scales ``[E * in, 1]``.
+    """
+    spec = Spec(weight.device.type, scheme, scheme, weight.dtype)
+    cast: Quantized = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
+    return cast
+
+
+def product(
+    x: Quantized, weight: Quantized, offsets: Tensor, dtype: torch.dtype, *, fast: bool = False, backend: str = "auto"
+) -> Tensor:
+    """``[R, K] x [E * N, K] -> [R, N]``: the rows of group ``e`` times the matrix ``e``, transposed.
+
+    Rows after the last group get any values.
+
+    Args:
+        x: codes with scales ``[R, 1]``.
+        weight: codes with scales ``[E * N, 1]``.
+        offsets: ``[E]`` int32 on the device: the end of each group.
+        dtype: dtype of the result.
+        fast: whether sums may have fewer bits than float32.
+    """
+    spec = Spec(x.data.device.type, x.scheme, weight.scheme, dtype)
+    y: Tensor = _choose(PRODUCT, spec, backend)(x, weight, offsets, dtype, fast)
+    return y
+
+
+def add_weight_gradient(
+    main_grad: Tensor, grad: Quantized, x: Quantized, offsets: Tensor, write: bool, backend: str = "auto"
+) -> None:
+    """Add the product of two casts by :func:`columns_of_groups` to ``main_grad [E, out, in]``, group by group.
+
+    Args:
+        grad: ``[out, L]``.
+        x: ``[in, L]``.
+        offsets: those of both casts.
+        write: overwrite instead: zeros for groups without rows.
+    """
+    spec = Spec(main_grad.device.type, grad.scheme, x.scheme, main_grad.dtype)
+    _choose(WGRAD, spec, backend)(main_grad, grad, x, offsets, write)
+
+
+def why_not(spec: Spec) -> str | None:
+    """Return why there are no fast products for these schemes here, or None."""
+    for registry in REGISTRIES:
+        if registry.select(spec).name == "reference":
+            return "; ".join(f"{row.name}: {reason}" for row, reason in registry.table(spec) if reason is not None)
+    return None
+
+
+@remembered
+def _choose(registry: BackendRegistry[Spec, Any], spec: Spec, backend: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = registry.select(spec, backend).fn
+    return found
+
+
+def scheme_why_not(scheme: Scheme) -> str | None:
+    """Return why codes of a scheme cannot be grouped, or None."""
+    if scheme.tile in ((0, 0), LINE) and scheme.scale in ("fp32", "power") and scheme.format != "e2m1":
+        return None
+    return "serves 8 bits with one scale per matrix, row or column: smaller tiles must be scaled inside the sum"
+
+
+def _triton_why_not(spec: Spec) -> str | None:
+    for scheme in (spec.a, spec.b):
+        if (reason := scheme_why_not(scheme)) is not None:
+            return reason
+    if spec.dtype not in (torch.float32, *HALF):
+        return f"serves bfloat16, float16 and float32, not {spec.dtype}"
+    if (reason := triton_why_not(spec.device, spec.dtype)) is not None:
+        return reason
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+
+
+_TRITON = "megalight.ops.grouped_scaled.triton"
+COLUMNS.register(Backend("triton", lazy(_TRITON, "columns"), 10, _triton_why_not))
+PRODUCT.register(Backend("triton", lazy(_TRITON, "product"), 10, _triton_why_not))
+WGRAD.register(Backend("triton", lazy(_TRITON, "accumulate"), 10, _triton_why_not))
+COLUMNS.register(Backend("reference", reference.columns, 0, serve_all))
+PRODUCT.register(Backend("reference", reference.product, 0, serve_all))
+WGRAD.register(Backend("reference", reference.accumulate, 0, serve_all))
