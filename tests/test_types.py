@@ -136,3 +136,19 @@ def test_values_with_tensors_compare_by_identity() -> None:
     assert first == first
     assert first != second
     assert len({first, second, batch(1, 2), Loss(torch.zeros(()))}) == 4
+
+
+def test_positions_on_axes_follow_their_tokens():
+    axes = torch.arange(24).view(2, 12)
+    whole = PackedSequences.of_lengths([7, 5]).with_axes(axes)
+    assert torch.equal(whole.rotary_positions, axes)
+    padded = whole.pad_to(8)
+    assert padded.rotary_positions[:, 12:].tolist() == [[0, 1, 2, 3]] * 2
+    for rank in range(2):
+        share, index = whole.zigzag(rank, 2, multiple=4)
+        held = index >= 0
+        assert torch.equal(share.rotary_positions[:, held], axes[:, index[held]])
+    moved = whole.to("cpu").rotary_positions
+    assert torch.equal(moved, axes)
+    with pytest.raises(DataError, match=r"shape \[2, 12\]; 11 tokens need \[axes, 11\]"):
+        PackedSequences.of_lengths([11]).with_axes(axes)

@@ -92,6 +92,9 @@ class Cache:
         self.num_slots = num_slots
         self.capacity = capacity
         self.lengths = [0] * num_slots
+        # Where the positions of a slot's next tokens are not their number: images take fewer positions than tokens.
+        self._ahead = [0] * num_slots
+        self._axes: int | None = None
         self._step: _Step | None = None
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
@@ -116,14 +119,27 @@ class Cache:
         """Make storage for one entry per sequence."""
         return SequenceBuffer(self)
 
-    def extend(self, slots: Sequence[int], counts: Sequence[int], device: torch.device | str) -> PackedSequences:
+    def extend(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device | str,
+        axis_positions: Sequence[Tensor] | None = None,
+    ) -> PackedSequences:
         """Reserve ``counts[i]`` more tokens in ``slots[i]``. Then run the model once on exactly these tokens.
+
+        Args:
+            slots: the slots.
+            counts: the number of new tokens of each.
+            device: device of the tokens.
+            axis_positions: for each slot ``[A, counts[i]]``, on the host: positions of the new tokens on several axes.
+                None: they follow the largest position of the slot's tokens, the same on each axis.
 
         Returns:
             the new tokens as queries, with their positions in the sequence, and all tokens of these slots as ``keys``.
 
         Raises:
-            DataError: a slot would have more than ``capacity`` tokens.
+            DataError: a slot would have more than ``capacity`` tokens, or positions are not those of its tokens.
         """
         past = [self.lengths[slot] for slot in slots]
         # Checked before lengths change: an error leaves the cache as it was.
@@ -147,7 +163,16 @@ class Cache:
             read=_offset(keys, first_rows),
         )
         # without earlier tokens the keys are the new tokens themselves, and attention can use its simpler form
-        return replace(new, positions=positions, keys=keys if any(past) else None)
+        new = replace(new, positions=positions, keys=keys if any(past) else None)
+        if axis_positions is not None:
+            self._axes = len(axis_positions[0])
+            for slot, total, each in zip(slots, totals, axis_positions, strict=True):
+                self._ahead[slot] = int(each.max()) + 1 - total
+            return new.with_axes(torch.cat(list(axis_positions), dim=1).to(device))
+        if self._axes is None:
+            return new
+        following = positions + new.expand(torch.tensor([self._ahead[slot] for slot in slots], device=device))
+        return new.with_axes(following.expand(self._axes, -1))
 
 
 def _offset(sequences: PackedSequences, offsets: Sequence[int]) -> Tensor:

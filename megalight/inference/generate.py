@@ -25,6 +25,7 @@ def generate(
     top_p: float | None = None,
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
+    axis_positions: Sequence[Tensor] | None = None,
 ) -> list[list[int]]:
     """Generate the tokens that follow each prompt.
 
@@ -39,6 +40,8 @@ def generate(
         eos_id: a completion ends with this token, or with one of these.
         generator: random generator on the model's device, with the same state on all ranks. None makes a new one, so
             torch's default generator does not change.
+        axis_positions: for each prompt ``[A, n]``, on the host: positions of its tokens on several axes. The completion
+            follows the largest of them. None: tokens have one position.
 
     Returns:
         one completion per prompt, without the prompt, and with the token that ended it.
@@ -51,7 +54,13 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
     for step in stream(
-        model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id, generator=generator
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_id=eos_id,
+        generator=generator,
+        axis_positions=axis_positions,
     ):
         for prompt, token in step.items():
             completions[prompt].append(token)
@@ -66,15 +75,16 @@ def stream(
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
+    axis_positions: Sequence[Tensor] | None = None,
 ) -> Iterator[dict[int, int]]:
     """Generate as :func:`generate` does, but yield the tokens of every step: prompt index -> token.
 
     Replicas that share experts must iterate to the end, because they take part in the steps of the other replicas.
     """
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
-    _check(model, prompts, max_new_tokens)
+    _check(model, prompts, max_new_tokens, axis_positions)
     ends: Collection[int] = () if eos_id is None else {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), ends, generator)
+    return _steps(model, prompts, max_new_tokens, sampling or Sampling(), ends, generator, axis_positions)
 
 
 def _steps(
@@ -84,6 +94,7 @@ def _steps(
     sampling: Sampling,
     ends: Collection[int],
     generator: Generator | None,
+    axis_positions: Sequence[Tensor] | None,
 ) -> Iterator[dict[int, int]]:
     device = model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
     # all ranks of a replica must sample the same tokens, so they use one seed
@@ -104,7 +115,8 @@ def _steps(
             with evaluating(model):
                 model.accompany()
             continue
-        logits = _last_logits(model, cache, active, fresh, device)
+        logits = _last_logits(model, cache, active, fresh, device, axis_positions)
+        axis_positions = None  # those of prompts; the cache knows what follows them
         # The one wait for the device in a step: the host must know which prompts have ended.
         chosen = sample(logits, sampling, generator).tolist()
         step = dict(zip(active, chosen, strict=True))
@@ -122,11 +134,16 @@ def _another(model: GPT | ParallelGPT, wanted: bool) -> bool:
 
 
 def _last_logits(
-    model: GPT | ParallelGPT, cache: Cache, slots: Sequence[int], fresh: Sequence[Sequence[int]], device: torch.device
+    model: GPT | ParallelGPT,
+    cache: Cache,
+    slots: Sequence[int],
+    fresh: Sequence[Sequence[int]],
+    device: torch.device,
+    axis_positions: Sequence[Tensor] | None,
 ) -> Tensor:
     """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
     with torch.no_grad(), evaluating(model):
-        sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
+        sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
         # End to end, without padding: prompts of any lengths run in one pass.
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
@@ -149,7 +166,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _check(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(
+    model: GPT | ParallelGPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    axis_positions: Sequence[Tensor] | None,
+) -> None:
     config = model.config
     if max_new_tokens < 1:
         raise ConfigurationError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
@@ -167,3 +189,12 @@ def _check(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], max_new_t
             f"token {strange[0]} is outside the model's vocabulary of {config.vocab_size}; "
             "use the tokenizer that the model was trained with."
         )
+    axes = config.position.axes
+    if axis_positions is not None:
+        if axes is None:
+            raise DataError("axis_positions are given, but position.axes of the model is null; leave them out.")
+        expected = [(len(axes.sections), len(prompt)) for prompt in prompts]
+        if (found := [tuple(each.shape) for each in axis_positions]) != expected:
+            raise DataError(
+                f"axis_positions have shapes {found[:8]}; prompts and axes of the model need {expected[:8]}."
+            )

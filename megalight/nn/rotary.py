@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.rotary import RotaryScaling, apply_rotary, rotary_table, rotate_qkv
+from megalight.ops.rotary import RotaryAxes, RotaryScaling, apply_rotary, rotary_table, rotate_qkv
 
 
 class RotaryTable(NamedTuple):
@@ -44,6 +44,7 @@ class Rotary(nn.Module):
         dim: how many features of a head are rotated; an even number.
         base: the slowest pair has a wavelength of about ``2 pi base`` tokens.
         scaling: how frequencies are scaled for contexts longer than in the first training.
+        axes: which pair turns with the position on which axis. None: positions have one axis.
         interleaved: see :class:`RotaryTable`.
         backend: backend of the op that rotates.
     """
@@ -54,6 +55,7 @@ class Rotary(nn.Module):
         base: float = 10000.0,
         *,
         scaling: RotaryScaling | None = None,
+        axes: RotaryAxes | None = None,
         interleaved: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -61,15 +63,19 @@ class Rotary(nn.Module):
         self.dim = dim
         self.base = base
         self.scaling = scaling
+        self.axes = axes
         self.interleaved = interleaved
         self.backend = backend
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """Return the table for ``positions [T]``, precise enough for activations of ``dtype``."""
+        """Return the table for ``positions [T]``, precise enough for activations of ``dtype``.
+
+        With ``axes``, positions may be ``[A, T]``. One row stands for the same position on each axis.
+        """
         # float32 angles are enough for float32 and half activations, but not for float64
         precise = positions.double() if dtype == torch.float64 else positions
         # One table for all layers: cosines of thousands of positions are not computed twice.
-        cos, sin = rotary_table(precise, self.dim, self.base, self.scaling)
+        cos, sin = rotary_table(precise, self.dim, self.base, self.scaling, self.axes)
         return RotaryTable(cos, sin, self.interleaved, self.backend)
 
     def extra_repr(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class TokenBatch:
         share: set by :meth:`context_share`: how the tokens of this context-parallel share divide into sequences.
             None: the batch holds whole sequences.
         later: set by :meth:`context_share`: the shares of :meth:`shifted` by 1, 2 and so on.
+        axis_positions: ``[B, A, S]`` int64: the position of each token on several axes, such as time, height and width
+            (:meth:`PackedSequences.with_axes`). None: tokens have one position. A share keeps them in ``share``.
     """
 
     tokens: Tensor
@@ -33,6 +35,7 @@ class TokenBatch:
     document_lengths: tuple[tuple[int, ...], ...] | None = None
     share: PackedSequences | None = None
     later: tuple[TokenBatch, ...] = ()
+    axis_positions: Tensor | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -48,6 +51,9 @@ class TokenBatch:
         if self.share is not None:
             return self.share
         batch, length = self.tokens.shape
+        if self.axis_positions is not None:
+            rows = replace(self, axis_positions=None).sequences
+            return rows.with_axes(self.axis_positions.transpose(0, 1).flatten(1))
         if self.document_lengths is None:
             return PackedSequences.of_uniform(batch, length, self.tokens.device)
         # Checked when it is used: a wrong sum would shift all documents behind it.
@@ -70,10 +76,14 @@ class TokenBatch:
                 "the share of each micro-batch."
             )
         rows = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
-        documents = self.document_lengths
+        documents, axes = self.document_lengths, self.axis_positions
         return [
             TokenBatch(
-                self.tokens[row], self.labels[row], self.loss_mask[row], None if documents is None else documents[row]
+                self.tokens[row],
+                self.labels[row],
+                self.loss_mask[row],
+                None if documents is None else documents[row],
+                axis_positions=None if axes is None else axes[row],
             )
             for row in rows
         ]
@@ -138,7 +148,7 @@ class TokenBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
         # From pinned memory a copy is asynchronous, and the batch is not written again.
-        non_blocking = non_blocking or self.tokens.is_pinned()
+        non_blocking, axes = non_blocking or self.tokens.is_pinned(), self.axis_positions
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=non_blocking),
@@ -146,6 +156,7 @@ class TokenBatch:
             loss_mask=self.loss_mask.to(device, non_blocking=non_blocking),
             share=None if self.share is None else self.share.to(device, non_blocking),
             later=tuple(batch.to(device, non_blocking) for batch in self.later),
+            axis_positions=None if axes is None else axes.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> TokenBatch:
@@ -157,4 +168,5 @@ class TokenBatch:
             loss_mask=self.loss_mask.pin_memory(),
             share=None if self.share is None else self.share.pin_memory(),
             later=tuple(batch.pin_memory() for batch in self.later),
+            axis_positions=None if self.axis_positions is None else self.axis_positions.pin_memory(),
         )

@@ -45,6 +45,8 @@ class PackedSequences:
             embeddings.
         uniform: ``(batch, length)`` if all sequences are equally long. Tensors can then be viewed as
             ``[batch, length, ...]`` without a copy, for dense attention kernels. None otherwise.
+        axis_positions: ``[A, T]`` int64, on the device: the position of each token on several axes, such as time,
+            height and width, for rotary embedding alone (:meth:`with_axes`). None: ``positions`` on every axis.
         num_padding: number of padding tokens at the end.
         keys: the sequences of keys and values if they differ from those of the queries (caches, cross attention).
             None: they are the same. ``keys.lengths[i]`` belongs to query sequence ``i``, and the queries are its *last*
@@ -64,6 +66,7 @@ class PackedSequences:
     keys: PackedSequences | None = None
     context: ContextShare | None = None
     present: Tensor | None = None
+    axis_positions: Tensor | None = None
 
     @classmethod
     def of_bound(cls, present: Tensor, bound: int) -> PackedSequences:
@@ -105,6 +108,24 @@ class PackedSequences:
         starts = torch.repeat_interleave(cu_seqlens[:-1].long(), sizes, output_size=offsets[-1])
         positions = torch.arange(offsets[-1], device=device) - starts
         return cls(tuple(lengths), cu_seqlens, positions)
+
+    def with_axes(self, positions: Tensor) -> PackedSequences:
+        """Give each token positions ``[A, T]`` on several axes. Padding and shares keep them.
+
+        Raises:
+            DataError: there is not one column per token.
+        """
+        if positions.dim() != 2 or positions.shape[1] != self.num_tokens:
+            raise DataError(
+                f"positions on axes have shape {list(positions.shape)}; {self.num_tokens} tokens need [axes, "
+                f"{self.num_tokens}]."
+            )
+        return replace(self, axis_positions=positions)
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """``[A, T]`` if tokens have positions on several axes, else ``[T]``."""
+        return self.positions if self.axis_positions is None else self.axis_positions
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +204,7 @@ class PackedSequences:
             # Rotary tables need a position for padding, too; that of the last token lies inside of them.
             positions=torch.minimum(place, (tokens - 1).clamp(min=0)),
             num_padding=2 * sum(chunks[len(chunks) - dummies :]),
+            axis_positions=None if self.axis_positions is None else self.axis_positions[:, index.clamp(min=0)],
             context=ContextShare(rank, size, whole, (*self.lengths, *[1] * dummies), dummies),
         )
         return share, index
@@ -216,18 +238,21 @@ class PackedSequences:
         if self.present is not None:
             raise DataError("keys of which only a bound is known cannot be padded; pad queries before they get keys.")
         lengths = (*self.lengths, length)
+        places, axes = torch.arange(length, device=self.device), self.axis_positions
         return PackedSequences(
             lengths,
             # On the device, from the device's own offsets: no copy from the host.
             cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + length]),
-            positions=torch.cat([self.positions, torch.arange(length, device=self.device)]),
+            positions=torch.cat([self.positions, places]),
             uniform=(len(lengths), length) if set(lengths) == {length} else None,
             num_padding=self.num_padding + length,
             keys=self.keys._with_dummy(length) if self.keys is not None else None,
+            axis_positions=None if axes is None else torch.cat([axes, places.expand(len(axes), -1)], dim=1),
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
         """Copy to ``device``."""
+        axes = self.axis_positions
         return replace(
             self,
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
@@ -235,6 +260,7 @@ class PackedSequences:
             keys=self.keys.to(device, non_blocking) if self.keys is not None else None,
             context=self.context.to(device, non_blocking) if self.context is not None else None,
             present=self.present.to(device, non_blocking=non_blocking) if self.present is not None else None,
+            axis_positions=axes.to(device, non_blocking=non_blocking) if axes is not None else None,
         )
 
     def pin_memory(self) -> PackedSequences:
@@ -246,6 +272,7 @@ class PackedSequences:
             keys=self.keys.pin_memory() if self.keys is not None else None,
             context=self.context.pin_memory() if self.context is not None else None,
             present=self.present.pin_memory() if self.present is not None else None,
+            axis_positions=self.axis_positions.pin_memory() if self.axis_positions is not None else None,
         )
 
 

@@ -17,6 +17,7 @@ from megalight.models.gpt import (
     TemperatureConfig,
 )
 from megalight.nn.init import initialise
+from megalight.ops.rotary import RotaryAxes
 from megalight.types import PackedSequences
 
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61, "max_sequence_length": 40}
@@ -159,3 +160,24 @@ def test_bad_requests_are_refused():
         generate(model, PROMPTS, max_new_tokens=0)
     with pytest.raises(DataError, match="21 tokens and the cache has room for 20"):
         Cache(model.layers, 1, 20).extend([0], [21], "cpu")
+
+
+def test_completions_follow_positions_on_axes():
+    """An image of 4 tokens at time 1, 2 x 2, then text behind the largest position."""
+    model = build(position=PositionConfig(axes=RotaryAxes((1, 1, 1))))
+    prompts = [[5, 6, 7, 8, 9, 10], [8, 3]]
+    places = [torch.tensor([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]), torch.tensor([[0, 4]] * 3)]
+    found = generate(model, prompts, max_new_tokens=5, temperature=0, axis_positions=places)
+    for prompt, where, completion in zip(prompts, places, found, strict=True):
+        row = list(prompt)
+        for token in completion:
+            further = where.max() + 1 + torch.arange(len(row) - len(prompt)).expand(3, -1)
+            sequences = PackedSequences.of_lengths([len(row)]).with_axes(torch.cat([where, further], 1))
+            with torch.no_grad():
+                assert model(torch.tensor(row), sequences).logits[-1].argmax() == token
+            row.append(token)
+    assert found != generate(model, prompts, max_new_tokens=5, temperature=0)
+    with pytest.raises(DataError, match=r"axis_positions have shapes \[\(3, 6\)\]; .* need \[\(3, 6\), \(3, 2\)\]"):
+        generate(model, prompts, max_new_tokens=5, axis_positions=places[:1])
+    with pytest.raises(DataError, match=r"position\.axes of the model is null"):
+        generate(build(), prompts, max_new_tokens=5, axis_positions=places)

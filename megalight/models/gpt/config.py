@@ -12,7 +12,7 @@ from megalight.models.gpt.layer_pattern import check_pattern, spread
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
-from megalight.ops.rotary import RotaryScaling
+from megalight.ops.rotary import RotaryAxes, RotaryScaling
 
 MIXERS = ("attention", "latent_attention", "conv", "mamba")
 """The mixers that a layer can have."""
@@ -57,6 +57,8 @@ class PositionConfig:
             layer has no positions (https://arxiv.org/abs/2501.18795).
         local_base: base of layers with a window or chunks, whose frequencies are not scaled (Gemma-3). None: as of
             the others.
+        axes: which rotary pair turns with the position on which axis: time, height or width of images (Qwen-VL). Text
+            has the same position on all. None: there is one axis.
     """
 
     kind: Literal["rope", "learned", "none"] = "rope"
@@ -66,6 +68,7 @@ class PositionConfig:
     interleaved: bool = False
     pattern: tuple[bool, ...] = (True,)
     local_base: float | None = None
+    axes: RotaryAxes | None = None
 
     def __post_init__(self) -> None:
         # Recipes give lists, and a configuration must be hashable.
@@ -85,6 +88,10 @@ class PositionConfig:
         require(
             self.local_base is None or (self.local_base > 1 and self.kind == "rope"),
             f"position.local_base is {self.local_base} with position.kind={self.kind}; it must be above 1, with rope.",
+        )
+        require(
+            self.axes is None or self.kind == "rope",
+            f"position.axes is set with position.kind={self.kind}; only rope has axes. Leave it out.",
         )
         require(0 < self.fraction <= 1, f"position.fraction is {self.fraction}; it must be above 0 and at most 1.")
 
@@ -364,6 +371,12 @@ class GPTConfig(ModelConfig):
             self.position.kind != "rope" or self.rotary_dim >= 2,
             f"position.fraction {self.position.fraction} of head_dim {self.head_dim} is less than two features; "
             "raise either, or choose position.kind none.",
+        )
+        axes = self.position.axes
+        require(
+            axes is None or 2 * sum(axes.sections) == self.rotary_dim,
+            f"position.axes.sections are {axes and list(axes.sections)}; they must sum to {self.rotary_dim // 2}, the "
+            "number of rotated pairs of a head.",
         )
         require(
             self.logit_softcap is None or self.logit_softcap > 0,

@@ -288,6 +288,7 @@ def build_rotary(config: GPTConfig, *, local: bool = False) -> Rotary | None:
         base,
         # a window is as long as in the first training, whatever the context
         scaling=None if local else position.scaling,
+        axes=position.axes,
         interleaved=position.interleaved,
         backend=config.backends.rotary,
     )
@@ -351,7 +352,9 @@ class GPT(nn.Module):
         """Make the context that the layers share, for hidden states of ``dtype``."""
         # Made from the dtype of the hidden states, which tells how precise angles must be.
         rotations = {ROTARY: self.rotary, LOCAL: self.local_rotary}
-        tables = {name: rotary(sequences.positions, dtype) for name, rotary in rotations.items() if rotary is not None}
+        tables = {
+            name: rotary(sequences.rotary_positions, dtype) for name, rotary in rotations.items() if rotary is not None
+        }
         return LayerContext(sequences, tables)
 
     def forward(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megalight.ops.common import lazy, select, serve_all, triton_why_not
 from megalight.ops.rotary import reference
+from megalight.ops.rotary.axes import RotaryAxes
 from megalight.ops.rotary.scaling import RotaryScaling
 from megalight.ops.rotary.table import rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
 
-__all__ = ["RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
+__all__ = ["RotaryAxes", "RotaryScaling", "apply_rotary", "rotary_table", "rotate_qkv"]
 
 
 class Spec(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import PositionConfig
-from megalight.ops.rotary import RotaryScaling
+from megalight.ops.rotary import RotaryAxes, RotaryScaling
 
 FIELDS = {
     "linear": {"factor": "factor"},
@@ -46,8 +46,10 @@ def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
     options = values.get("rope_parameters") or values.get("rope_scaling") or {}
     base = options.get("rope_theta") or values.get("rope_theta") or 10000.0
     kind = options.get("rope_type") or options.get("type") or "default"
-    if kind == "default":
-        return PositionConfig(base=base, pattern=rotated)
+    sections = options.get("mrope_section")
+    axes = RotaryAxes(tuple(sections), bool(options.get("mrope_interleaved"))) if sections else None
+    if kind in ("default", "mrope"):  # older files name the axes in place of the scaling
+        return PositionConfig(base=base, pattern=rotated, axes=axes)
     if kind not in FIELDS:
         raise ConfigurationError(f"rope_type {kind!r} has no counterpart here; known: default, {', '.join(FIELDS)}.")
     given = {
@@ -65,7 +67,7 @@ def rotary_from(values: Mapping[str, Any]) -> PositionConfig:
             f"attention_factor is {stated}, and the other values of {kind} give {scaling.concentration:.6f}; a factor "
             "of its own has no counterpart here."
         )
-    return PositionConfig(base=base, scaling=scaling, pattern=rotated)
+    return PositionConfig(base=base, scaling=scaling, pattern=rotated, axes=axes)
 
 
 def rotary_to(position: PositionConfig) -> dict[str, Any]:
@@ -77,4 +79,7 @@ def rotary_to(position: PositionConfig) -> dict[str, Any]:
         fields = FIELDS.get(scaling.kind, FIELDS["linear"])
         stated = {theirs: getattr(scaling, ours) for ours, theirs in fields.items()}
         values["rope_scaling"] = {"rope_type": scaling.kind, **{k: v for k, v in stated.items() if v is not None}}
+    if (axes := position.axes) is not None:
+        options = values.setdefault("rope_scaling", {"rope_type": "default"})
+        options.update(mrope_section=list(axes.sections), mrope_interleaved=axes.interleaved)
     return values
