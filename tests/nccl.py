@@ -81,7 +81,8 @@ def runs_of(jobs: Callable[[int], Sequence[tuple[Job, tuple[Any, ...]]]], world:
 
 def _rank(rank: int, world: int, port: int, jobs: Sequence[tuple[Job, tuple[Any, ...]]], results: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port))
+    # Hosts of GPUs may be shared, and there are few multicast groups for all who use them.
+    os.environ.update(MASTER_PORT=str(port), NCCL_NVLS_ENABLE="0")
     torch.cuda.set_device(rank)
     patience = datetime.timedelta(seconds=PATIENCE)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=patience)

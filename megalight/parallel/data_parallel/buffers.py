@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,9 @@ from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
 from megalight.parallel.storage import has_memory, without_memory
+
+Allocating = Callable[[], AbstractContextManager[object]]
+"""Returns a context inside of which tensors are allocated in a certain way."""
 
 all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
 
@@ -123,6 +127,7 @@ class FlatParameters:
         divided: each rank keeps only the masters of its own interval.
         params: ``[numel]`` memory that the whole parameters share with those of other units; None: memory of their own.
         gathering: the ranks of ``groups.shards``, over the communicator of units; None: the same one.
+        allocating: a context in which the memory of messages is allocated.
 
     Attributes:
         group: ranks over which gradients are summed; None for a single rank.
@@ -146,6 +151,7 @@ class FlatParameters:
         divided: bool,
         params: Tensor | None = None,
         gathering: ProcessGroup | None = None,
+        allocating: Allocating = nullcontext,
     ) -> None:
         kind, codes = layout.kind, layout.kind.codes
         self.layout = layout
@@ -161,7 +167,8 @@ class FlatParameters:
         device = self.infos[0].parameter.device
         interval = layout.interval(kind.place) if divided else (0, layout.numel)
         # In the parameters' own dtype: they become the parameters, or, with codes, only the source of the masters.
-        values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
+        with nullcontext() if self.shards_params or codes is not None else allocating():
+            values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
         for parameter, view in self._views(values):
             if has_memory(parameter):
                 view.copy_(parameter.detach())
@@ -170,8 +177,14 @@ class FlatParameters:
         own = values[slice(*interval)]
         if params is not None:
             # The whole tensor was needed only to cut this rank's interval from it, and is freed here.
-            own, values = own.clone(), params
-        self.params = values if codes is None else torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
+            with allocating():
+                own = own.clone()
+            values = params
+        if codes is not None:
+            with allocating():
+                self.params = torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
+        else:
+            self.params = values
         self.own_params = own if codes is None else self.params[slice(*interval)]
         self._nowhere = without_memory(torch.empty(2, dtype=self.params.dtype, device="meta"), device)
         self.show(self.params)
@@ -235,7 +248,7 @@ class Bucket(FlatParameters):
     """The storage of one bucket: flat parameters, flat gradients, and this rank's masters.
 
     Args:
-        layout, infos, groups, divided, params, gathering: as for :class:`FlatParameters`.
+        layout, infos, groups, divided, params, gathering, allocating: as for :class:`FlatParameters`.
         master_dtype: dtype of the masters.
         grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
@@ -267,18 +280,19 @@ class Bucket(FlatParameters):
         sum_dtype: torch.dtype | None = None,
         on_host: bool = False,
         gathering: ProcessGroup | None = None,
+        allocating: Allocating = nullcontext,
     ) -> None:
-        super().__init__(layout, infos, groups, divided, params, gathering)
+        super().__init__(layout, infos, groups, divided, params, gathering, allocating)
         self.on_host = on_host
         self.reduced: Tensor | None = None
         shard, dtype = self.shard, layout.kind.grad_dtype
         self.shards_grads = grads is not None
-        self.grads = torch.zeros(layout.numel, dtype=dtype, device=self.params.device) if grads is None else grads
-        self.own_grads = self.grads[shard.start : shard.stop]
-        if self.shards_grads:
-            # The sums of a step outlive the memory that is lent to one
-            # micro-batch. They may be wider than it is.
-            self.own_grads = torch.zeros_like(self.own_grads, dtype=sum_dtype)
+        with allocating():
+            self.grads = torch.zeros(layout.numel, dtype=dtype, device=self.params.device) if grads is None else grads
+            self.own_grads = self.grads[shard.start : shard.stop]
+            if self.shards_grads:
+                # The sums of a step outlive the memory that is lent to one micro-batch. They may be wider than it is.
+                self.own_grads = torch.zeros_like(self.own_grads, dtype=sum_dtype)
         self.main_grads = list(self._views(self.grads))
         self.arrived = 0
         self.sent = False

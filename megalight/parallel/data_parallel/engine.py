@@ -22,6 +22,7 @@ from megalight.parallel.data_parallel.memory import GRADIENT_TURNS, TurnBuffers,
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.units import Units
+from megalight.parallel.data_parallel.user_buffers import Registration, UserBuffers
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -76,6 +77,8 @@ class DataParallelEngine:
         optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
             optimizer state comes to be there, too.
         check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
+        nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
+            :class:`~megalight.parallel.data_parallel.user_buffers.UserBuffers`.
 
     Attributes:
         host: the masters in host memory. An optimizer's step is between ``host.begin()`` and :meth:`publish`.
@@ -87,7 +90,7 @@ class DataParallelEngine:
 
     Raises:
         ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
-            and the backend is not NCCL.
+            and the backend is not NCCL; or ``nccl_ub`` cannot be had.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class DataParallelEngine:
         reduce_each_micro_batch: bool | None = None,
         optimizer_offload_fraction: float = 0.0,
         check_for_nan: bool = False,
+        nccl_ub: Registration = "off",
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -126,9 +130,11 @@ class DataParallelEngine:
         self._choices = prefetch, reduce_each_micro_batch
         self._offload = optimizer_offload_fraction
         self._overlap = overlap_grad_reduce
+        device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
+        self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
-        self.device = self.buckets[0].params.device if self.buckets else device or torch.device("cpu")
+        self.device = device
         self.main_gradients = MainGradients(
             self.buckets,
             mesh.everyone,
@@ -141,6 +147,12 @@ class DataParallelEngine:
         self.units: Units | None = None
         self.frozen = self._shard_frozen([info for info in every if not info.parameter.requires_grad], max_ctas)
         sharded = [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
+        # Once all buffers are there: what comes later would be registered by ranks at different times.
+        self._user_buffers.register(
+            group
+            for bucket in (*self.buckets, *self.frozen)
+            for group in (bucket.group, bucket.shard_group, bucket.unit_group, bucket.replica_group)
+        )
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
         if self.main_gradients.of_units.buckets or sharded:
             turns = self.unit_memory.turns
@@ -166,14 +178,15 @@ class DataParallelEngine:
         layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
         device = self.infos[0].parameter.device if layouts else torch.device("cpu")
         params = grads = None
+        allocating = self._user_buffers.allocating
         if any(layout.kind.unit is not None for layout in layouts):
             # Only ranks that agree on a choice of their own ask each other how much memory is free.
             free = free_memory(device, self.mesh.everyone) if None in self._choices else None
             self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
             if self.level.parameters:
-                params = TurnBuffers(layouts, self.unit_memory.turns, device)
+                params = TurnBuffers(layouts, self.unit_memory.turns, device, allocating)
             if self.unit_memory.reduce_each:
-                grads = TurnBuffers(layouts, GRADIENT_TURNS, device)
+                grads = TurnBuffers(layouts, GRADIENT_TURNS, device, allocating)
         reducing = groups
         if self._overlap and any(layout.kind.unit is not None for layout in layouts):
             # Units are gathered and reduced by hooks, in one order on all ranks. Whole buckets are sent when their
@@ -200,6 +213,7 @@ class DataParallelEngine:
                 self._reducer.sum_dtype(layout.kind.grad_dtype),
                 index in on_host,
                 groups[layout.kind.mesh, layout.kind.data].shards,
+                allocating,
             )
             for index, layout in enumerate(layouts)
         ]
@@ -217,10 +231,16 @@ class DataParallelEngine:
         if not infos:
             return []
         layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
-        memory = TurnBuffers(layouts, self.unit_memory.turns, infos[0].parameter.device)
+        allocating = self._user_buffers.allocating
+        memory = TurnBuffers(layouts, self.unit_memory.turns, infos[0].parameter.device, allocating)
         return [
             FlatParameters(
-                layout, infos, _groups(layout.kind, max_ctas), True, memory.take(layout, layout.kind.param_dtype)
+                layout,
+                infos,
+                _groups(layout.kind, max_ctas),
+                True,
+                memory.take(layout, layout.kind.param_dtype),
+                allocating=allocating,
             )
             for layout in layouts
         ]
@@ -368,6 +388,7 @@ class DataParallelEngine:
             bucket.drop_gradients()
         if self.units is not None:
             self.units.end_training()
+        self._user_buffers.release()
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, after weights were loaded into the parameters, or into their shards.

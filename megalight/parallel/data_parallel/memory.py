@@ -7,6 +7,7 @@ before the engine takes its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalight.parallel.data_parallel.buffers import Allocating
 from megalight.parallel.data_parallel.layout import BucketLayout
 
 GRADIENT_TURNS = 2
@@ -113,10 +115,14 @@ class TurnBuffers:
     Args:
         layouts: the buckets.
         turns: number of units that have memory at a time.
+        allocating: a context in which it is allocated.
     """
 
-    def __init__(self, layouts: Sequence[BucketLayout], turns: int, device: torch.device) -> None:
+    def __init__(
+        self, layouts: Sequence[BucketLayout], turns: int, device: torch.device, allocating: Allocating = nullcontext
+    ) -> None:
         self._turns = turns
+        self._allocating = allocating
         self._device = device
         self._flat: dict[tuple[object, ...], Tensor] = {}
         self._largest: dict[tuple[object, ...], int] = {}
@@ -131,7 +137,8 @@ class TurnBuffers:
         key = self._key(layout)
         if key not in self._flat:
             # NaN, not zero: what is read before it is gathered or written then shows in the loss at once.
-            self._flat[key] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
+            with self._allocating():
+                self._flat[key] = torch.full((self._largest[key],), torch.nan, dtype=dtype, device=self._device)
         return self._flat[key][: layout.numel]
 
     def _key(self, layout: BucketLayout) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import ParamInfo
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import level_of
+from megalight.parallel.data_parallel.user_buffers import Registration
 from megalight.parallel.mesh import ParallelMesh
 
 Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -52,6 +53,9 @@ class DataParallel:
             whole buckets: 0 none, 1 all. Copies to and from the device run beside the updates.
         check_for_nan: before each update, check that all gradients are finite. If not, all ranks stop with the same
             error, which names parameters. It takes a pass over the gradients, and the host waits for the device.
+        nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without copies of its
+            own: ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
+            GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
     """
@@ -69,6 +73,7 @@ class DataParallel:
     reduce_each_micro_batch: bool | None = None
     optimizer_offload_fraction: float = 0.0
     check_for_nan: bool = False
+    nccl_ub: Registration = "off"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -76,6 +81,17 @@ class DataParallel:
         if self.level not in get_args(Level):
             raise ConfigurationError(
                 f"data_parallel.level={self.level!r}; it must be one of {', '.join(map(repr, get_args(Level)))}."
+            )
+        if self.nccl_ub not in get_args(Registration):
+            raise ConfigurationError(
+                f"data_parallel.nccl_ub={self.nccl_ub!r}; it must be one of {', '.join(get_args(Registration))}."
+            )
+        # Such messages travel from memory that is made for each of them, so registered gradients would do nothing.
+        if self.nccl_ub != "off" and (self.reduce_dtype or self.reduce_scatter_with_fp32_accumulation):
+            other = "reduce_dtype" if self.reduce_dtype else "reduce_scatter_with_fp32_accumulation"
+            raise ConfigurationError(
+                f"data_parallel.nccl_ub={self.nccl_ub!r} with {other}={getattr(self, other)!r}, which sends gradients "
+                "from memory of its own; leave one of the two out, or set gradient_dtype instead."
             )
         if self.reduce_scatter_with_fp32_accumulation and self.level == "no_shard":
             raise ConfigurationError(
@@ -156,4 +172,5 @@ class DataParallel:
             reduce_each_micro_batch=self.reduce_each_micro_batch,
             optimizer_offload_fraction=self.optimizer_offload_fraction,
             check_for_nan=self.check_for_nan,
+            nccl_ub=self.nccl_ub,
         )

@@ -52,7 +52,7 @@ def _loss(model: nn.ModuleDict, x: Tensor) -> Tensor:
     return loss
 
 
-def _train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
+def train(level: str, strict: bool, **options: Any) -> tuple[Tensor, Tensor, int]:
     """Norms of five steps, the last loss, and the peak of memory in the last step."""
     gc.collect()  # an earlier engine's memory must not count
     model, world = _model(), dist.get_world_size()
@@ -62,7 +62,7 @@ def _train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
         for name, p in model.named_parameters()
     ]
-    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), level=level, units=units)
+    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), level=level, units=units, **options)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
     draws = torch.Generator().manual_seed(dist.get_rank())
     inputs = [torch.randn(2, 4096, WIDTH, generator=draws).cuda().bfloat16() for _ in range(5)]
@@ -85,6 +85,7 @@ def _train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
         engine.publish()
     torch.cuda.set_sync_debug_mode("default")
     engine.sync_parameters()
+    engine.close()
     return torch.stack(norms).cpu(), loss.detach().cpu(), torch.cuda.max_memory_allocated()
 
 
@@ -143,7 +144,7 @@ def _dropped() -> int:
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     levels = ("optim", "optim_grads", "optim_grads_params")
-    trained = [(_train, (level, strict)) for strict in (False, True) for level in levels]
+    trained = [(train, (level, strict)) for strict in (False, True) for level in levels]
     return [*trained, *((_read_between_steps, (level,)) for level in levels[::2]), (_dropped, ())]
 
 
