@@ -53,8 +53,8 @@ class DataParallel:
             whole buckets: 0 none, 1 all. Copies to and from the device run beside the updates.
         check_for_nan: before each update, check that all gradients are finite. If not, all ranks stop with the same
             error, which names parameters. It takes a pass over the gradients, and the host waits for the device.
-        nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without copies of its
-            own: ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
+        nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without own copies:
+            ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
             GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.

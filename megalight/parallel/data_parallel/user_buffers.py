@@ -34,7 +34,8 @@ def why_not(kind: Registration, device: torch.device) -> str | None:
     # Bound in C++, so the text that pybind writes is all that tells the arguments.
     if None in methods or (kind == "symmetric" and "symm" not in str(methods[0].__doc__)):
         return f"torch {torch.__version__} cannot register pools of memory this way"
-    if (found := torch.cuda.nccl.version()[:2]) < OLDEST[kind]:
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if (found := version[:2]) < OLDEST[kind]:
         return f"it needs NCCL {'.'.join(map(str, OLDEST[kind]))} or newer, and this is {'.'.join(map(str, found))}"
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
         return "NCCL_CUMEM_ENABLE=0 takes NCCL's allocator away; unset it"

@@ -1,0 +1,112 @@
+"""Managed memory: the calls, with arguments of both generations of drivers. A library in C takes the driver's place."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.parallel import managed
+from megalight.parallel.managed import ManagedMemory, advise, compile_allocator, prefetch, why_not
+
+CPU, SECOND = torch.device("cpu"), torch.device("cuda:1")
+COMMON = """
+#include <stdlib.h>
+long long seen[6];
+int concurrent = 1, freed = 0;
+typedef struct { int type, id; } location;
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 89 && concurrent; return 0; }
+int cuMemAllocManaged(unsigned long long *address, size_t size, unsigned flags) {
+    seen[0] = size; seen[1] = flags;
+    *address = (unsigned long long)malloc(size);
+    return 0;
+}
+int cuMemFree_v2(unsigned long long address) { free((void *)address); freed++; return 0; }
+static int note(long long a, long long b, long long c, long long d, long long e, long long f) {
+    seen[0] = a; seen[1] = b; seen[2] = c; seen[3] = d; seen[4] = e; seen[5] = f;
+    return b == 8 ? 801 : 0;  /* it refuses tensors of eight bytes */
+}
+"""
+ORDINAL = """
+int cuMemPrefetchAsync(unsigned long long p, size_t n, int device, void *s) {
+    return note(p, n, device, 0, 0, (long)s);
+}
+int cuMemAdvise(unsigned long long p, size_t n, int advice, int device) { return note(p, n, advice, device, 0, 0); }
+"""
+LOCATED = """
+int cuMemPrefetchAsync_v2(unsigned long long p, size_t n, location l, unsigned flags, void *s) {
+    return note(p, n, l.type, l.id, flags, (long)s);
+}
+int cuMemAdvise_v2(unsigned long long p, size_t n, int advice, location l) {
+    return note(p, n, advice, l.type, l.id, 0);
+}
+"""
+
+
+@pytest.fixture(params=["ordinal", "located"])
+def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A driver before CUDA 12.2, and one that also has what CUDA 13 calls. The latter's old calls abort here."""
+    located = request.param == "located"
+    wrong = "int cuMemPrefetchAsync() { abort(); } int cuMemAdvise() { abort(); }" if located else ""
+    source, library = tmp_path / "driver.c", tmp_path / f"libdriver-{request.param}.so"
+    source.write_text(COMMON + (LOCATED + wrong if located else ORDINAL))
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    monkeypatch.setattr(managed, "LIBRARY", str(library))
+    managed.library.cache_clear()
+    yield SimpleNamespace(located=located, own=ctypes.CDLL(str(library)))
+    managed.library.cache_clear()
+
+
+def _seen(driver: Any) -> list[int]:
+    return list((ctypes.c_longlong * 6).in_dll(driver.own, "seen"))
+
+
+def test_arguments_of_both_generations(driver: Any) -> None:
+    x, stream = torch.zeros(6), SimpleNamespace(cuda_stream=77)
+    address, size = x.data_ptr(), x.nbytes
+    prefetch(x, SECOND, stream)  # type: ignore[arg-type]
+    assert _seen(driver) == [address, size, *((1, 1, 0, 77) if driver.located else (1, 0, 0, 77))]
+    prefetch(x[2:], CPU, stream)  # type: ignore[arg-type]
+    assert _seen(driver) == [address + 8, size - 8, *((2, 0, 0, 77) if driver.located else (-1, 0, 0, 77))]
+    advise(x, "preferred_location", SECOND)
+    assert _seen(driver) == [address, size, 3, *((1, 1, 0) if driver.located else (1, 0, 0))]
+    advise(x, "accessed_by", CPU)
+    assert _seen(driver) == [address, size, 5, *((2, 0, 0) if driver.located else (-1, 0, 0))]
+    with pytest.raises(MegalightError, match="cuMemPrefetchAsync failed with code 801"):
+        prefetch(x[:2], SECOND, stream)  # type: ignore[arg-type]
+
+
+def test_the_allocator_allocates_and_frees(driver: Any, tmp_path: Path) -> None:
+    found = ctypes.CDLL(str(compile_allocator(tmp_path)))
+    found.managed_alloc.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    found.managed_alloc.restype = ctypes.c_void_p
+    found.managed_free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    address = found.managed_alloc(4096, 1, None)
+    assert address
+    assert _seen(driver)[:2] == [4096, 1], "attached to all streams"
+    ctypes.memset(address, 1, 4096)
+    found.managed_free(address, 4096, 1, None)
+    assert ctypes.c_int.in_dll(driver.own, "freed").value == 1
+
+
+def test_reasons(driver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert why_not(SECOND) is None
+    assert why_not(CPU) == "it needs a GPU, not cpu"
+    with pytest.raises(ConfigurationError, match=r"managed memory for cpu: it needs a GPU, not cpu\. Use the device's"):
+        ManagedMemory(CPU)
+    monkeypatch.setenv("PATH", "")
+    assert "C compiler" in str(why_not(SECOND))
+    with pytest.raises(MegalightError, match="could not be compiled"):
+        compile_allocator(tmp_path)
+    ctypes.c_int.in_dll(driver.own, "concurrent").value = 0
+    assert "concurrentManagedAccess is 0" in str(why_not(SECOND))
+    monkeypatch.setattr(managed, "LIBRARY", "libnothing.so")
+    managed.library.cache_clear()
+    assert why_not(SECOND) == "libnothing.so is not there, or lacks managed memory"

@@ -1,0 +1,47 @@
+"""A tensor larger than the device, in managed memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from megalight.parallel.managed import ManagedMemory, advise, prefetch, why_not
+
+pytestmark = pytest.mark.gpu
+GIB = 2**30
+
+
+def test_a_tensor_larger_than_the_device() -> None:
+    """Every part is written and read on the device, with and without prefetching it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if (reason := why_not(device)) is not None:
+        pytest.skip(reason)
+    total = torch.cuda.get_device_properties(device).total_memory
+    with open("/proc/meminfo") as file:
+        host = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    parts = total // GIB + 4
+    # What does not fit on the device lies on the host; the rest of the device may be in use by others.
+    if host < parts * GIB // 2:
+        pytest.skip(f"needs {parts // 2} GiB of host memory")
+    memory = ManagedMemory(device)
+    with memory.allocating():
+        large = torch.empty(parts, GIB, dtype=torch.uint8, device=device)
+    assert large.nbytes > total
+    advise(large, "accessed_by", device)
+    # Only some bytes of each part, or moving all pages would take minutes.
+    seen = large[:, :: GIB // 64]
+    seen.copy_(torch.arange(parts, dtype=torch.uint8, device=device)[:, None].expand_as(seen))
+    sums = []
+    for ahead in (False, True):
+        for part in large:
+            if ahead:
+                prefetch(part[: GIB // 8], device)
+            sums.append(part[:: GIB // 64].sum(dtype=torch.int64))
+    prefetch(large[0, : GIB // 8], torch.device("cpu"))
+    assert torch.stack(sums).tolist() == [64 * (number % 256) for number in range(parts)] * 2
+    assert seen[0].sum() == 0
+    del large, seen, part
+    gc.collect()
+    torch.cuda.synchronize()
