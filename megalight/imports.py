@@ -20,6 +20,7 @@ EXTRAS = {
     "flash_attn": "flash-attn",
     "shtab": "completion",
     "jinja2": "chat",
+    "modelopt": "modelopt",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 
