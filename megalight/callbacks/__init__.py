@@ -2,6 +2,7 @@
 
 from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
+from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
 from megalight.callbacks.garbage import GarbageCollection
@@ -27,6 +28,7 @@ __all__ = [
     "ActivationOffload",
     "Adapters",
     "CUDAGraph",
+    "Distillation",
     "ExpertLoads",
     "GarbageCollection",
     "MemorySnapshot",

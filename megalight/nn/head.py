@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from megalight.nn.linear import Linear
 from megalight.ops.cross_entropy import linear_cross_entropy
+from megalight.ops.divergence import Projection, linear_divergence
+
+
+class Lesson(NamedTuple):
+    """What a head learns from a teacher.
+
+    Attributes:
+        teacher: the teacher's logits, not computed yet, over the same rows of the vocabulary as the head's weight.
+        kind: name of the divergence; see :mod:`megalight.ops.divergence.kinds`.
+        temperature: divides the logits of both.
+        own: compute the cross entropy of the labels, too.
+    """
+
+    teacher: Projection
+    kind: str = "forward_kl"
+    temperature: float = 1.0
+    own: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the op that are not tensors."""
+        return {"kind": self.kind, "temperature": self.temperature, "own": self.own}
 
 
 class LMHead(nn.Module):
@@ -46,3 +70,9 @@ class LMHead(nn.Module):
             )
         logits: Tensor = self.output_layer(hidden)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def learn(self, hidden: Tensor, labels: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
+        """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
+        layer = self.output_layer
+        student = Projection(self.norm(hidden), layer.weight, layer.bias, self.softcap)
+        return linear_divergence(student, lesson.teacher, labels, **lesson.options)

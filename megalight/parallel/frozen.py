@@ -6,7 +6,7 @@ The frozen model runs forward over all micro-batches of a step, before the step'
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry, Entry, Form, form_of, signature
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.timetable import Timetable
+from megalight.parallel.plan import Plan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Renamed, Source
 
@@ -33,6 +34,8 @@ class FrozenTask(Protocol):
 
     Attributes:
         token_multiple: set to the requirement of the model's layout: packed token counts must be multiples of it.
+
+    With ``FrozenModel.beside``, the attribute ``beside`` is set to that part.
     """
 
     token_multiple: int
@@ -42,6 +45,45 @@ class FrozenTask(Protocol):
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         """Run one chunk on one micro-batch. The last chunk returns the results: whole tensors, equal along ``tp``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A part of a frozen model that the loss of the trained model computes with, such as a teacher's head.
+
+    It is split over ``tp`` like the trained model, and only ranks of its last pipeline stage hold it.
+
+    Attributes:
+        build: returns the part, on meta.
+        name: canonical name of the part in the frozen model.
+        plan: how it is split.
+        source: its values, by canonical names that begin with ``<name of the frozen model>.<name>.``.
+    """
+
+    build: Callable[[], nn.Module]
+    name: str
+    plan: Plan
+    source: Source
+
+    def place(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
+        """Build it with its values; None on stages that do not need it. All ranks call this together.
+
+        Args:
+            name: name of the frozen model.
+            mesh: mesh of the trained model.
+        """
+        if mesh.rank("pp") < mesh.pp - 1:
+            # All ranks read a source together, also those that need nothing of it.
+            self.source.fill(())
+            return None
+        with torch.device("meta"):
+            root = self.build()
+        # Of the same `tp` groups as the trained model, but not cut into stages.
+        flat = ParallelMesh(mesh.world_size, mesh.global_rank, tp=mesh.tp, cp=mesh.cp)
+        options, name = ParallelOptions(plan=self.plan), f"{name}.{self.name}"
+        return freeze(
+            ParallelModel.build(root, flat, options, name=name, device=device, dtype=dtype, source=self.source)
+        ).root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +98,8 @@ class FrozenModel:
         saved_as: the prefix of its names in the source.
         seed: seed of initial values, and of random numbers that it draws.
         dtype: dtype of its parameters; None: that of the run.
+        beside: a part of it that is placed on the ranks of the trained model's last stage; ``task.beside`` is set to
+            it, and to None on other stages.
     """
 
     task: FrozenTask
@@ -66,6 +110,7 @@ class FrozenModel:
     saved_as: str = "model"
     seed: int = 0
     dtype: torch.dtype | None = None
+    beside: Beside | None = None
 
     def check(self, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> None:
         """Raise if the layout does not fit, before there are process groups.
@@ -106,20 +151,21 @@ class FrozenModel:
         source = self.source
         if source is not None and self.saved_as != name:
             source = Renamed(source, f"{name}.", f"{self.saved_as}.")
-        model = ParallelModel.build(
-            root,
-            self.mesh(mesh),
-            self._options(root),
-            name=name,
-            device=device,
-            dtype=self.dtype or dtype,
-            seed=self.seed,
-            source=source,
-        ).eval()
-        # No gradients: engines and autograd leave these parameters alone.
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        model = freeze(
+            ParallelModel.build(
+                root,
+                self.mesh(mesh),
+                self._options(root),
+                name=name,
+                device=device,
+                dtype=self.dtype or dtype,
+                seed=self.seed,
+                source=source,
+            )
+        )
         self.task.token_multiple = model.token_multiple
+        if self.beside is not None:
+            self.task.beside = self.beside.place(name, mesh, self.dtype or dtype, device)  # type: ignore[attr-defined]
         return FrozenRun(model, self.task, mesh, self.seed)
 
     def _options(self, root: nn.Module) -> ParallelOptions:
@@ -240,6 +286,13 @@ class FrozenRun:
         values: list[Any] = [None] * dist.get_world_size(self._host)
         dist.all_gather_object(values, value, group=self._host)
         return dict(zip(dist.get_process_group_ranks(self._host), values, strict=True))
+
+
+def freeze(model: ParallelModel) -> ParallelModel:
+    """Put a model into evaluation mode, without gradients: engines and autograd leave its parameters alone."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model.eval()
 
 
 def _replicas(mesh: ParallelMesh) -> list[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megalight.errors import CheckpointError
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.shard import Piece, ShardSpec, boxes
 
@@ -133,6 +134,42 @@ class Renamed:
 
     def _to_theirs(self, name: str) -> str:
         return self.theirs + name.removeprefix(self.ours)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some tensors of a source, perhaps under other names: a model's head alone, or all of it except the head.
+
+    Attributes:
+        source: the source that is read.
+        names: our name -> name in the source.
+    """
+
+    source: Source
+    names: Mapping[str, str]
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """The available tensors, by our names."""
+        found = self.source.tensors
+        return {ours: found[theirs] for ours, theirs in self.names.items() if theirs in found}
+
+    def fill(
+        self,
+        targets: Iterable[Target],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        process_group: ProcessGroup | None = None,
+    ) -> Filled:
+        """See :meth:`Source.fill`; tensors that were not chosen are not missed."""
+        lost = sorted(set(self.names) - self.tensors.keys())
+        # Known on all ranks alike, and before any of them waits for others.
+        if strict and lost:
+            raise CheckpointError(f"the weights lack {self.names[lost[0]]} (and {len(lost) - 1} more tensors).")
+        chosen = (replace(target, name=self.names[target.name]) for target in targets)
+        self.source.fill(chosen, strict=False, process_group=process_group)
+        return Filled(tuple(lost), ())
 
 
 def model_targets(model: nn.Module, prefix: str = "") -> Iterator[Target]:

@@ -20,3 +20,8 @@ class WithResults:
 
     batch: Any
     results: Mapping[str, Mapping[str, Tensor]]
+
+
+def opened(batch: Any) -> tuple[Any, Mapping[str, Mapping[str, Tensor]]]:
+    """Return a micro-batch without results, and the results; none if no frozen model ran."""
+    return (batch.batch, batch.results) if isinstance(batch, WithResults) else (batch, {})

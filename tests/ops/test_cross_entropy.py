@@ -89,11 +89,11 @@ def test_a_second_backward_is_the_same() -> None:
 @pytest.mark.parametrize("rows", [0, 25, 40, 63])
 def test_logits_that_do_not_fit_are_made_twice(rows: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for so many of 63 rows."""
-    monkeypatch.setattr(chunked, "_memory", lambda device: 97 * 8 * rows)
+    monkeypatch.setattr(chunked, "memory_of", lambda device: 97 * 8 * rows)
     monkeypatch.setattr(chunked, "SHARE", 1)
     products = []
-    plain = chunked._logits
-    monkeypatch.setattr(chunked, "_logits", lambda h, w, b: products.append(len(h)) or plain(h, w, b))
+    plain = chunked.logits_of
+    monkeypatch.setattr(chunked, "logits_of", lambda h, w, b: products.append(len(h)) or plain(h, w, b))
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, chunk=chunk)
     size, kept = chunked.cut(63, 97 * 8, chunk, 97 * 8 * rows)
     assert sum(products) == 63 + max(0, 63 - size * kept)
@@ -114,7 +114,7 @@ def test_chunks_fill_the_memory_that_logits_may_take() -> None:
 
 def test_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "BLOCK", 97 * 4)
-    assert len(native._blocks(torch.empty(63, 97))) == 16
+    assert len(native.blocks(torch.empty(63, 97))) == 16
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, softcap=2.0, padding=3)
 
 

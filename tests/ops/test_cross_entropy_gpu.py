@@ -27,7 +27,7 @@ def test_triton_equals_the_reference(
 @pytest.mark.parametrize("rows", [0, 300, 700])
 def test_logits_that_do_not_fit_are_made_twice(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for so many of 1000 rows."""
-    monkeypatch.setattr(chunked, "_memory", lambda device: 2 * 1000 * rows)
+    monkeypatch.setattr(chunked, "memory_of", lambda device: 2 * 1000 * rows)
     monkeypatch.setattr(chunked, "SHARE", 1)
     check_cross_entropy(TRITON, "cuda", torch.bfloat16, 999, 1000, 64)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.models.family.module import pack
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
+from megalight.models.packing import pack
 from megalight.nn.init import initialise
 from megalight.parallel.frozen import FrozenModel
 from megalight.parallel.options import ParallelOptions

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from megalight.data.bert.batch import BertBatch
 from megalight.models.bert.config import BertConfig
 from megalight.models.bert.flops import flops_per_token
-from megalight.models.family.module import IGNORED, FamilyModule, pack
+from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
+from megalight.models.packing import IGNORED, pack
 from megalight.optim import AdamConfig
 from megalight.types import Loss
 

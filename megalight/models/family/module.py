@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
@@ -21,10 +20,6 @@ from megalight.optim import AdamConfig
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform, apply_transforms
-from megalight.types import PackedSequences
-
-IGNORED = -100
-"""Label of a token without a loss."""
 
 
 class FamilyConfig(Protocol):
@@ -242,10 +237,3 @@ def _whole_names(
         pieces = () if spec is None else spec.pieces
         shared = any(axis.startswith("pp") for piece in pieces for axis in piece.partial)
         yield pieces[0].name if shared else name, parameter
-
-
-def pack(rows: Tensor, sequences: PackedSequences, filler: int) -> Tensor:
-    """Flatten rows ``[b, s]``, or packed ``[tokens]``, to ``[T]``, with ``filler`` in the dummy sequence of padding."""
-    flat = rows.reshape(-1)
-    missing = sequences.num_tokens - len(flat)
-    return F.pad(flat, (0, missing), value=filler) if missing else flat

@@ -22,6 +22,7 @@ from megalight.nn import (
     LatentAttention,
     LayerContext,
     LayerNorm,
+    Lesson,
     Linear,
     LMHead,
     Mamba2,
@@ -57,7 +58,7 @@ class Later(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a GPT or of a part of it. Exactly one of the first three is set.
+    """The output of a GPT or of a part of it. One of the first three is set, unless only divergences are asked for.
 
     Attributes:
         hidden: ``[T, h]``, if this part has no head.
@@ -65,12 +66,14 @@ class Output:
         logits: ``[T, V]``, if no labels are given.
         depths: for each depth of multi-token prediction, losses ``[T]``; hidden states ``[T, h]``, if this part has no
             head. Empty if there are no depths before or in this part, or if they were not asked for.
+        divergences: ``[T]``, from the teacher of a lesson.
     """
 
     hidden: Tensor | None = None
     losses: Tensor | None = None
     logits: Tensor | None = None
     depths: tuple[Tensor, ...] = ()
+    divergences: Tensor | None = None
 
 
 def build_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -367,6 +370,7 @@ class GPT(nn.Module):
         rows: Tensor | None = None,
         later: Sequence[Later] = (),
         depths: Sequence[Tensor] = (),
+        lesson: Lesson | None = None,
     ) -> Output:
         """Run the parts that this model has.
 
@@ -379,6 +383,7 @@ class GPT(nn.Module):
             rows: ``[N]`` indices of the tokens for which to compute losses or logits. None means all tokens.
             later: one entry for each depth of multi-token prediction. Empty: the depths do not run.
             depths: hidden states ``[T, h]`` of each depth, from the part before, if the depths were in that one.
+            lesson: what the head learns from a teacher, with labels.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
@@ -398,6 +403,9 @@ class GPT(nn.Module):
         if self.head is None:
             return Output(hidden=hidden, depths=tuple(depths))
         further = tuple(self.head(hidden, each.labels, normed=True) for hidden, each in zip(depths, later, strict=True))
+        if lesson is not None and labels is not None:
+            divergences, losses = self.head.learn(hidden, labels, lesson)
+            return Output(losses=losses, depths=further, divergences=divergences)
         # select rows before the head, whose product with the vocabulary is expensive
         if rows is not None:
             hidden, labels = hidden[rows], None if labels is None else labels[rows]

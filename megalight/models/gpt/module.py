@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megalight.models.family.module import IGNORED, FamilyModule, pack
+from megalight.models.distillation import TEACHER, Distiller
+from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.gpt.model import Later
 from megalight.models.module import Carry
+from megalight.models.packing import IGNORED, pack
 from megalight.optim import AdamConfig
-from megalight.types import Loss, TokenBatch
+from megalight.parallel.frozen import FrozenModel
+from megalight.types import Loss, TokenBatch, WithResults
+from megalight.types.results import opened
 
 
 class GPTModule(FamilyModule[GPTConfig]):
@@ -44,17 +49,25 @@ class GPTModule(FamilyModule[GPTConfig]):
     ) -> None:
         super().__init__(config, optimizer, seed, weights)
 
+        self.distiller: Distiller | None = None
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the teacher, if there is one."""
+        return {} if self.distiller is None else {TEACHER: self.distiller.frozen()}
+
     def context_share(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
         """Return share ``rank`` of ``size`` of every sequence, with the later tokens of multi-token prediction."""
         return batch.context_share(rank, size, self.token_multiple, ahead=self.config.num_depths)
 
-    def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
+    def forward_step(self, model: nn.Module, batch: TokenBatch | WithResults, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses [T]``.
 
-        Multi-token prediction adds an entry ``mtp_<k>`` for each depth: hidden states, or losses.
+        Multi-token prediction adds an entry ``mtp_<k>`` for each depth: hidden states, or losses. With a teacher, the
+        last chunk returns ``divergences [T]``, too, and leaves out losses that are not part of the objective.
         """
+        rows, results = opened(batch)
         # Sequence parallelism gives each rank an equal share of the tokens.
-        sequences = batch.sequences.pad_to(self.token_multiple)
+        sequences = rows.sequences.pad_to(self.token_multiple)
 
         def labels_of(one: TokenBatch) -> Tensor:
             # The op skips labels that are ignored, which saves their part of the projection's work.
@@ -63,31 +76,47 @@ class GPTModule(FamilyModule[GPTConfig]):
         later: list[Later] = []
         # only training reads depths: validation reports the loss of the model that will be used
         if model.training and any(getattr(model, part, None) is not None for part in ("mtp", "head")):
-            shifted = [batch.shifted(depth) for depth in self._depths]
+            shifted = [rows.shifted(depth) for depth in self._depths]
             later = [Later(pack(one.tokens, sequences, 0), labels_of(one)) for one in shifted]
+        lesson = None
+        if self.distiller is not None and getattr(model, "head", None) is not None:
+            lesson = self.distiller.lesson(results[TEACHER], sequences, model.training)
         output = model(
-            pack(batch.tokens, sequences, 0),
+            pack(rows.tokens, sequences, 0),
             sequences,
-            labels=labels_of(batch),
+            labels=labels_of(rows),
             hidden=None if carry is None else carry["hidden"],
             later=later,
             depths=[] if carry is None else [carry[f"mtp_{k}"] for k in self._depths if f"mtp_{k}" in carry],
+            lesson=lesson,
         )
         depths = {f"mtp_{depth}": tensor for depth, tensor in enumerate(output.depths, 1)}
-        return depths | ({"hidden": output.hidden} if output.losses is None else {"losses": output.losses})
+        found = {"hidden": output.hidden, "losses": output.losses, "divergences": output.divergences}
+        return depths | {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
-        """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
-        auxiliary, metrics = {}, {}
+    def loss_step(self, carry: Carry, batch: TokenBatch | WithResults) -> Loss:
+        """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens.
+
+        With a teacher: the objective of :meth:`megalight.models.distillation.Distiller.objective`.
+        """
+        rows, _ = opened(batch)
+        auxiliary: dict[str, Tensor] = {}
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for depth in self._depths:
             name = f"mtp_{depth}"
             if (losses := carry.get(name)) is None:  # the model is not in training
                 break
-            mask = batch.shifted(depth).loss_mask
-            total = _masked_sum(losses, mask)
-            auxiliary[name] = total * (self._depth_scale / len(self._depths))
-            metrics[f"{name}_loss"] = total.detach(), mask.sum()
-        return Loss(_masked_sum(carry["losses"], batch.loss_mask), auxiliary, metrics)
+            mask = rows.shifted(depth).loss_mask
+            lost = _masked_sum(losses, mask)
+            auxiliary[name] = lost * (self._depth_scale / len(self._depths))
+            metrics[f"{name}_loss"] = lost.detach(), mask.sum()
+        total = _masked_sum(carry["losses"], rows.loss_mask) if "losses" in carry else None
+        if self.distiller is not None:
+            divergence = _masked_sum(carry["divergences"], rows.loss_mask)
+            total, more = self.distiller.objective(divergence, total, rows.loss_mask.sum(), self.training)
+            metrics |= more
+        assert total is not None
+        return Loss(total, auxiliary, metrics)
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
         """Return the sum of the loss mask."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -77,7 +77,7 @@ def linear_cross_entropy(
     """Implement the public function with the row-wise kernels of a backend."""
     size = weight.shape[0]
     # `kept` is 0 without a graph (evaluation): logits of one chunk at a time exist then.
-    chunk, kept = cut(hidden.shape[0], size * hidden.element_size(), chunk, _memory(hidden.device) * SHARE)
+    chunk, kept = cut(hidden.shape[0], size * hidden.element_size(), chunk, memory_of(hidden.device) * SHARE)
     real = max(0, min(size, num_rows - first_row))
     plan = Plan(rows, chunk, kept if torch.is_grad_enabled() else 0, real, softcap)
     # Labels relative to the first row of this weight. Ignored labels, and labels of earlier rows, are negative.
@@ -112,14 +112,14 @@ def cut(tokens: int, row_bytes: int, chunk: int | None, memory: float) -> tuple[
 
 
 @lru_cache
-def _memory(device: torch.device) -> int:
+def memory_of(device: torch.device) -> int:
     """Return the memory of a device, or of this machine for the CPU, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return logits ``[T, V]``.
 
     On a GPU, rows start at multiples of 128 bytes, because matrix products are slow with unaligned vocabularies. Not so
@@ -154,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kept: list[Tensor] = []
         for start in range(0, tokens, plan.chunk):
             part = slice(start, start + plan.chunk)
-            logits = _logits(hidden[part], weight, bias)
+            logits = logits_of(hidden[part], weight, bias)
             logsumexp[part], target[part] = plan.rows.statistics(logits, labels[part], plan.real, plan.softcap)
             if len(kept) < plan.kept:
                 kept.append(logits)
@@ -174,42 +174,60 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, labels, ignored, logsumexp = ctx.saved_tensors
         weight, bias, plan = ctx.weight, ctx.bias, ctx.plan
         kept, ctx.kept = ctx.kept, []  # they are overwritten below; a second backward computes them again
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         # Zero also stops a NaN gradient of an ignored token from spreading into the weight gradient.
         grad = grad.masked_fill(ignored, 0.0).contiguous()  # the gradient of a sum is an expanded scalar
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight, main = _gradient_buffer(weight, need_weight)
-        grad_bias, main_bias = _gradient_buffer(bias, need_bias)
-        for start in range(0, hidden.shape[0], plan.chunk):
-            part = slice(start, start + plan.chunk)
-            # The first chunks are the ones that were kept. Popping frees each as soon as its gradient has been used.
-            logits = kept.pop(0) if kept else _logits(hidden[part], weight, bias)
-            # In place: from here on `logits` holds the gradient of the logits `[chunk, V]`.
-            plan.rows.gradient_(logits, labels[part], logsumexp[part], grad[part], plan.real, plan.softcap)
-            if grad_hidden is not None:
-                torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
-            if main is not None:
-                spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
-                # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
-                wgrad.choose(spec)(main, logits, hidden[part], state_of(weight).touch())
-            if bias is not None and main_bias is not None:
-                put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
-        for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):
-            if target is not None and own is None:
-                state = state_of(parameter)
-                if state.touch():  # no chunk wrote it: there were no tokens
-                    target.zero_()
-                # Once per call, after the last chunk: the data-parallel engine may start to reduce the bucket at once.
-                state.mark_grad_ready()
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+
+        def slopes() -> Iterator[tuple[slice, Tensor]]:
+            for start in range(0, hidden.shape[0], plan.chunk):
+                part = slice(start, start + plan.chunk)
+                # The first chunks are the ones that were kept. Popping frees each as soon as its gradient has been
+                # used.
+                logits = kept.pop(0) if kept else logits_of(hidden[part], weight, bias)
+                # In place: from here on `logits` holds the gradient of the logits `[chunk, V]`.
+                plan.rows.gradient_(logits, labels[part], logsumexp[part], grad[part], plan.real, plan.softcap)
+                yield part, logits
+
+        return (*propagate(hidden, weight, bias, ctx.needs_input_grad[:3], slopes()), None, None, None, None)
+
+
+def propagate(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needed: Sequence[bool],
+    slopes: Iterable[tuple[slice, Tensor]],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden states, weight and bias, or add the last two to their main gradients.
+
+    Args:
+        needed: which of the three need a gradient.
+        slopes: the tokens of each chunk, and the gradient of its logits ``[chunk, V]``, made when it is asked for.
+    """
+    need_hidden, need_weight, need_bias = needed
+    grad_hidden = torch.empty_like(hidden) if need_hidden else None
+    grad_weight, main = _gradient_buffer(weight, need_weight)
+    grad_bias, main_bias = _gradient_buffer(bias, need_bias)
+    for part, logits in slopes:
+        if grad_hidden is not None:
+            torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[part])
+        if main is not None:
+            spec = wgrad.Spec(logits.device.type, logits.dtype, main.dtype)
+            # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
+            wgrad.choose(spec)(main, logits, hidden[part], state_of(weight).touch())
+        if bias is not None and main_bias is not None:
+            put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
+    for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):
+        if parameter is not None and target is not None and own is None:
+            state = state_of(parameter)
+            if state.touch():  # no chunk wrote it: there were no tokens
+                target.zero_()
+            # Once per call, after the last chunk: the data-parallel engine may start to reduce the bucket at once.
+            state.mark_grad_ready()
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def _gradient_buffer(parameter: Tensor | None, needed: bool) -> tuple[Tensor | None, Tensor | None]:

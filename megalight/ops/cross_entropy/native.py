@@ -16,7 +16,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _blocks(logits: Tensor) -> list[slice]:
+def blocks(logits: Tensor) -> list[slice]:
     """Return slices of a few rows: intermediate results have a wider dtype and several copies in memory."""
     step = max(1, BLOCK // max(1, logits.shape[1]))
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
@@ -30,7 +30,7 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
     # If this rank holds padding only, its part of the vocabulary has probability 0: a log-sum-exp of -inf.
     logsumexp = torch.full(labels.shape, -torch.inf, dtype=wide(logits.dtype), device=logits.device)
     target = torch.zeros_like(logsumexp)
-    for part in _blocks(logits) if real else ():
+    for part in blocks(logits) if real else ():
         # Labels outside this part of the vocabulary are clamped for `gather`, which checks bounds, and masked
         # afterwards.
         values = _capped(logits[part, :real], softcap)
@@ -46,7 +46,7 @@ def gradient_(
     """Overwrite ``logits [T, V]`` with the gradient of ``sum(grad * (logsumexp - target))``."""
     # Padding has no gradient. (Its logits are arbitrary, so exp() of them could be infinite.)
     logits[:, real:] = 0
-    for part in _blocks(logits) if real else ():
+    for part in blocks(logits) if real else ():
         values = _capped(logits[part, :real], softcap)
         # softmax - one-hot. With the log-sum-exp of all ranks, each rank computes its columns without communication.
         slope = (values - logsumexp[part, None]).exp()

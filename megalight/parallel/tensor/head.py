@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megalight.nn.head import Lesson
 from megalight.ops.cross_entropy import linear_cross_entropy
+from megalight.ops.divergence import Projection, linear_divergence
 from megalight.parallel.collectives import all_gather, copy, join
 from megalight.parallel.tensor.column import column_linear
 from megalight.parallel.tensor.shared import Shared, Tokens
@@ -51,24 +53,43 @@ class VocabLinear(nn.Module):
 
     def losses(self, hidden: Tensor, labels: Tensor, softcap: float | None, backend: str) -> Tensor:
         """Cross entropy ``[T]`` of labels ``[T]``, equal on every rank; no rank ever holds the logits of all rows."""
-        tokens, group = self.shared.tokens(self.tokens), self.shared.group
-        # The gather is outside the loss op, which runs chunk by chunk and would otherwise gather once per chunk. Its
-        # backward reduce-scatters the hidden gradient, of which each rank has one term.
-        if tokens == "share":
-            hidden = all_gather(hidden, group, self.shared.sequence_dim)
-        elif tokens == "whole":
-            hidden = copy(hidden, group)
         return linear_cross_entropy(
-            hidden,
+            self._whole(hidden),
             self.weight,
             labels,
             bias=self.bias,
             softcap=softcap,
             first_row=self.first_row,
             num_rows=self.vocab_size,
-            combine=functools.partial(combine, group=group),
+            combine=functools.partial(combine, group=self.shared.group),
             backend=backend,
         )
+
+    def learn(
+        self, hidden: Tensor, labels: Tensor, softcap: float | None, lesson: Lesson
+    ) -> tuple[Tensor, Tensor | None]:
+        """Divergences from a teacher ``[T]`` and losses ``[T]`` or None, equal on every rank.
+
+        The lesson's hidden states are those of all tokens, and its weight has the same rows as this one.
+        """
+        return linear_divergence(
+            Projection(self._whole(hidden), self.weight, self.bias, softcap),
+            lesson.teacher,
+            labels,
+            first_row=self.first_row,
+            num_rows=self.vocab_size,
+            combine=functools.partial(combine, group=self.shared.group),
+            **lesson.options,
+        )
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens, for an op that computes one term of their gradient."""
+        tokens, group = self.shared.tokens(self.tokens), self.shared.group
+        # The gather is outside the loss op, which runs chunk by chunk and would otherwise gather once per chunk. Its
+        # backward reduce-scatters the hidden gradient, of which each rank has one term.
+        if tokens == "share":
+            return all_gather(hidden, group, self.shared.sequence_dim)
+        return copy(hidden, group) if tokens == "whole" else hidden
 
     def extra_repr(self) -> str:
         """Return width, local rows and all rows, for printing."""
@@ -103,9 +124,13 @@ class VocabHead(nn.Module):
         logits: Tensor = self.output_layer(hidden)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def learn(self, hidden: Tensor, labels: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
+        """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
+        return self.output_layer.learn(self.norm(hidden), labels, self.softcap, lesson)
+
 
 def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Combine each rank's ``logsumexp [T]`` and target logits ``[T]`` (0 if the label lies on another rank)."""
+    """Combine each rank's ``logsumexp`` and target logits (0 if the label lies on another rank), of one shape."""
     if group is None:
         return logsumexp, target
     # Subtract the largest value first, as usual, so that exp does not overflow.

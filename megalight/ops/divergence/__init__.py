@@ -1,0 +1,69 @@
+"""Two linear layers and the divergence of their softmaxes in one op, without all logits in float32."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops.cross_entropy.chunked import Combine
+from megalight.ops.divergence import chunked
+from megalight.ops.divergence.kinds import KINDS as KINDS
+
+
+class Projection(NamedTuple):
+    """Logits that are not computed yet: ``softcap * tanh((hidden W^T + b) / softcap)``.
+
+    Attributes:
+        hidden: ``[T, h]``; teacher and student may have different ``h``.
+        weight: ``[V, h]``: rows ``first_row`` to ``first_row + V`` of the vocabulary.
+        bias: ``[V]``.
+        softcap: None: no cap.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+
+
+def linear_divergence(
+    student: Projection,
+    teacher: Projection,
+    labels: Tensor,
+    *,
+    kind: str = "forward_kl",
+    temperature: float = 1.0,
+    own: bool = True,
+    chunk: int | None = None,
+    first_row: int = 0,
+    num_rows: int | None = None,
+    combine: Combine | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return each token's divergence of the student from the teacher, and its cross entropy.
+
+    Both read the same logits of the student, which are computed once. Logits of both models have the dtypes of their
+    hidden states and take up to 1/32 of the device's memory; those that fit are kept for the backward, as in
+    :func:`megalight.ops.cross_entropy.linear_cross_entropy`. The teacher gets no gradient.
+
+    Args:
+        labels: ``[T]`` int64. Tokens with negative labels have neither loss.
+        kind: a name in :data:`KINDS`.
+        temperature: divides the logits of both models for the divergence. It is not multiplied by its square.
+        own: compute the cross entropy.
+        chunk: tokens per chunk. None: as many as the memory allows.
+        first_row, num_rows, combine: as in ``linear_cross_entropy``. ``combine`` is called with tensors ``[k, T]``.
+
+    Returns:
+        divergences ``[T]``, and cross entropies ``[T]`` or None, in float32 (float64 for float64).
+    """
+    device = student.hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        student, teacher = (side._replace(hidden=side.hidden.to(dtype)) for side in (student, teacher))
+    size = student.weight.shape[0]
+    real = max(0, min(size, (first_row + size if num_rows is None else num_rows) - first_row))
+    return chunked.linear_divergence(
+        student, teacher, labels, KINDS[kind], temperature, own, chunk, first_row, real, combine
+    )
