@@ -30,6 +30,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is nothing at the path of a checkpoint."""
 
 
+class StorageError(MegalightError):
+    """Storage does not answer, or refuses. What it holds is unknown, so nobody may take it for empty."""
+
+
 class ConfigurationError(MegalightError, ValueError):
     """Options contradict each other or Lightning's options."""
 

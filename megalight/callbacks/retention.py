@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.publish import finished, place
-from megalight.errors import CheckpointError, ConfigurationError
+from megalight.errors import CheckpointError, ConfigurationError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,12 @@ class Retention(pl.Callback):
         # A checkpoint `last` comes beside one with a number, and says nothing new.
         if not trainer.is_global_zero or place(path).name.startswith("last"):
             return
-        for each in self.removable(place(path).parent):
+        try:
+            removable = self.removable(place(path).parent)
+        except (StorageError, OSError) as error:  # on one rank alone, which must not leave the others
+            log.warning("no checkpoint is removed until the next one is written: %s", error)
+            return
+        for each in removable:
             # By the strategy, so that other callbacks hear of it.
             trainer.strategy.remove_checkpoint(str(each.path))
             log.info("removed %s (step %d)", each.path, each.step)

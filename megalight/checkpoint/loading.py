@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
-from megalight.errors import CheckpointError, nearest
+from megalight.errors import CheckpointError, StorageError, nearest
 from megalight.parallel.source import Filled, Target
 
 
@@ -180,5 +180,8 @@ def _close(descriptor: int | None) -> None:
 
 
 def _alternative(path: Place) -> str:
-    others = [other for other in publish.finished(path.parent) if other != path]
-    return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
+    # Storage that fails now must not hide the error that this is added to.
+    with suppress(StorageError, OSError):
+        others = [other for other in publish.finished(path.parent) if other != path]
+        return f" The newest finished checkpoint beside it is {others[-1]}." if others else ""
+    return ""

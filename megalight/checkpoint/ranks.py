@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, MegalightError
 
 T = TypeVar("T")
 
@@ -94,13 +94,16 @@ class Ranks:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error if it is ours, else its text: an error must be picklable to be sent to other ranks."""
+    """The error by its text: an error must be picklable to be sent to other ranks."""
     # Classes of other packages may need arguments to be unpickled.
-    return CheckpointError(str(error)) if isinstance(error, CheckpointError) else CheckpointError(repr(error))
+    return CheckpointError(_text(error))
 
 
 def _failure(stage: str, failures: list[tuple[int, Exception]]) -> CheckpointError:
     rank, error = failures[0]
     others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
-    text = str(error) if isinstance(error, CheckpointError) else repr(error)
-    return CheckpointError(f"{stage} failed on rank {rank}{others}: {text}")
+    return CheckpointError(f"{stage} failed on rank {rank}{others}: {_text(error)}")
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, MegalightError) else repr(error)

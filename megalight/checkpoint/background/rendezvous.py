@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from megalight.checkpoint.disk import index
@@ -22,6 +23,7 @@ FOLDER = "parts"
 STARTUP_SECONDS = 120.0
 """A worker that has not shown itself after this time will not come."""
 PERIOD_SECONDS = 0.02
+REMOTE_SECONDS = 0.1
 WATCHED = 16
 """Ranks that are looked at per period: each look asks the storage three times, which many ranks write to."""
 
@@ -83,14 +85,23 @@ def collect(folder: Place, ranks: int) -> list[Written]:
     begun = time.monotonic()
     found: dict[int, Written] = {}
     while len(found) < ranks:
-        for rank in sorted(set(range(ranks)) - found.keys()):
+        left = sorted(set(range(ranks)) - found.keys())
+        # One listing tells of all ranks: a store takes a fee for each question, and has many ranks to answer.
+        there = None if isinstance(folder, Path) else _listed(folder / FOLDER)
+        for rank in left if there is None else (rank for rank in left if f"{rank}.json" in there):
             written = _look(folder, rank, time.monotonic() - begun)
             if written is not None:
                 found[rank] = written
         if len(found) < ranks:
-            time.sleep(PERIOD_SECONDS * (1 + (ranks - len(found)) // WATCHED))
+            time.sleep(REMOTE_SECONDS if there is not None else PERIOD_SECONDS * (1 + len(left) // WATCHED))
     delete(folder / FOLDER)
     return [found[rank] for rank in range(ranks)]
+
+
+def _listed(folder: Place) -> set[str]:
+    with suppress(FileNotFoundError):
+        return {each.name for each in folder.iterdir()}
+    return set()
 
 
 def _look(folder: Place, rank: int, seconds: float) -> Written | None:

@@ -42,10 +42,19 @@ def machine() -> str:
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """Where a path, or an address of remote storage such as ``s3://bucket/run``, leads."""
+    """Where a path, or an address of remote storage such as ``s3://bucket/run``, leads.
+
+    Raises:
+        CheckpointError: it is a chain of file systems, such as ``simplecache::s3://bucket/run``.
+    """
     text = os.fspath(path)
     # Addresses have a protocol of at least two letters. One letter is a drive.
     protocol, found, rest = text.partition("://")
+    if found and "::" in protocol:
+        raise CheckpointError(
+            f"{text} leads through {protocol.rpartition('::')[0]}, a copy on this machine that other ranks do not see. "
+            f"Give the store itself: {protocol.rpartition('::')[2]}://{rest}"
+        )
     if not found or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol):
         return Path(path)
     if protocol in ("file", "local"):
@@ -62,11 +71,12 @@ def absolute(path: str | os.PathLike[str]) -> Place:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes."""
-    try:
-        return _complete(resolve(path)) is not None
-    except OSError:
-        return False
+    """Whether ``path`` is a finished checkpoint with all its files, judged by names and sizes.
+
+    Raises:
+        StorageError, OSError: its storage does not answer.
+    """
+    return _complete(resolve(path)) is not None
 
 
 def _complete(root: Any) -> manifests.Manifest | None:
@@ -74,7 +84,8 @@ def _complete(root: Any) -> manifests.Manifest | None:
     try:
         manifest = manifests.read(root)
         manifests.check_files(root, manifest)
-    except (CheckpointError, OSError):
+    # Removed meanwhile, or of others. A disk that fails is neither: a run must not start anew for it.
+    except (CheckpointError, FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     return manifest
 
@@ -160,6 +171,11 @@ def removed(path: Any) -> bool:
 
 
 @singledispatch
+def changed(path: Any) -> None:
+    """Let other readers in this process see that a checkpoint was written or removed."""
+
+
+@singledispatch
 def reading(root: Any) -> int | None:
     """Lock a checkpoint's folder for reading: nobody removes it until the returned descriptor is closed.
 
@@ -225,6 +241,12 @@ class Unfinished(Protocol):
 @singledispatch
 def begin(path: Any) -> Unfinished:
     """Begin to write a checkpoint, in one process for all."""
+    return Partial(path)
+
+
+@singledispatch
+def begin_folder(path: Any) -> Unfinished:
+    """Begin to write a folder for others to read, which has no manifest."""
     return Partial(path)
 
 

@@ -2,19 +2,22 @@
 
 A store of objects has no rename and no locks, but an object appears as a whole. So each save of ``<path>`` writes into
 a folder of its own, ``<path>/save-<token>``, and its manifest, written last, publishes it. The checkpoint is the newest
-such folder with a manifest; one without is a leftover. When a save is published, the folders before it are deleted.
+such folder with a manifest. One without is a save under way, or a leftover: the token names the process that writes it,
+and other machines judge by its age. When a save is published, the folders before it are deleted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import has_magic
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -23,7 +26,7 @@ from megalight.checkpoint.disk import datafile, files, publish
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk.files import Write
 from megalight.checkpoint.disk.manifest import Manifest
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,9 @@ PART = 16 << 20
 """Bytes that are sent at a time. S3 takes 10,000 parts of a file at most."""
 
 _TOKEN = "save-"
+
+_UNDER_WAY: set[str] = set()
+"""Saves that this process is writing."""
 
 
 @dataclass(frozen=True, order=True)
@@ -93,17 +99,42 @@ class Address:
                 "reaches: install the package of the protocol (s3fs for s3://, gcsfs for gs://)."
             ) from error
 
+    def ask(self, question: str, key: str | None = None, **options: Any) -> Any:
+        """Ask the store about this place, or about another key.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: there is nothing.
+            StorageError: the store does not answer, or refuses.
+        """
+        try:
+            return getattr(self.store, question)(self.key if key is None else key, **options)
+        except (FileNotFoundError, NotADirectoryError, CheckpointError):
+            raise
+        except Exception as error:  # packages of stores have errors of their own
+            raise StorageError(
+                f"{self.url} cannot be read: {type(error).__name__}: {error}. Check the address, the network and the "
+                "credentials."
+            ) from error
+
     def exists(self) -> bool:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
-        return bool(self.store.exists(self.key))
+        return self._kind is not None
 
     def is_file(self) -> bool:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
-        return bool(self.store.isfile(self.key))
+        return self._kind == "file"
 
     def is_dir(self) -> bool:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
-        return bool(self.store.isdir(self.key))
+        return self._kind == "directory"
+
+    @property
+    def _kind(self) -> str | None:
+        # Not by `exists` of fsspec, which may take any error for a file that is not there.
+        try:
+            return str(self.ask("info")["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def is_symlink(self) -> bool:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
@@ -112,26 +143,38 @@ class Address:
     def iterdir(self) -> Iterator[Address]:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
         # Some stores list the folder itself, too; a folder in it may have the same name.
-        keys = {str(key).strip("/") for key in self.store.ls(self.key, detail=False)} - {self.key.strip("/")}
+        keys = {str(key).strip("/") for key in self.ask("ls", detail=False)} - {self.key.strip("/")}
         yield from (self / name for name in sorted(key.rpartition("/")[2] for key in keys) if name)
 
     def read_bytes(self) -> bytes:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
-        return bytes(self.store.cat_file(self.key))
+        return bytes(self.ask("cat_file"))
 
     def resolve(self) -> Address:
         """See :class:`~megalight.checkpoint.disk.files.Place`."""
         return self
 
-    def stat(self) -> SimpleNamespace:
+    def stat(self) -> Status:
         """Its size in bytes, and when it was written."""
-        info = self.store.info(self.key)
-        return SimpleNamespace(st_size=int(info.get("size") or 0), st_mtime_ns=int(self.modified * 1e9))
+        return Status(int(self.ask("info").get("size") or 0), self)
 
     @property
     def modified(self) -> float:
         """When it was written, in seconds since 1970."""
-        return float(self.store.modified(self.key).timestamp())
+        return float(self.ask("modified").timestamp())
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is asked of a file: its size, and when it was written."""
+
+    st_size: int
+    file: Address
+
+    @property
+    def st_mtime_ns(self) -> int:
+        """When it was written, in nanoseconds since 1970. Another question to the store."""
+        return int(self.file.modified * 1e9)
 
 
 @files.located.register
@@ -164,7 +207,7 @@ class RemoteReader:
 
     def __init__(self, path: Address) -> None:
         self._path = path
-        self._size = int(path.store.size(path.key))
+        self._size = int(path.ask("size"))
 
     def size(self) -> int:
         """See :class:`~megalight.checkpoint.disk.datafile.Reader`."""
@@ -175,7 +218,7 @@ class RemoteReader:
         stop = min(start + len(memory), self._size)
         if stop <= start:
             return 0
-        data = self._path.store.cat_file(self._path.key, start=start, end=stop)
+        data = self._path.ask("cat_file", start=start, end=stop)
         memory[: len(data)] = data
         return len(data)
 
@@ -190,7 +233,7 @@ datafile.opened.register(Address, RemoteReader)
 def _check_files(root: Address, manifest: Manifest) -> None:
     """One listing in place of a question per file."""
     prefix = len(root.key) + 1
-    found = {name[prefix:]: info["size"] for name, info in root.store.find(root.key, detail=True).items()}
+    found = {name[prefix:]: info["size"] for name, info in root.ask("find", detail=True).items()}
     for name, record in manifest.files.items():
         if name not in found:
             raise CheckpointError(f"checkpoint {root} is torn: {name} is missing.")
@@ -211,6 +254,12 @@ def _actual(path: Address) -> Address:
 def _named(directory: Address) -> Iterator[Address]:
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from (each for each in directory.iterdir() if each.is_dir())
+
+
+@publish.changed.register
+def _changed(path: Address) -> None:
+    """Lightning's callbacks ask a store of their own, which keeps listings."""
+    url_to_fs(path.url)[0].invalidate_cache()
 
 
 @publish.reading.register
@@ -245,24 +294,52 @@ class RemotePartial:
             raise CheckpointError(f"{path} exists and is not a folder. Save elsewhere, or remove it.")
         _clean(path)
         self.path = path
-        self.folder = path / f"{_TOKEN}{secrets.token_hex(8)}"
+        self.folder = path / f"{_TOKEN}{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+        _UNDER_WAY.add(self.folder.url)
 
     def publish(self) -> None:
         """Remove what was there before."""
         _publish(self.folder, self.path)
+        self.release()
 
     def discard(self) -> None:
         """Delete it, unless it is published; the checkpoint of the same name, if any, is untouched."""
+        # First: should the deletion fail, the next save of this process deletes it.
+        self.release()
         with _left_for_later(self.folder):
             # What it replaced may be gone already: then it is the only one.
             if not _sealed(self.folder):
                 _delete(self.folder)
 
     def release(self) -> None:
-        """Nothing to release."""
+        """Let this process take it for what it is: published, or a leftover."""
+        _UNDER_WAY.discard(self.folder.url)
 
 
 publish.begin.register(Address, RemotePartial)
+
+
+class RemoteFolder:
+    """A folder for others, which is written in its place: nobody takes it for whole before its last file is there."""
+
+    def __init__(self, path: Address) -> None:
+        if path.exists():
+            raise CheckpointError(f"{path} is there already, and a store has no rename to replace it by; remove it.")
+        self.folder = path
+
+    def publish(self) -> None:
+        """Nothing to do: its last file has published it."""
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        with _left_for_later(self.folder):
+            _delete(self.folder)
+
+    def release(self) -> None:
+        """Nothing to release."""
+
+
+publish.begin_folder.register(Address, RemoteFolder)
 
 
 @contextmanager
@@ -275,8 +352,9 @@ def _left_for_later(place: Address) -> Iterator[None]:
 
 
 def _sealed(save: Address) -> bool:
-    """Whether a save has its manifest. By a listing, as some stores take any error for a file that is not there."""
+    """Whether a save has its manifest."""
     with suppress(FileNotFoundError, NotADirectoryError):
+        # A listing also tells a folder from a file of this name.
         return any(each.name == manifests.NAME for each in save.iterdir())
     return False
 
@@ -297,20 +375,47 @@ def _order(save: Address) -> tuple[int, str]:
 
 
 def _clean(path: Address) -> None:
-    """Delete unpublished saves: of this path, and those beside it that nobody has written to for a day."""
+    """Delete leftovers: of this path, and those beside it that nobody has written to for a day."""
     current = _actual(path)
     for save in _saves(path):
-        if save != current:
+        # A sealed one was replaced, and its deletion was cut short. Another run may be writing one that is not.
+        if save != current and (_sealed(save) or _dead(save) or _abandoned(save)):
             _delete(save)
     for other in _named(path.parent):
         for save in _saves(other) if other != path else []:
-            if not _sealed(save) and time.time() - _newest(save) > publish.ABANDONED_SECONDS:
+            if not _sealed(save) and _abandoned(save):
                 _delete(save)
 
 
-def _newest(folder: Address) -> float:
-    found = folder.store.find(folder.key)
-    return max((float(folder.store.modified(name).timestamp()) for name in found), default=time.time())
+def _machine() -> str:
+    """A name for all processes that see each other's ids: containers of one machine do not."""
+    space = Path("/proc/self/ns/pid")
+    seen = f"{publish.machine()} {os.readlink(space) if space.exists() else ''}"
+    return hashlib.blake2b(seen.encode(), digest_size=4).hexdigest()
+
+
+def _dead(save: Address) -> bool:
+    """Whether the process that was writing a save has ended, as far as this one can know."""
+    machine, _, rest = save.name.removeprefix(_TOKEN).partition("-")
+    process = rest.partition("-")[0]
+    if machine != _machine() or not process.isdecimal():
+        return False
+    if int(process) == os.getpid():
+        return save.url not in _UNDER_WAY
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it lives, and belongs to somebody else
+        pass
+    return False
+
+
+def _abandoned(folder: Address) -> bool:
+    """Whether nobody has written to a folder for long."""
+    found = folder.ask("find")
+    newest = max((float(folder.ask("modified", key).timestamp()) for key in found), default=time.time())
+    return time.time() - newest > publish.ABANDONED_SECONDS
 
 
 @publish.delete.register
@@ -324,5 +429,5 @@ def _delete(folder: Address) -> None:
             store.rm(folder.key, recursive=True)
             return
         # `rm` takes the name for a pattern: run[1] would be run1, with all that is in it
-        for key in store.find(folder.key):
+        for key in folder.ask("find"):
             store.rm_file(key)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megalight import checkpoint
 from megalight.checkpoint import Background
 from megalight.checkpoint.background.saves import Kind, Pending
+from megalight.checkpoint.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class SavesBeside:
         written: Callable[[str], None],
     ) -> None:
         self.background = Background(kind, group)
+        self._ranks = Ranks(group)
         self._skip = skip
         self._zero = zero
         self._remove = remove
@@ -126,7 +128,8 @@ class SavesBeside:
         self.background.close()
 
     def _settled(self, pending: Pending) -> None:
-        self._follow(pending)
+        # Rank 0 alone has links and removals, and must not leave the others when one fails.
+        self._ranks.together(f"linking to {pending.path}", lambda: self._follow(pending))
         self._written(str(pending.path))
 
     def _follow(self, pending: Pending) -> None:

@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megalight import checkpoint as folders
+from megalight.checkpoint.disk.publish import changed, place
+from megalight.checkpoint.ranks import Ranks
 from megalight.errors import ConfigurationError
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
@@ -94,6 +96,9 @@ class FolderCheckpoints(MeshStrategy):
 
     def begin_saving(self, trainer: pl.Trainer) -> None:
         """Check the callbacks that save, and let links wait for the checkpoints that they lead to."""
+        for callback in trainer.checkpoint_callbacks:
+            # Refuses addresses that could only fail at the first save.
+            place(getattr(callback, "dirpath", None) or "")
         if self.checkpoints.async_save is None:
             return
         for callback in trainer.checkpoint_callbacks:
@@ -165,12 +170,11 @@ class FolderCheckpoints(MeshStrategy):
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """In place of ModelCheckpoint's own: link when the checkpoint is published."""
-        if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
-            beside = self._saves_beside()
-            assert beside is not None
-            beside.link(path, link)
-        # Callbacks read the link next, on all ranks.
-        self.barrier()
+        beside = self._saves_beside()
+        assert beside is not None
+        mine = self.is_global_zero and os.path.abspath(path) != os.path.abspath(link)
+        # Together: callbacks read the link next, on all ranks.
+        Ranks().together(f"linking {link}", lambda: beside.link(path, link) if mine else None)
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:
@@ -190,8 +194,16 @@ class FolderCheckpoints(MeshStrategy):
         """Open a folder. Tensors are read later, directly into the parameters."""
         # The save under way may be the one that is loaded.
         self.finish_saves()
-        self._resumed = Resumed(open_folder(str(checkpoint_path)))
-        return self._resumed.for_lightning(self)
+        read: list[tuple[Resumed, dict[str, Any]]] = []
+
+        def open_it() -> None:
+            resumed = Resumed(open_folder(str(checkpoint_path)))
+            read.append((resumed, resumed.for_lightning(self)))
+
+        # Storage may fail one rank alone, and the others would wait for it at the next collective.
+        Ranks().together(f"opening {checkpoint_path}", open_it)
+        ((self._resumed, entries),) = read
+        return entries
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read weights if the split model exists. If not, :meth:`setup` reads them later."""
@@ -238,15 +250,21 @@ class FolderCheckpoints(MeshStrategy):
             self._remove(str(filepath))
 
     def _remove(self, filepath: str) -> None:
-        if os.path.isfile(filepath):
-            os.remove(filepath)
-        elif not folders.remove(filepath):
-            log.warning("%s is being read, so it is not removed", filepath)
+        try:
+            if os.path.isfile(filepath):
+                os.remove(filepath)
+            elif not folders.remove(filepath):
+                log.warning("%s is being read, so it is not removed", filepath)
+                return
+        except Exception as error:  # packages of stores have errors of their own
+            # On rank 0 alone, which must not leave the others. What stays costs room only.
+            log.warning("%s could not be removed; remove it yourself: %r", filepath, error)
             return
         self._tell("on_checkpoint_removed", filepath)
 
     def _tell(self, event: str, path: str) -> None:
         """Call a method of the callbacks that have it, on all ranks."""
+        changed(place(path))
         if self.lightning_module is None:  # no callbacks are connected yet
             return
         trainer = self.lightning_module.trainer

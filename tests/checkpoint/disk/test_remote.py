@@ -8,22 +8,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from megalight import checkpoint
+from megalight.checkpoint.background import rendezvous
 from megalight.checkpoint.background.saves import KINDS, Background, Kind
 from megalight.checkpoint.disk import publish, remote
+from megalight.checkpoint.disk.files import FileRecord
+from megalight.checkpoint.disk.part import Written
 from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli import newest
-from megalight.errors import CheckpointError
+from megalight.errors import CheckpointError, MegalightError, StorageError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of
 from tests.checkpoint.layouts import Layout, Model
@@ -37,7 +42,10 @@ def objects(server: str) -> Address:  # noqa: F811
     return Address(f"s3://{BUCKET}/{uuid4().hex}")
 
 
-@pytest.fixture(params=["memory", "s3"])
+BOTH = pytest.mark.parametrize("folder", ["memory", "s3"], indirect=True)
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.full)])
 def folder(request: pytest.FixtureRequest) -> Iterator[Address]:
     """A folder of its own, in memory and in the server."""
     made = Address(f"memory://{uuid4().hex}") if request.param == "memory" else request.getfixturevalue("objects")
@@ -57,6 +65,7 @@ def one(name: str) -> list[str]:
     return sorted(f"{name}/*/{file}" for file in (*held, "manifest.json", "ranks/0.json", "ranks/0.safetensors"))
 
 
+@BOTH
 def test_it_is_saved_found_replaced_and_removed(folder: Address) -> None:
     assert checkpoint.latest(folder) is None
     for step in (1, 2):
@@ -169,7 +178,6 @@ def killed_at(at: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch
     return False
 
 
-@pytest.mark.parametrize("folder", ["memory", pytest.param("s3", marks=pytest.mark.full)], indirect=True)
 def test_a_kill_between_parts_loses_nothing(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each moment there is the checkpoint from before or the new one; the next save cleans up."""
     path = folder / "last.ckpt"
@@ -268,16 +276,88 @@ def test_a_published_save_is_not_discarded(folder: Address) -> None:
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
 def test_a_store_that_does_not_answer_is_not_empty(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores of fsspec may answer that a file is not there whatever went wrong: nothing is deleted for that."""
+    """A run would start anew for that, and a save would take what is there for leftovers."""
     path, other = folder / "a.ckpt", folder / "b.ckpt"
     for each in (path, other):
         simple.save(each, 1)
-    later = time.time() + publish.ABANDONED_SECONDS + 60
-    with monkeypatch.context() as patch:
-        patch.setattr(type(path.store), "exists", lambda *_, **__: False)
-        patch.setattr(remote.time, "time", lambda: later)
-        publish.begin(path).discard()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.latest(folder),
+        lambda: checkpoint.is_complete(path),
+        lambda: newest.resolve("auto", "fit", [str(folder)]),
+        lambda: checkpoint.open(path),
+        lambda: verify(path),
+    ]
+    for question in ("info", "ls", "cat_file", "find"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(path.store), question, refuse)
+            # What is asked by no call of these is not needed for it.
+            for call in calls[:-2] if question == "find" else calls:
+                with pytest.raises(StorageError, match="ConnectionError: no route to host"):
+                    call()
+            with pytest.raises(MegalightError, match="no route to host"):
+                simple.save(path, 2)
     assert [simple.step_of(each) for each in (path, other)] == [1, 1]
+    simple.save(path, 3)
+    assert names(folder) == one("a.ckpt") + one("b.ckpt")
+
+
+WRITER = """
+import sys
+from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import write_file
+partial = publish.begin(publish.place(sys.argv[1]))
+write_file(partial.folder / "data/0-0.safetensors", b"half")
+print(partial.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_save_of_another_run_is_no_leftover_while_it_lives(objects: Address) -> None:
+    """Two runs save the same path: neither deletes what the other is writing."""
+    words, path = [sys.executable, "-c", WRITER, str(objects / "a.ckpt")], objects / "a.ckpt"
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        begun = Address(other.stdout.readline().strip())
+        simple.save(path, 1)
+        assert [each.name for each in begun.iterdir()] == ["data"]
+        assert simple.step_of(path) == 1
+        other.kill()
+        other.wait()
+        simple.save(path, 2)
+        assert names(objects) == one("a.ckpt")
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_save_of_another_machine_is_a_leftover_after_a_day(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(publish, "machine", lambda: "another")
+        assert killed_at(4, lambda: simple.save(folder / "a.ckpt", 1), monkeypatch)
+    left = names(folder)
+    simple.save(folder / "a.ckpt", 1)
+    assert names(folder) == sorted(left + one("a.ckpt"))
+    now = time.time()
+    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    simple.save(folder / "a.ckpt", 2)
+    assert names(folder) == one("a.ckpt")
+
+
+def test_listings_that_others_keep_are_dropped(objects: Address) -> None:
+    """ModelCheckpoint asks a store that keeps its listings."""
+    simple.save(objects / "a.ckpt", 1)
+    theirs = get_filesystem(str(objects))
+    assert len(theirs.ls(str(objects))) == 1
+    simple.save(objects / "b.ckpt", 2)
+    publish.changed(objects / "b.ckpt")
+    assert len(theirs.ls(str(objects))) == 2
+
+
+def test_copies_of_a_store_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"simplecache, a copy on this machine.* s3://bucket/run"):
+        publish.place("simplecache::s3://bucket/run")
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
@@ -294,6 +374,7 @@ def test_two_saves_of_a_path_leave_the_newer(folder: Address) -> None:
     assert names(folder) == one("a.ckpt")
 
 
+@BOTH
 def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_path: Any) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
@@ -303,7 +384,7 @@ def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_pat
     assert simple.step_of(tmp_path / "b.ckpt") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 def test_saves_beside_training(objects: Address, kind: Kind) -> None:
     background, path = Background(kind), objects / "a.ckpt"
     try:
@@ -343,10 +424,26 @@ def _two_ranks(url: str, address: str) -> list[str]:
             background.close()
 
 
+@pytest.mark.full
 def test_workers_of_two_ranks_meet_there(objects: Address, server: str) -> None:  # noqa: F811
     assert run(_two_ranks, 2, str(objects / "a.ckpt"), server) == [[], []]
     assert "a.ckpt/*/manifest.json" in names(objects)
     assert not [name for name in names(objects) if "/parts/" in name]
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_store_tells_what_each_rank_has_written(folder: Address) -> None:
+    parts = [Written({f"data/{rank}-0": FileRecord(rank, "0")}, (), ()) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(rendezvous.collect, folder, 3)
+        for rank in (2, 0, 1):
+            assert not found.done()
+            rendezvous.announcement(folder, rank).tell(parts[rank])
+        assert found.result(60) == parts
+    assert names(folder) == []
+    rendezvous.announcement(folder, 0).tell("no space left")
+    with pytest.raises(CheckpointError, match="rank 0: no space left"):
+        rendezvous.collect(folder, 1)
 
 
 def test_memory_is_not_seen_by_a_worker() -> None:
