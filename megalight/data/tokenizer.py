@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
@@ -100,6 +101,15 @@ class Tokenizer:
             named=named,
             chat_template=_read_template(file, config),
         )
+
+    @classmethod
+    def of_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
+        """Read the tokenizer in a folder with these files, by name, wherever they came from; see :meth:`load`."""
+        # Packages for tokenizers read files of this machine alone.
+        with TemporaryDirectory() as folder:
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            return cls.load(folder)
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:

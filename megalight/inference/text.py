@@ -12,13 +12,14 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk.files import Place
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, DataError
 from megalight.inference.generate import generate
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.folder import is_folder, read_config
 from megalight.models.gpt import GPT
-from megalight.models.saved import description, saved_model, transformers_model
+from megalight.models.saved import companions_of, description, saved_model, transformers_model
 from megalight.models.single_file import single_file_model
 
 TOKENIZER = "tokenizer.json"
@@ -43,7 +44,7 @@ def load_model(
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
         ConfigurationError: the ``transformers`` model is not supported here.
     """
-    if Path(path).is_file():
+    if publish.place(path).is_file():
         known, model = single_file_model(path, device, dtype)
         _check_generates(known, path)
         return cast(GPT, model.eval())
@@ -95,7 +96,7 @@ class TextGenerator:
             DataError: the tokenizer has more tokens than the model.
         """
         # Before the weights: a missing tokenizer is then found at once.
-        found = Tokenizer.load(tokenizer or _tokenizer_folder(path))
+        found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(publish.place(path))
         model = load_model(path, device, dtype, base)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(
@@ -147,15 +148,15 @@ class TextGenerator:
         return [self.tokenizer.decode(completion, skip_special=True) for completion in completions]
 
 
-def _tokenizer_folder(path: str | os.PathLike[str]) -> os.PathLike[str]:
-    """Return the folder of the tokenizer that was saved with the model."""
-    if is_folder(path):
-        return Path(path)
-    if Path(path).is_file():
+def _tokenizer(path: Place) -> Tokenizer:
+    """Return the tokenizer that was saved with the model."""
+    if path.is_file():
         raise CheckpointError(f"{path} holds no tokenizer; name the one of its model by tokenizer (--tokenizer).")
+    if is_folder(path):
+        return Tokenizer.of_files(companions_of(path)) if not isinstance(path, Path) else Tokenizer.load(path)
     opened = checkpoint.open(path)
     try:
         opened.file(TOKENIZER)
     except CheckpointError as error:
         raise CheckpointError(f"{error} Name the tokenizer that the model was trained with.") from error
-    return publish.resolve(opened.path) / "files"
+    return Tokenizer.of_files(companions_of(path))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.disk.files import Entry, sync_directory, write_file
+from megalight.checkpoint.disk.files import Entry, Place, sync_directory, write_file
 from megalight.checkpoint.disk.part import write_tensors
-from megalight.checkpoint.disk.publish import Partial
+from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder
 from megalight.checkpoint.memory import dtype_name
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.sources.streaming import Wanted, stream
@@ -48,7 +47,7 @@ def export(
 
     Args:
         model: the model.
-        path: the folder, on storage that all ranks share.
+        path: the folder, on storage that all ranks share, or a new one in remote storage.
         dtype: dtype of the weights. None: as they are stored. Masters are read for float32, where there are any.
         overwrite: replace a folder that is there.
         process_group: the ranks that call; None means the default group, or this process alone.
@@ -57,19 +56,20 @@ def export(
         CheckpointError: on every rank: tensors are missing or damaged, or a rank cannot write. Nothing is left behind.
         ConfigurationError: ``transformers`` has no such model.
     """
-    ranks, target = Ranks(process_group), Path(os.path.abspath(path))
+    ranks, target = Ranks(process_group), absolute(path)
     stage = f"exporting to {target}"
     # Everything that can be refused is refused before a rank writes.
     whole = _whole(model, dtype)
     files = _files(whole)
-    values = _values(model, whole)
-    started: list[Partial] = []
+    beside = _beside(model, _values(model, whole))
+    started: list[Unfinished] = []
 
-    def begin() -> Path:
+    def begin() -> Place:
         if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"{target} is there already; remove it, or name another folder.")
-        started.append(Partial(target))
-        return started[0].folder
+        started.append(begin_folder(target))
+        folder: Place = started[0].folder
+        return folder
 
     # Alone: each rank reads its own files' tensors, and must not wait for others between them.
     def write() -> None:
@@ -82,16 +82,15 @@ def export(
                 write_tensors(folder / name, entries, host_blocks(stream(model.weights, wanted, group)))
 
     def finish() -> None:
-        for name, content in model.files.items():
-            if name != CONFIG:
-                write_file(folder / name, content)
-        _configure(folder, values, model.family.generates)
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(each.nbytes for each in whole.values())},
                 "weight_map": {key: name for name, keys in files.items() for key in sorted(keys)},
             }
             write_file(folder / INDEX, _json(index))
+        # The configuration is the last of them: without it, a folder in remote storage is no model.
+        for name, content in beside.items():
+            write_file(folder / name, content)
         # The folder is on disk before its new name is: after a crash it is there as a whole, or not at all.
         sync_directory(folder)
         started[0].publish()
@@ -177,21 +176,23 @@ def _tokens(ids: Any, vocab_size: int) -> Any:
     return ids if known and all(0 <= each < vocab_size for each in known) else None
 
 
-def _configure(folder: Path, values: dict[str, Any], generates: bool) -> None:
-    """Write ``config.json`` and, if a model generates text, ``generation_config.json``. Special tokens are filled in.
+def _beside(model: StoredModel, values: dict[str, Any]) -> dict[str, bytes]:
+    """Return the files beside the weights: those that came with the model, settings for generation, ``config.json``.
 
-    They come from the settings for generation that training began with, or else from the tokenizer.
+    Special tokens are filled in. They come from the settings for generation that training began with, or else from the
+    tokenizer.
     """
-    generation = json.loads((folder / GENERATION).read_bytes()) if (folder / GENERATION).exists() else {}
+    files = {name: content for name, content in model.files.items() if name != CONFIG}
+    generation = json.loads(files.get(GENERATION, b"{}"))
     known = {key: generation[key] for key in SPECIAL if generation.get(key) is not None}
-    if not known and (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(folder)
+    if not known and "tokenizer.json" in files:
+        tokenizer = Tokenizer.of_files(files)
         known = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.pad_id}
     # What the model has said itself comes first.
     values |= {key: value for key, value in known.items() if values[key] is None}
-    write_file(folder / CONFIG, _json(values))
-    if generates and not generation:
-        write_file(folder / GENERATION, _json({key: values[key] for key in SPECIAL if values[key] is not None}))
+    if model.family.generates and not generation:
+        files[GENERATION] = _json({key: values[key] for key in SPECIAL if values[key] is not None})
+    return {**files, CONFIG: _json(values)}
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

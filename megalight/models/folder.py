@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -17,7 +16,8 @@ from torch.distributed import ProcessGroup
 from megalight.checkpoint.boxes import in_threads
 from megalight.checkpoint.compare import compare
 from megalight.checkpoint.disk.datafile import OpenFile
-from megalight.checkpoint.disk.files import MAX_HEADER, Entry, checked_name, parse_header
+from megalight.checkpoint.disk.files import MAX_HEADER, Entry, Place, checked_name, parse_header
+from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.memory import host_buffer
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
@@ -74,7 +74,7 @@ class Folder:
     of a transposed weight.
 
     Args:
-        path: the folder.
+        path: the folder, or its address in remote storage.
         weights: names and layouts of its tensors.
         prefix: added before every canonical name.
 
@@ -87,7 +87,7 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str], weights: WeightMap, prefix: str) -> None:
-        self.path = Path(path)
+        self.path = place(path)
         self.bytes_read = 0
         self._weights = weights
         self._prefix = prefix
@@ -101,9 +101,9 @@ class Folder:
             places = weights.ours(tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
-        for name, place in places.items():
-            found = tensors[place.name]
-            self.tensors[prefix + name] = Kept(place.shape(found.shape), found.dtype, found, place)
+        for name, theirs in places.items():
+            found = tensors[theirs.name]
+            self.tensors[prefix + name] = Kept(theirs.shape(found.shape), found.dtype, found, theirs)
         self._check_fused()
 
     def fill(
@@ -165,15 +165,15 @@ class Folder:
                 # Fused parts know their rows. The largest end must be that of the stored tensor.
                 last[kept.place.name] = max(last.get(kept.place.name, 0), kept.place.rows.stop)
         for kept in self.tensors.values():
-            place, shape = kept.place, kept.stored.shape
-            rows = last.get(place.name)
+            theirs, shape = kept.place, kept.stored.shape
+            rows = last.get(theirs.name)
             for expected, found, what in (
-                (place.stack, shape, "stacked tensors"),
-                (rows, place.fused(shape), "output features"),
+                (theirs.stack, shape, "stacked tensors"),
+                (rows, theirs.fused(shape), "output features"),
             ):
                 if expected and found[:1] != (expected,):
                     raise CheckpointError(
-                        f"{place.name} in {self.path} has {found[0] if found else 0} {what}; the configuration asks "
+                        f"{theirs.name} in {self.path} has {found[0] if found else 0} {what}; the configuration asks "
                         f"for {expected}. Is it of another model?"
                     )
 
@@ -187,7 +187,7 @@ class Folder:
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` looks like a folder that ``save_pretrained`` wrote."""
-    return (Path(path) / CONFIG).is_file()
+    return (place(path) / CONFIG).is_file()
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such folder, or its configuration is not JSON.
     """
-    folder = Path(path)
+    folder = place(path)
     if not is_folder(folder):
         raise CheckpointError(f"{folder} holds no {CONFIG}; give the folder that save_pretrained wrote.")
     return _json(folder / CONFIG)
@@ -208,7 +208,7 @@ def tensor_names(path: str | os.PathLike[str]) -> set[str]:
     Raises:
         CheckpointError: a file is missing or cannot be read.
     """
-    folder = Path(path)
+    folder = place(path)
     return {entry.key for name in _files(folder) for entry in _header(folder, name)}
 
 
@@ -217,7 +217,7 @@ def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
 
     A chat template inside ``tokenizer_config.json`` is also returned as a file of its own, as newer folders have it.
     """
-    folder = Path(path)
+    folder = place(path)
     files = {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
     if TOKENIZER_CONFIG in files and CHAT_TEMPLATE not in files:
         template = _json(folder / TOKENIZER_CONFIG).get("chat_template")
@@ -226,7 +226,7 @@ def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
     return files
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: Place) -> list[str]:
     """List the names of the weight files. They may be links, as in the cache of the Hugging Face Hub."""
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
@@ -243,22 +243,24 @@ def _files(folder: Path) -> list[str]:
     return names
 
 
-def _header(folder: Path, name: str) -> list[Entry]:
+def _header(folder: Place, name: str) -> list[Entry]:
     file = folder / name
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        # A damaged length must not fill the memory.
-        start = opened.read(8)
-        data = start + opened.read(min(int.from_bytes(start, "little"), MAX_HEADER))
     try:
-        return parse_header(data, size, str(file))
+        with OpenFile(file, str(file)) as opened:
+            start = bytearray(min(8, size))
+            opened.read(0, memoryview(start))
+            # A damaged length must not fill the memory.
+            data = start + bytearray(min(int.from_bytes(start, "little"), MAX_HEADER, size - len(start)))
+            opened.read(len(start), memoryview(data)[len(start) :])
+        return parse_header(bytes(data), size, str(file))
     except CheckpointError as error:
         raise CheckpointError(f"{file} cannot be read as safetensors: {error} Copy it again.") from error
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Place) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not JSON ({error}); copy the folder again.") from error
     if not isinstance(content, dict):

@@ -9,10 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from pathlib import Path
 from typing import Any, Self
 
-from megalight.checkpoint.disk.files import CODES, MAX_JSON
+from megalight.checkpoint.disk.files import CODES, MAX_JSON, Place
 from megalight.errors import CheckpointError
 
 PLAIN = {
@@ -85,14 +84,16 @@ def read(data: bytes, what: str) -> Any:
         raise CheckpointError(f"{what} is damaged: it cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def read_file(path: Path) -> Any:
+def read_file(path: Place) -> Any:
     """Return the same of a file of ``torch.save``; tensors are records too.
 
     Raises:
         CheckpointError: it is no such file.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
             (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
             # The size that the archive claims, before it is unpacked.
             if info.file_size > MAX_JSON:

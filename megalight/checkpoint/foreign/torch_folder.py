@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,15 @@ from torch import Tensor
 
 from megalight.checkpoint.boxes import in_threads, meeting
 from megalight.checkpoint.disk.datafile import OpenFile
-from megalight.checkpoint.disk.files import CODES, MAX_JSON, TORCH_METADATA, checked_count, checked_shape, located
+from megalight.checkpoint.disk.files import (
+    CODES,
+    MAX_JSON,
+    TORCH_METADATA,
+    Place,
+    checked_count,
+    checked_shape,
+    located,
+)
 from megalight.checkpoint.foreign import pickles
 from megalight.errors import CheckpointError
 
@@ -66,7 +73,7 @@ class TorchFolder:
         CheckpointError: the metadata is missing, damaged or hostile.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self.tensors: dict[str, TorchTensor] = {}
         file = path / TORCH_METADATA

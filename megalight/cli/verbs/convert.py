@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = {
@@ -27,20 +26,21 @@ def describe() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "source", type=Path, help="a checkpoint, a run's folder, or a folder of transformers, peft or Megatron-core"
+        "source",
+        help="a checkpoint, a run's folder, or a folder of transformers, peft or Megatron-core; also s3://...",
     )
-    parser.add_argument("output", type=Path, help="the folder to write")
+    parser.add_argument("output", help="the folder to write; also s3://...")
     parser.add_argument(
         "--to",
         choices=tuple(FORMS),
         help="transformers: a folder; checkpoint: weights; or a format, which keeps all of a checkpoint, optimizer "
         "state too (default: transformers from a checkpoint, checkpoint from a folder)",
     )
-    parser.add_argument("--base", type=Path, help="the model that a folder of peft adapts")
+    parser.add_argument("--base", help="the model that a folder of peft adapts")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     parser.add_argument(
-        "--average", nargs="+", type=Path, default=(), metavar="MORE", help="write the mean of the source and of these"
+        "--average", nargs="+", default=(), metavar="MORE", help="write the mean of the source and of these"
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 

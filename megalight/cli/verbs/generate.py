@@ -15,7 +15,8 @@ def describe() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, a run's folder (its newest one), or a folder of transformers"
+        "checkpoint",
+        help="a checkpoint, a run's folder (its newest one), or a folder of transformers; also s3://...",
     )
     parser.add_argument(
         "-p", "--prompt", action="append", help="text to complete; repeat for several (default: standard input)"
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
-    parser.add_argument("--base", type=Path, help="the weights that training began with, for a checkpoint of adapters")
+    parser.add_argument("--base", help="the weights that training began with, for a checkpoint of adapters")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.cli.newest import check_is_one, newest_in
 
     path = newest_in(arguments.checkpoint)
-    if path != arguments.checkpoint:
+    if str(path) != arguments.checkpoint.rstrip("/"):
         # To stderr: only completions go to the output, which may be piped.
         print(f"reading {path}", file=sys.stderr)
     if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
