@@ -30,6 +30,8 @@ MAGNITUDES = "magnitudes"
 """Entry of a rank's state with the histories of delayed scaling: names of weights, and ``[weights, steps, 3]``."""
 STATE = "optimizer."
 """Names of the optimizer's tensors begin with this, and go on with the state's own and the weight's."""
+ADAMS = ("Adam", "AdamW")
+"""Classes whose states are those of Adam."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 
@@ -131,6 +133,9 @@ class Run:
                 f"{saved.path} holds weights only; it cannot resume training. Choose a full checkpoint."
             )
         groups, kind = options["groups"], type(optimizer).__name__
+        # One entry for all groups: of another library, whose groups are not ours.
+        if isinstance(groups, Mapping) and kind in ADAMS:
+            groups, options = [groups] * len(optimizer.param_groups), {**options, "class": kind}
         if options["class"] != kind or len(groups) != len(optimizer.param_groups):
             raise CheckpointError(
                 f"{saved.path} was trained with {options['class']} in {len(groups)} parameter groups; this run uses "

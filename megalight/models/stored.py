@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from megalight import checkpoint
 from megalight.checkpoint.ranks import alone
+from megalight.checkpoint.run import STATE
 from megalight.checkpoint.sources.combine import Averaged, Held, Overlaid
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.sources.precision import FullPrecision
@@ -46,12 +47,14 @@ class StoredModel:
         config: its configuration.
         weights: the source of its canonical tensors, whose names begin with ``model.``.
         files: companions from the ``transformers`` folder that training began with, and the tokenizer of the data.
+        training: entries with which a run resumes from its optimizer state, if ``weights`` has that too.
     """
 
     family: Family
     config: Any
     weights: Source
     files: Mapping[str, bytes]
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredModel:
@@ -75,7 +78,7 @@ def open_model(path: str | os.PathLike[str], *, ema: bool = False) -> StoredMode
         if ema:
             raise CheckpointError(f"{path} is of Megatron-core, which keeps no moving averages of weights.")
         source = megatron.MegatronFolder(path, PREFIX)
-        return StoredModel(family("gpt"), source.config, source, {})
+        return StoredModel(family("gpt"), source.config, source, {}, source.training)
     opened = checkpoint.open(path)
     described = description(opened)
     if described.get("transforms") or not holds_base(opened.common):
@@ -112,11 +115,13 @@ def averaged(models: Sequence[StoredModel]) -> StoredModel:
             raise ConfigurationError(
                 f"models of different configurations cannot be averaged: {'; '.join(differences) or other.family.name}."
             )
-    return replace(first, weights=Averaged([model.weights for model in models]))
+    return replace(first, weights=Averaged([model.weights for model in models]), training={})
 
 
 def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write the model as a checkpoint of weights. One process calls it; one tensor is in memory at a time.
+    """Write the model as a checkpoint, with optimizer state if it has any. One process calls it.
+
+    One tensor is in memory at a time.
 
     Args:
         model: the model.
@@ -128,12 +133,16 @@ def save_model(model: StoredModel, path: str | os.PathLike[str], dtype: torch.dt
     """
     described = {"family": model.family.name, "config": model.config.to_dict(), "transforms": [], BASE: True}
     names = [name for name in model.weights.tensors if name.startswith(PREFIX)]
+    states = [name for name in model.weights.tensors if model.training and name.startswith(STATE)]
     # One process writes, even inside a job with several: nobody else is asked.
     with alone() as group:
         checkpoint.save(
             path,
-            views_of_source(model.weights, names, dtype, group),
-            common={"model": described},
+            {
+                **views_of_source(model.weights, names, dtype, group),
+                **views_of_source(model.weights, states, None, group),
+            },
+            common={"model": described, **model.training},
             files=dict(model.files),
             process_group=group,
         )

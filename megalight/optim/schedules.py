@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megalight.errors import ConfigurationError
 
@@ -32,6 +32,17 @@ class Schedule(ABC):
         """Create a torch scheduler, which must be stepped once after every optimizer step."""
         # A plain function: LambdaLR saves the fields of a callable object in checkpoints and restores them from there.
         return LambdaLR(optimizer, lambda step: self.factor(step))
+
+
+def advance(scheduler: LRScheduler, step: int) -> None:
+    """Set a scheduler, and the rates in its optimizer, to optimizer step ``step``, for rates that depend on that alone.
+
+    For state that another library saved, whose schedules are not ours.
+    """
+    scheduler.last_epoch = step - 1
+    # Not its first call, of which torch asks that the optimizer has stepped before.
+    scheduler._step_count = max(step, 2)
+    scheduler.step()
 
 
 @dataclass(frozen=True, kw_only=True)

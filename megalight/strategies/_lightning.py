@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+from lightning.pytorch.loops.progress import _OptimizationProgress
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -49,6 +50,7 @@ USED = {
     "strategy._configure_launcher": "called by the Trainer to make the launcher",
     "call._call_callback_hooks": "fires the hooks around the backward that Lightning skips",
     "call._call_lightning_module_hook": "the same for the module's own hooks",
+    "lightning.pytorch.loops.progress._OptimizationProgress": "the count of steps in checkpoints of other libraries",
     "trainer._results": "where LightningModule.log puts values",
     "trainer._logger_connector.should_reset_tensors": "whether they are those of an earlier epoch",
     "trainer._logger_connector._current_fx": "the hook that logged last, noted by LightningModule.log",
@@ -109,6 +111,18 @@ def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) 
     callback.__dict__.pop("_link_checkpoint", None)
     if link is not None:
         callback._link_checkpoint = link
+
+
+def entries_at(step: int) -> dict[str, Any]:
+    """Return what Lightning asks of a checkpoint after ``step`` optimizer steps that it did not count itself."""
+    progress = _OptimizationProgress()
+    progress.optimizer.step.total.ready = progress.optimizer.step.total.completed = step
+    loops = {
+        "epoch_loop.state_dict": {"_batches_that_stepped": step},
+        "epoch_loop.automatic_optimization.optim_progress": progress.state_dict(),
+    }
+    # No schedules: they are set to the step when they exist.
+    return {"pytorch-lightning_version": pl.__version__, "loops": {"fit_loop": loops}, "lr_schedulers": []}
 
 
 class SigtermAgreement:

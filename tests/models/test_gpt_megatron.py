@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from megalight import checkpoint
@@ -29,7 +30,11 @@ from megalight.models.gpt.model import GPT
 from megalight.models.saved import saved_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
+from megalight.optim.schedules import Cosine
 from megalight.parallel.source import Target
+from megalight.strategies import MegatronStrategy
+from tests.callbacks.test_transformers_export import pl_trainer
+from tests.strategies.training import ADAM, CLIP, SEED, Losses, WithData
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -126,7 +131,7 @@ def theirs(config: GPTConfig, ours: dict[str, Tensor], experts_apart: bool = Fal
     made: dict[str, Tensor] = {}
 
     def vocabulary(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, torch.full((48 - len(tensor), tensor.shape[1]), torch.nan)])
+        return torch.cat([tensor, torch.full((-len(tensor) % 16, tensor.shape[1]), torch.nan, dtype=tensor.dtype)])
 
     made["embedding.word_embeddings.weight"] = vocabulary(ours["embed.word.weight"])
     if not config.tie_embeddings:
@@ -208,11 +213,14 @@ def sharded(key: str, tensor: Tensor) -> View:
     return View(key, tensor.shape, boxes)
 
 
-def save(path: Path, tensors: dict[str, Tensor], args: argparse.Namespace) -> Path:
+def save(
+    path: Path, tensors: dict[str, Tensor], args: argparse.Namespace, optimizer: Any = None, iteration: int = 10
+) -> Path:
     folder = path / "iter_0000010"
     views = {key: sharded(key, tensor) for key, tensor in tensors.items()}
     dcp.save({**views, "decoder.layers.mlp._extra_state/shard_0_3": b"objects"}, checkpoint_id=folder)
-    torch.save({"args": args, "iteration": 10, "checkpoint_version": 3.0}, folder / "common.pt")
+    common = {"args": args, "iteration": iteration, "checkpoint_version": 3.0, "optimizer": optimizer}
+    torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (path / "latest_checkpointed_iteration.txt").write_text("10")
     return path
@@ -274,13 +282,101 @@ def test_mismatches_list_key_shape_and_shard(tmp_path: Path) -> None:
     assert "mtp.layers.0.eh_proj.weight of shape [2, 4] has no counterpart" in message
 
 
-@pytest.mark.parametrize("prefix", ["", "chained_0."])
-def test_optimizer_state_is_left_out_with_a_word(prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, layers stacked", "experts"])
+def test_optimizer_state_is_imported(case: str, tmp_path: Path) -> None:
+    """Dense models have one optimizer, those with experts two, of which each has some of the parameters."""
+    config, make = CASES[case]
+    ours = weights(config)
+    held = {name: tensor for name, tensor in ours.items() if "expert_bias" not in name}
+    states = {state: {name: torch.randn_like(tensor) for name, tensor in held.items()} for state in STATES}
+    saved = make(config, ours)
+    for state, values in states.items():
+        made = make(config, {**ours, **values})
+        for key, tensor in made.items():
+            number = f"chained_{int('experts.experts' in key)}." if config.moe else ""
+            if "expert_bias" not in key:
+                saved[f"{number}optimizer.state.{state}.module.{key}"] = tensor
+    groups = [{"step": 9, "lr": 0.5}, {"step": 9}]
+    optimizer = {"optimizer": {"param_groups": groups}}
+    save(tmp_path / "run", saved, arguments(config), {0: optimizer, 1: optimizer} if config.moe else optimizer)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--dtype", "bfloat16", "--quiet"]) == 0
+    opened = checkpoint.open(tmp_path / "a.ckpt")
+    assert opened.common["global_step"] == 10
+    assert opened.common["optimizer"]["groups"]["scalars"]["step"] == 9
+    for key, state in STATES.items():
+        for name, tensor in states[key].items():
+            canonical = f"optimizer.{state}.model.{name}"
+            found = torch.empty_like(tensor)
+            opened.fill([Target(canonical, tuple(tensor.shape), (0,) * tensor.ndim, found)], strict=False)
+            assert torch.equal(found, tensor), canonical
+    assert opened.tensors["model.embed.word.weight"].dtype == "bfloat16"
+    # Models of which weights alone are asked for.
+    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), "--to", "checkpoint", "--quiet"]) == 0
+    assert not [name for name in checkpoint.open(tmp_path / "b.ckpt").tensors if name.startswith("optimizer.")]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:You.re resuming from a checkpoint")
+def test_training_goes_on_from_imported_state(precision: Any, tmp_path: Path) -> None:
+    """The run that is written as Megatron writes it, imported and resumed is the run that never stopped."""
+    config = replace(LLAMA, vocab_size=101)
+    adam = replace(ADAM, schedule=Cosine(warmup=2, min_ratio=0.1))
+
+    def fit(resume: str | None) -> tuple[list[float], list[float], int]:
+        losses, module = Losses(), WithData(config, optimizer=adam, seed=SEED)
+        losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
+        module.steps = 6
+        every = ModelCheckpoint(tmp_path / "ours", "{step}", every_n_train_steps=4, save_top_k=-1)
+        runner = pl_trainer(
+            MegatronStrategy(micro_batch_size=2), callbacks=[losses, every], max_steps=6, limit_val_batches=0,
+            gradient_clip_val=CLIP, use_distributed_sampler=False, precision=precision,
+        )  # fmt: skip
+        runner.fit(module, ckpt_path=resume)
+        rates = [group["lr"] for group in runner.optimizers[0].param_groups]
+        return losses.losses, rates, runner.global_step
+
+    whole, rates, _ = fit(None)
+    opened = checkpoint.open(tmp_path / "ours/step=4.ckpt")
+
+    def read(prefix: str) -> dict[str, Tensor]:
+        names = [name for name in opened.tensors if name.startswith(prefix)]
+        found = {n: torch.empty(opened.tensors[n].shape, dtype=getattr(torch, opened.tensors[n].dtype)) for n in names}
+        opened.fill([Target(n, tuple(t.shape), (0,) * t.ndim, t) for n, t in found.items()], strict=False)
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+    made = theirs(config, read("model."))
+    for state, name in STATES.items():
+        values = read(f"optimizer.{name}.model.")
+        made |= {f"optimizer.state.{state}.{key}": t for key, t in theirs(config, values).items()} if values else {}
+    save(tmp_path / "run", made, arguments(config), iteration=4)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.ckpt"), "--quiet"]) == 0
+    assert fit(str(tmp_path / "a.ckpt")) == (whole[4:], rates, 6)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "there is no exp_avg_sq"),
+        ("chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight", "embeddings.weight is missing"),
+        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg", "save once with --dist-ckpt-optim-fully"),
+        ("optimizer.dp_group_idx_0.gbuf_idx_0.exp_avg", "it is flat"),
+        ("optimizer.state.momentum_buffer.decoder.final_layernorm.weight", "its keys are not known"),
+    ],
+)
+def test_optimizer_state_of_another_form_is_left_out_with_a_word(
+    key: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors = theirs(LLAMA, weights(LLAMA))
-    tensors[f"{prefix}optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(16)
+    tensors[key] = torch.zeros(16)
     with caplog.at_level(logging.WARNING):
-        MegatronFolder(save(tmp_path, tensors, arguments(LLAMA)), "model.")
-    assert "optimizer state, which is not imported" in caplog.text
+        source = MegatronFolder(save(tmp_path, tensors, arguments(LLAMA)), "model.")
+    assert "optimizer state that is not imported" in caplog.text
+    assert message in caplog.text
+    assert not source.training
+    assert all(name.startswith("model.") for name in source.tensors)
 
 
 @pytest.mark.parametrize(

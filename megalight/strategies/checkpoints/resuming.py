@@ -15,7 +15,9 @@ from megalight.checkpoint.sources.precision import FullPrecision
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.models.saved import holds_base, needs_base
+from megalight.optim import schedules
 from megalight.parallel.source import Source
+from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.edits import Edits, SavedWeights, holds_whole_model, prefix_of, write
 from megalight.strategies.checkpoints.saving import ORDINARY
 from megalight.strategies.mesh_strategy import MeshStrategy
@@ -68,9 +70,16 @@ class Resumed:
         common = dict(self.saved.common)
         options, whole = common.pop("optimizer", None), common.pop(ORDINARY, None)
         states = whole if options is None else [options]
+        if self.from_elsewhere:
+            common = {**_lightning.entries_at(common["global_step"]), **common}
         self.weights = SavedWeights(self.saved, prefix_of(strategy), holds_whole_model(strategy))
         # Hooks see a `state_dict` that reads tensors one by one. Lightning hands it on without a look.
         return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
+
+    @property
+    def from_elsewhere(self) -> bool:
+        """Whether another library trained before: there is optimizer state, but no state of Lightning's loops."""
+        return "optimizer" in self.saved.common and "loops" not in self.saved.common
 
     def micro_batch_size(self, strategy: MeshStrategy) -> int | None:
         """Return the number that ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
@@ -108,6 +117,10 @@ class Resumed:
             CheckpointError: it has no optimizer state, or that of another optimizer.
         """
         strategy.run.resume(self.saved)
+        if self.from_elsewhere:
+            assert strategy.lightning_module is not None
+            for config in strategy.lightning_module.trainer.lr_scheduler_configs:
+                schedules.advance(config.scheduler, self.saved.common["global_step"])
 
     def read_ordinary(self, strategy: MeshStrategy, optimizers: Sequence[Optimizer]) -> None:
         """Read the states of optimizers of whole parameters, and random states.

@@ -1,0 +1,10 @@
+"""Checkpoints of Megatron-core (``torch_dist`` folders) of GPT models.
+
+:mod:`arguments` has the model's configuration, :mod:`places` which of their tensors hold ours, :mod:`optimizer` the
+state of their optimizer, and :mod:`source` puts them together.
+"""
+
+from megalight.models.gpt.megatron.arguments import config_of
+from megalight.models.gpt.megatron.source import MegatronFolder, is_folder
+
+__all__ = ["MegatronFolder", "config_of", "is_folder"]

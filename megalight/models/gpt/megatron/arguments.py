@@ -1,0 +1,128 @@
+"""The configuration of a model from the arguments of Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.gpt.config import AttentionConfig, GPTConfig, NormConfig, PositionConfig
+from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
+from megalight.ops.rotary import RotaryScaling
+
+COMMON = "common.pt"
+"""The file that holds the arguments."""
+
+REFUSED = {
+    "multi_latent_attention": "multi-latent attention",
+    "mtp_num_layers": "multi-token prediction",
+    "apply_layernorm_1p": "norms with weights around zero",
+    "apply_residual_connection_post_layernorm": "residual connections behind the norm",
+    "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
+    "heterogeneous_layers_config_path": "layers of several kinds",
+    "is_hybrid_model": "hybrid models",
+    "window_size": "sliding windows",
+    "no_rope_freq": "layers without rotary positions",
+    "qk_l2_norm": "L2 norms of queries and keys",
+    "moe_apply_probs_on_input": "experts with weighted inputs",
+    "glu_linear_offset": "gates with an offset",
+    "activation_func_clamp_value": "activations with a limit",
+    "attention_output_gate": "attention with a gate behind it",
+    "experimental_attention_variant": "other kinds of attention",
+    "fp8_param_gather": "weights in 8 bits",
+}
+"""Arguments that change the model in ways that are not imported."""
+
+
+def config_of(arguments: Mapping[str, Any]) -> GPTConfig:
+    """Return the configuration of the model that Megatron-LM's arguments describe.
+
+    Raises:
+        ConfigurationError: the model has parts that are not imported.
+        CheckpointError: an argument is missing.
+    """
+    get = arguments.get
+    for name, what in REFUSED.items():
+        if get(name):
+            raise ConfigurationError(f"{name} is {get(name)!r}: {what} cannot be imported from Megatron-core.")
+    balance = get("moe_router_load_balancing_type")  # a word, or a list of words
+    if "sinkhorn" in (balance if isinstance(balance, list) else [balance]):
+        raise ConfigurationError("routing by Sinkhorn's algorithm cannot be imported from Megatron-core.")
+    kind = {"learned_absolute": "learned", "rope": "rope", "none": "none"}.get(str(get("position_embedding_type")))
+    if kind is None:
+        raise ConfigurationError(
+            f"position_embedding_type is {get('position_embedding_type')!r}; it has no counterpart."
+        )
+    bias = bool(get("add_bias_linear"))
+    try:
+        heads = arguments["num_attention_heads"]
+        return GPTConfig(
+            num_layers=arguments["num_layers"],
+            hidden_size=arguments["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=arguments["num_query_groups"] if get("group_query_attention") else heads,
+            head_dim=get("kv_channels") or 0,
+            ffn_hidden_size=arguments["ffn_hidden_size"],
+            # without a tokenizer's own size, rows of padding cannot be told from others, and are kept
+            vocab_size=get("vocab_size") or arguments["padded_vocab_size"],
+            max_sequence_length=get("max_position_embeddings") or arguments["seq_length"],
+            activation=_activation(arguments),
+            mlp_bias=bias,
+            tie_embeddings=not get("untie_embeddings_and_output_weights"),
+            norm=NormConfig(
+                kind="rms" if get("normalization") == "RMSNorm" else "layer",
+                eps=get("norm_epsilon") or get("layernorm_epsilon") or 1e-5,
+            ),
+            position=PositionConfig(
+                kind=kind,  # type: ignore[arg-type]
+                base=float(get("rotary_base") or 10000.0),
+                fraction=get("rotary_percent") or 1.0,
+                interleaved=bool(get("rotary_interleaved")),
+                scaling=RotaryScaling(factor=get("rope_scaling_factor") or 8.0) if get("use_rope_scaling") else None,
+            ),
+            attention=AttentionConfig(
+                qkv_bias=bias or bool(get("add_qkv_bias")),
+                proj_bias=bias,
+                qk_norm=bool(get("qk_layernorm")),
+                softmax=get("softmax_type") or "vanilla",
+            ),
+            moe=_experts(arguments) if get("num_experts") else None,
+        )
+    except KeyError as missing:
+        raise CheckpointError(f"the arguments in {COMMON} lack {missing}; is it a GPT of Megatron-LM?") from None
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    if arguments.get("swiglu"):
+        return "swiglu"
+    if arguments.get("quick_geglu"):
+        return "quick_geglu"
+    if arguments.get("squared_relu"):
+        return "squared_relu"
+    # the fused kernel of bias and GELU, which is on by default, has the approximation by tanh
+    fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear")
+    return "gelu_tanh" if fused or arguments.get("openai_gelu") else "gelu"
+
+
+def _experts(arguments: Mapping[str, Any]) -> MoEConfig:
+    get = arguments.get
+    frequency = get("moe_layer_freq") or 1
+    if isinstance(frequency, int):
+        frequency = [layer % frequency == 0 for layer in range(frequency)]
+    shared = get("moe_shared_expert_intermediate_size")
+    return MoEConfig(
+        num_experts=arguments["num_experts"],
+        ffn_hidden_size=get("moe_ffn_hidden_size") or 0,
+        pattern=tuple(bool(entry) for entry in frequency),
+        bias=bool(get("add_bias_linear")),
+        router=RouterConfig(
+            top_k=get("moe_router_topk") or 2,
+            score=get("moe_router_score_function") or "softmax",
+            pre_softmax=bool(get("moe_router_pre_softmax")),
+            num_groups=get("moe_router_num_groups"),
+            group_top_k=get("moe_router_group_topk"),
+            scale=get("moe_router_topk_scaling_factor") or 1.0,
+            expert_bias=bool(get("moe_router_enable_expert_bias")),
+        ),
+        shared=SharedConfig(ffn_hidden_size=shared, gate=bool(get("moe_shared_expert_gate"))) if shared else None,
+    )

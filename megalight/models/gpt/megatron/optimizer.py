@@ -1,0 +1,89 @@
+"""The state of Megatron-core's Adam: masters and moments by canonical name, and entries with which a run resumes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megalight.checkpoint.foreign.pickles import Record
+from megalight.checkpoint.foreign.torch_folder import TorchTensor
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.gpt.megatron.places import OPTIMIZER, Place, places_in, plain
+
+KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+"""Their key of a state of one parameter, in the shape of the parameter."""
+
+FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:distributed\.)?dp_group_idx_")
+"""Their keys of state as it lies in flat shards, which only the layout that saved it can cut into parameters."""
+
+MASTERS = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def places_of_states(
+    config: GPTConfig, tensors: Mapping[str, TorchTensor], prefix: str
+) -> tuple[dict[str, Place], list[str]]:
+    """Return the place of each state by our name, and why there is none, as lines for a message.
+
+    Nothing is returned unless all is there: moments of some parameters alone would mislead training.
+
+    Args:
+        config: the model's configuration.
+        tensors: their tensors by key.
+        prefix: added before canonical names of weights.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    for key in tensors:
+        match = KEY.fullmatch(key)
+        if match:
+            state = match[1] if match[1] in MOMENTS else MASTERS
+            keys.setdefault(state, {})[plain(match[2])] = key
+    if not keys:
+        if any(FLAT.match(key) for key in tensors):
+            return {}, ["it is flat (dp_reshardable); save once with --dist-ckpt-optim-fully-reshardable"]
+        return {}, ["its keys are not known"] if any(OPTIMIZER.match(key) for key in tensors) else []
+    # Weights in float32 are their own masters.
+    problems = [f"there is no {state}" for state in MOMENTS if state not in keys]
+    places = {}
+    for state, by_name in keys.items():
+        found, wrong = places_in(config, {name: tensors[key] for name, key in by_name.items()}, buffers=False)
+        problems += [f"{state}: {problem}" for problem in wrong]
+        for name, place in found.items():
+            places[f"optimizer.{state}.{prefix}{name}"] = replace(place, key=by_name[place.key])
+    return ({}, problems) if problems else (places, [])
+
+
+def entries_of(common: Any, places: Mapping[str, Place]) -> dict[str, Any]:
+    """Return the entries of a checkpoint with these states, which any parameter groups resume from.
+
+    Args:
+        common: the content of ``common.pt``.
+        places: the result of :func:`places_of_states`.
+    """
+    iteration = common.get("iteration")
+    iteration = iteration if isinstance(iteration, int) else 0
+    # Skipped iterations make no step of the optimizer.
+    step = max(_steps(common.get("optimizer")), default=iteration)
+    kinds = {state: next(p.dtype for name, p in places.items() if f".{state}." in name) for state in MOMENTS}
+    group = {
+        "options": {},
+        "scalars": {"step": torch.tensor(float(step))},
+        "tensors": {state: f"torch.{kind}" for state, kind in kinds.items()},
+    }
+    return {"global_step": iteration, "optimizer": {"class": "Adam", "groups": group, "magnitudes": False}}
+
+
+def _steps(state: Any, levels: int = 4) -> Iterator[int]:
+    """Yield the step counters of all parameter groups, in one optimizer or in several."""
+    state = state.state if isinstance(state, Record) else state
+    if isinstance(state, dict) and levels:
+        groups = state.get("param_groups")
+        for group in groups if isinstance(groups, list) else ():
+            step = group.get("step") if isinstance(group, dict) else None
+            yield from [step] if type(step) is int else []
+        for inner in state.values():
+            yield from _steps(inner, levels - 1)
