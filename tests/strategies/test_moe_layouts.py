@@ -49,6 +49,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "cp": (1, 2),
     "pipeline": ("none", "plain", "interleaved", "zero_bubble"),
     "dispatcher": ("all_to_all", "all_gather"),
+    "hidden": ("nothing", "combined", "shared"),  # messages of experts: by another micro-batch, or a shared expert
     "again": ("nothing", "layers", "act", "experts"),
     "level": ("optim", "no_shard"),
 }
@@ -62,6 +63,11 @@ RECOMPUTE = {
 
 def possible(layout: dict[str, Any]) -> bool:
     pp = 1 if layout["pipeline"] == "none" else 2
+    hides = layout["hidden"] != "nothing"
+    if hides and (layout["dispatcher"] != "all_to_all" or layout["pipeline"] == "zero_bubble"):
+        return False
+    if layout["hidden"] == "shared" and layout["again"] == "act":  # would compute the shared expert again
+        return False
     divides = layout["world"] % (layout["tp"] * layout["cp"] * pp) == 0
     return divides and layout["world"] % (layout["ep"] * layout["etp"] * pp) == 0 and layout["ep"] * layout["etp"] > 1
 
@@ -94,15 +100,18 @@ def options_of(layout: dict[str, Any]) -> dict[str, Any]:
         "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
         "zero_bubble": {"pipeline_parallel": 2, "pipeline": Pipeline(schedule="zero_bubble")},
     }
+    options = pipelines[layout["pipeline"]]
+    if layout["hidden"] == "combined":
+        options["pipeline"] = Pipeline(schedule="combined")
     return {
         "expert_parallel": layout["ep"],
         "expert_tensor_parallel": layout["etp"],
         "tensor_parallel": layout["tp"],
         "sequence_parallel": layout["tp"] > 1,
         "context_parallel": layout["cp"],
-        "expert": ExpertOptions(layout["dispatcher"]),
+        "expert": ExpertOptions(layout["dispatcher"], shared_expert_overlap=layout["hidden"] == "shared"),
         "recompute": RECOMPUTE[layout["again"]],
-        **pipelines[layout["pipeline"]],
+        **options,
     }
 
 

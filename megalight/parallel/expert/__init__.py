@@ -4,3 +4,4 @@ from megalight.parallel.expert.all_to_all import AllToAllDispatcher as AllToAllD
 from megalight.parallel.expert.gather import AllGatherDispatcher as AllGatherDispatcher
 from megalight.parallel.expert.options import DISPATCHERS as DISPATCHERS
 from megalight.parallel.expert.options import ExpertOptions as ExpertOptions
+from megalight.parallel.expert.symmetric import SymmetricDispatcher as SymmetricDispatcher

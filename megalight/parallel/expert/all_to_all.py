@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +15,7 @@ from torch import Tensor
 from megalight.nn.moe import Dispatcher, Grouped, aligned
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
-from megalight.parallel.expert.exchange import HostCounts, exchange
+from megalight.parallel.expert.exchange import HostCounts, Traffic, all_to_all, exchange
 from megalight.parallel.expert.options import DISPATCHERS
 from megalight.parallel.expert.padded import Padded
 
@@ -28,13 +29,12 @@ class _Sent:
 
     Attributes:
         copies: the row of each copy of this rank's tokens, in the order in which they were sent.
-        send, receive: numbers of rows to and from each rank.
+        traffic: numbers of rows between ranks.
         groups: the place of each received row among the rows of the experts.
     """
 
     copies: Permutation
-    send: list[int]
-    receive: list[int]
+    traffic: Traffic
     groups: Permutation | Padded
 
 
@@ -68,22 +68,21 @@ class AllToAllDispatcher(Dispatcher):
         # Sorted by expert over all ranks, so rows for one rank are contiguous: the all-to-all needs no further copy.
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
         sizes = copies.offsets.diff(prepend=copies.offsets.new_zeros(1)).view(group.size(), num_experts)
-        received = torch.empty_like(sizes)
-        with _beside(sizes, received):
+        with _beside(sizes):
             # Counts first: a receiver must know how many rows come before it can allocate them.
-            dist.all_to_all_single(received, sizes, group=self.shared.counts_group)
-            # Three tables in one tensor: each copy to the host would be a wait of its own.
-            numbers = HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
+            received, numbers = self.exchange_counts(sizes)
         # the copies are made while the numbers travel
         tokens, probs = permute(hidden, copies, routes.probs)
         assert probs is not None
-        send, receive, here = numbers.wait(group.size(), group.size(), num_experts)
+        traffic, here = self.traffic(numbers, num_experts)
         # `received` was written on that stream, and is read below on this one.
         if hidden.is_cuda:
-            torch.cuda.current_stream().wait_stream(_stream(hidden.device))
+            current = torch.cuda.current_stream()
+            current.wait_stream(_stream(hidden.device))
+            received.record_stream(current)
         # Rows behind the last group belong to no copy, and are not sent.
-        rows = sum(send)
-        tokens, probs = exchange((tokens[:rows], probs[:rows]), group, send, receive)
+        rows = sum(traffic.send)
+        tokens, probs = exchange((tokens[:rows], probs[:rows]), self.carry, traffic)
         # Rows came rank by rank; grouped products need them expert by expert.
         sizes_here = [aligned(count, self.alignment) for count in here]
         groups = permutation(
@@ -92,7 +91,7 @@ class AllToAllDispatcher(Dispatcher):
         # Weights travel with their rows: the experts multiply by them.
         tokens, weights = permute(tokens, groups, probs.unsqueeze(1))
         assert weights is not None
-        sent = _Sent(replace(copies, rows=rows), send, receive, groups)
+        sent = _Sent(replace(copies, rows=rows), traffic, groups)
         return Grouped(tokens, weights, groups.offsets, sizes_here), sent
 
     def _dispatch_padded(
@@ -100,23 +99,46 @@ class AllToAllDispatcher(Dispatcher):
     ) -> tuple[Grouped, _Sent]:
         """Send ``capacity`` rows to each expert of each rank. No number depends on the routes."""
         group = self.shared.expert_group
-        ranks, counts = group.size(), [num_experts * capacity] * group.size()
+        ranks, traffic = group.size(), Traffic.even(num_experts * capacity, group.size())
         copies = permutation(routes.experts, ranks * num_experts, capacity=capacity)
         tokens, probs = permute(hidden, copies, routes.probs)
         assert probs is not None
-        tokens, probs = exchange((tokens, probs), group, counts, counts)
+        tokens, probs = exchange((tokens, probs), self.carry, traffic)
         padded = Padded(ranks, num_experts, capacity, aligned(ranks * capacity, self.alignment))
         tokens, probs = padded.by_expert(tokens), padded.by_expert(probs)
         grouped = Grouped(tokens, probs, padded.offsets(hidden.device), padded.sizes)
-        return grouped, _Sent(copies, counts, counts, padded)
+        return grouped, _Sent(copies, traffic, padded)
 
     def combine(self, outputs: Tensor, memo: _Sent) -> Tensor:
         """Send the outputs back, and add up those of each token."""
-        group, groups = self.shared.expert_group, memo.groups
+        groups = memo.groups
         rows = groups.by_rank(outputs) if isinstance(groups, Padded) else unpermute(outputs, groups)
-        # The same numbers with both ends exchanged: rows return the way they came.
-        (back,) = exchange((rows,), group, memo.receive, memo.send)
+        (back,) = exchange((rows,), self.carry, memo.traffic.back)
         return unpermute(back, memo.copies)
+
+    def carry(self, tensors: Sequence[Tensor], traffic: Traffic) -> tuple[Tensor, ...]:
+        """Send rows to other ranks, and return those that come, without autograd."""
+        return all_to_all(tensors, traffic, self.shared.expert_group)
+
+    def exchange_counts(self, sizes: Tensor) -> tuple[Tensor, HostCounts]:
+        """Tell all ranks how many rows come, on the current stream.
+
+        Args:
+            sizes: ``[R, E]``: rows for each expert of each rank.
+
+        Returns:
+            ``[R, E]``: rows from each rank for each expert here; and what :meth:`traffic` needs on the host.
+        """
+        received = torch.empty_like(sizes)
+        dist.all_to_all_single(received, sizes, group=self.shared.counts_group)
+        # Three tables in one tensor: each copy to the host would be a wait of its own.
+        return received, HostCounts(torch.cat([sizes.sum(1), received.sum(1), received.sum(0)]))
+
+    def traffic(self, numbers: HostCounts, num_experts: int) -> tuple[Traffic, list[int]]:
+        """Return the numbers of rows between ranks, and of those for each expert here. The host waits."""
+        ranks = self.shared.expert_group.size()
+        send, receive, here = numbers.wait(ranks, ranks, num_experts)
+        return Traffic(send, receive), here
 
 
 @cache

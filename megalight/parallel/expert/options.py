@@ -21,14 +21,15 @@ class ExpertOptions:
 
     Attributes:
         dispatcher: ``all_to_all`` sends each copy to the ranks of its expert; ``all_gather`` sends all tokens to all
-            ranks, which is simple, and fast for few ranks and many experts per token; ``deepep`` and ``hybridep`` use
+            ranks, which is simple, and fast for few ranks and many experts per token; ``symmetric`` copies rows between
+            GPUs of one host without occupying multiprocessors; ``deepep`` and ``hybridep`` use
             the kernels of a package (:mod:`megalight.plugins.deepep`).
         equal_tokens: a promise that all ranks always bring the same number of tokens, as with batches of one shape.
             Then the host waits for nothing if ``moe.capacity.pad`` fixes the number of rows, and CUDA graphs can hold
-            the experts. It need not be given where ``ep`` and ``etp`` lie within ``tp``. For ``all_to_all`` and
-            ``all_gather``.
+            the experts. It need not be given where ``ep`` and ``etp`` lie within ``tp``. Not for ``deepep``
+            and ``hybridep``.
         shared_expert_overlap: shared experts compute on a CUDA stream of their own, while copies of tokens travel.
-            Only with ``all_to_all``.
+            With ``all_to_all`` and ``symmetric``.
         moe_enable_deepep: the old name of ``dispatcher="deepep"``. It acts, with a warning.
         multiprocessors: how many of a GPU the messages of ``deepep`` (None: 20) or ``hybridep`` (None: 16) occupy.
 
@@ -59,11 +60,11 @@ class ExpertOptions:
             DISPATCHERS[self.dispatcher]
         except MegalightError as error:
             raise LayoutError(f"ExpertOptions: {error}") from error
-        if self.shared_expert_overlap and self.dispatcher != "all_to_all":
+        if self.shared_expert_overlap and self.dispatcher not in ("all_to_all", "symmetric"):
             raise LayoutError(
                 f"ExpertOptions: shared_expert_overlap=True with dispatcher={self.dispatcher!r}; only the messages of "
-                "'all_to_all' leave the device free for other work. Set dispatcher='all_to_all', or leave "
-                "shared_expert_overlap out."
+                "'all_to_all' and 'symmetric' leave the device free for other work. Set dispatcher='all_to_all', or "
+                "leave shared_expert_overlap out."
             )
         if self.equal_tokens and self.dispatcher in ("deepep", "hybridep"):
             raise LayoutError(

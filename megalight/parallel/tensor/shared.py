@@ -16,6 +16,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.expert.equal import EqualTokens
 from megalight.parallel.expert.options import ExpertOptions
+from megalight.parallel.expert.symmetric import PeerExchange
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
@@ -114,6 +115,11 @@ class Shared:
     def equal_tokens(self) -> EqualTokens:
         """Whether the ranks along ``ep`` and ``etp`` bring equally many tokens: one answer for all layers."""
         return EqualTokens(self)
+
+    @cached_property
+    def peer_exchange(self) -> PeerExchange:
+        """The slots through which the dispatcher ``symmetric`` sends rows of all layers. All ranks make it together."""
+        return PeerExchange(self.expert_group)
 
     @cached_property
     def counts_group(self) -> ProcessGroup:

@@ -33,6 +33,9 @@ CASES: list[tuple[int, str, dict[str, int]]] = [
     (4, "all_to_all", {"ep": 4}),
     (4, "all_to_all", {"ep": 2, "etp": 2}),
     (4, "all_gather", {"ep": 2, "etp": 2}),
+    (2, "symmetric", {"ep": 2}),
+    (2, "symmetric", {"etp": 2}),
+    (4, "symmetric", {"ep": 2, "etp": 2}),
 ]
 
 
@@ -141,7 +144,11 @@ def padded(dispatcher: str, degrees: dict[str, int], capacity: int) -> float:
     return float(worst)
 
 
-EVEN: list[tuple[str, dict[str, int]]] = [("all_to_all", {"ep": 2}), ("all_gather", {"ep": 2})]
+EVEN: list[tuple[str, dict[str, int]]] = [
+    ("all_to_all", {"ep": 2}),
+    ("all_gather", {"ep": 2}),
+    ("symmetric", {"ep": 2}),
+]
 
 
 def jobs(world: int) -> Sequence[tuple[Any, tuple[Any, ...]]]:

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "turns": (2, {"ep": 2}, COMBINED),
     "turns, with recompute": (2, {"ep": 2}, {**COMBINED, "recompute": FULL}),
     "turns, in a pipeline": (4, {"ep": 2, "pp": 2}, {**COMBINED, "virtual_pipeline": 2}),
+    "turns, by copy engines": (2, {"ep": 2}, {**COMBINED, "expert": ExpertOptions("symmetric")}),
     "beside": (2, {"ep": 2}, {"expert": BESIDE}),
 }
 

@@ -9,9 +9,7 @@ between products. The copy stream never waits for work that peers have not yet l
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.ops.common import HALF
 from megalight.parallel.collectives import Pending, check_divides
-from megalight.parallel.graphs.capturing import capturing
-from megalight.parallel.peers import driver, memory
+from megalight.parallel.peers import memory
+from megalight.parallel.peers.copies import Copies
 from megalight.parallel.peers.memory import Flag, PeerMemory, Slot
 from megalight.parallel.tensor.overlap.pipelined import Pipelined, as_rows, pieces_why_not
 from megalight.parallel.tensor.overlap.plain import Plain
@@ -117,7 +115,7 @@ class Symmetric(Pipelined):
         return Pending(None, lambda: back(leaving.finish()))
 
 
-class PeerCopies:
+class PeerCopies(Copies):
     """A carrier that uses copy engines.
 
     Args:
@@ -128,12 +126,11 @@ class PeerCopies:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
         # Two memories: a gather and a scatter run at the same time in the backward, and neither
         # must wait for the other.
         self.shares, self.sums = PeerMemory(group), PeerMemory(group)
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.open: dict[int, Slot] = {}
-        self.spin: Any = import_module("megalight.parallel.peers.spin")
 
     def gather(self, share: Tensor, rounds: tuple[Round, ...], *, place_own: bool) -> GatheringCopies:
         """Start to gather all shares."""
@@ -142,27 +139,6 @@ class PeerCopies:
     def scatter(self, rows: int, width: int, like: Tensor, rounds: tuple[Round, ...]) -> ScatteringCopies:
         """Prepare to receive partial sums."""
         return ScatteringCopies(self, (rows, width), like.dtype, rounds)
-
-    def push(self, slot: Slot, to: int, place: Tensor, source: Tensor) -> None:
-        """Copy into the slot of rank ``to``, and raise its flag."""
-        # Stream order makes the flag visible only after the data.
-        driver.copy(self.stream, place, source)
-        driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
-
-    def await_free(self, slot: Slot) -> None:
-        """Wait, before the first push, until all peers have read the previous contents of their slots."""
-        driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
-
-    def free(self, slot: Slot) -> None:
-        """Let peers write into a slot of this rank, after the work that the current stream has queued."""
-        current = torch.cuda.current_stream()
-        flags = slot.flags_at(Flag.FREE, slot.memory.others)
-        if capturing():  # a capture must not end with work left on another stream
-            driver.raise_flags(current, flags)
-            return
-        # After what the stream of products has queued so far, which still reads the slot.
-        self.stream.wait_stream(current)
-        driver.raise_flags(self.stream, flags)
 
 
 class GatheringCopies:
@@ -178,7 +154,7 @@ class GatheringCopies:
         for each in rounds:
             for _, behind in each.pairs:
                 place = self.slot.view(behind, shape, share.dtype, rank * share.numel())
-                carrier.push(self.slot, behind, place, share)
+                carrier.push(self.slot, behind, (place, share))
         # The share leaves with this event: until then its memory must not be written again.
         self.left = carrier.stream.record_event()
         self.whole = self.slot.view(rank, (size * shape[0], *shape[1:]), share.dtype)
@@ -216,7 +192,7 @@ class ScatteringCopies:
             self.carrier.await_free(self.slot)
         for ahead, _ in self.rounds[number].pairs:
             place = self.slot.view(ahead, self.shape, self.dtype, self.rank * prod(self.shape))
-            self.carrier.push(self.slot, ahead, place, by_owner[ahead % run])
+            self.carrier.push(self.slot, ahead, (place, by_owner[ahead % run]))
         self.left = self.carrier.stream.record_event()
         self.leaving.append(piece)  # freed after the current stream has waited for the copies
 

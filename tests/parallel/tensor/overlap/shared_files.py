@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.common import HALF
-from megalight.parallel.peers import driver
+from megalight.parallel.peers import copies, driver
 from megalight.parallel.peers import memory as peers
 from megalight.parallel.tensor.overlap import symmetric
 
@@ -118,7 +118,7 @@ def symmetric_on_cpu() -> Iterator[None]:
             (peers, "why_not", lambda device: None),
             (peers, "unreachable", lambda group: None),
             (peers, "symmetric_memory", lambda: memory),
-            (symmetric, "import_module", lambda name: SimpleNamespace(wait=memory.spin)),
+            (copies, "import_module", lambda name: SimpleNamespace(wait=memory.spin)),
         ):
             stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.multiple(driver, wait=memory.wait, raise_flags=memory.raise_flags, copy=memory.copy))

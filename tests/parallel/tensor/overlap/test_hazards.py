@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.parallel.peers import driver
+from megalight.parallel.peers import copies, driver
 from megalight.parallel.peers import memory as peers
 from megalight.parallel.peers.memory import Flag
-from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.rounds import rounds_of
 from megalight.parallel.tensor.overlap.spec import Product
 from megalight.parallel.tensor.overlap.symmetric import Symmetric
@@ -271,7 +270,7 @@ def play(size: int, pieces: int, forgotten: tuple[int, Flag] | None = None) -> l
         patch.multiple(torch.cuda, **fakes),
         patch.multiple(driver, **calls_of),
         patch.object(peers, "symmetric_memory", lambda: memory),
-        patch.object(symmetric, "import_module", lambda name: SimpleNamespace(wait=world.spin)),
+        patch.object(copies, "import_module", lambda name: SimpleNamespace(wait=world.spin)),
     ):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
         for thread in threads:
