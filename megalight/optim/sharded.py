@@ -133,7 +133,7 @@ class Sharding:
     @property
     def divided(self) -> bool:
         """Whether this rank holds only a part of the state."""
-        return any(bucket.shard_group is not None for bucket in self.engine.buckets)
+        return any(bucket.state_groups for bucket in self.engine.buckets)
 
     def end(self) -> None:
         """Let the optimizer update its own parameters again, and give them their state.
@@ -216,7 +216,7 @@ def _fuse(optimizer: Adam, engine: DataParallelEngine) -> RemovableHandle:
 
     written = engine.fuse(scale)
     host, away = engine.host, engine.host.buckets
-    optimizer.copies = {b.shard.master: b.own_params for b in engine.buckets if b.rounds_masters and not b.on_host}
+    optimizer.copies = {b.shard.master: b.updated for b in engine.buckets if b.rounds_masters and not b.on_host}
     optimizer.copies.update({b.shard.master: flat for b in away if (flat := host.rounded(b)) is not None})
     optimizer.before = {bucket.shard.master: partial(host.arrive, bucket) for bucket in away}
     optimizer.after = {bucket.shard.master: partial(host.send, bucket) for bucket in away}

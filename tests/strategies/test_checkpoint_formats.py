@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel": 2}),
     "tp2": (2, {"tensor_parallel": 2}),
     "tp2dp2": (4, {"tensor_parallel": 2}),
-    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params", optimizer_offload_fraction=0.5)}),
 }
 
 

@@ -37,6 +37,9 @@ LAYOUTS: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
     "dp4": (4, GPT, {}),
     "hsdp": (4, GPT, {"replicate": 2}),
     "tp": (2, GPT, TP),
+    "hsdp over both": (4, GPT, {"replicate": 2, "replicate_optimizer": False}),
+    "replicas alone": (2, GPT, {"replicate": 2, "replicate_optimizer": False}),
+    "tp hsdp over both": (8, GPT, {**TP, "replicate": 2, "replicate_optimizer": False}),
     "tp hsdp": (8, GPT, {**TP, "replicate": 2}),
     "tp dp": (4, GPT, TP),
     "cp": (2, GPT, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
@@ -46,11 +49,15 @@ LAYOUTS: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
     "ep edp": (4, MOE, {"expert_parallel": 2}),
     "tp ep": (4, MOE, {**TP, "expert_parallel": 2}),
     "ep hsdp": (4, MOE, {"expert_parallel": 2, "replicate": 2}),
+    "ep hsdp over both": (4, MOE, {"expert_parallel": 2, "replicate": 2, "replicate_optimizer": False}),
     "tp ep hsdp": (8, MOE, {**TP, "expert_parallel": 2, "replicate": 2}),
     "recompute": (2, GPT, {"recompute": Recompute(granularity="full", num_layers=1)}),
     "accumulation": (2, GPT, {"micro_batch_size": 1, "reduce_each_micro_batch": False}),
 }
 """Name -> ranks, model, options."""
+
+FLAT = ("replicate", "replicate_optimizer", "reduce_each_micro_batch")
+"""Options of data parallelism among these."""
 
 COVER = {
     ("dp2", "no_shard", 1.0),
@@ -60,6 +67,10 @@ COVER = {
     ("cp", "optim_grads", 0.5),
     ("ep edp", "optim_grads", 0.5),
     ("hsdp", "optim_grads_params", 0.5),
+    ("hsdp over both", "optim_grads_params", 0.5),
+    ("hsdp over both", "optim_grads", 0.0),
+    ("replicas alone", "optim", 0.0),
+    ("ep hsdp over both", "optim_grads_params", 0.0),
     ("tp dp", "optim_grads_params", 1.0),
     ("cp", "optim_grads_params", 1.0),
     ("ep", "optim_grads_params", 1.0),
@@ -88,7 +99,7 @@ def _trained(layout: str, level: str, share: float) -> dict[str, Any]:
     _, config, options = LAYOUTS[layout]
     options = dict(options)
     # These belong to the level where parameters are sharded, and say nothing on the others.
-    every = {name: options.pop(name) for name in ("replicate", "reduce_each_micro_batch") if name in options}
+    every = {name: options.pop(name) for name in FLAT if name in options}
     if level != "optim_grads_params":
         every.pop("reduce_each_micro_batch", None)
     gradients = Gradients()

@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2dp2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallel(level="no_shard")}),
     "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
     "hybrid4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
+    "both4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)}),
     "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
 }
 COVER = {
@@ -55,7 +56,8 @@ COVER = {
     "pp2dp2": ["pp2vpp2"],
     "full2": ["dp2", "full4"],
     "full4": ["hybrid4"],
-    "hybrid4": ["full2"],
+    "hybrid4": ["both4"],
+    "both4": ["full2"],
 }
 """What each layout loads: every layout is saved and loaded once at least, and kinds of layouts meet."""
 

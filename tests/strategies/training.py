@@ -119,8 +119,8 @@ def reduced(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
     for bucket, gradient in zip(engine.buckets, engine.gradients, strict=True):
         flat = gradient.new_zeros(bucket.layout.numel)
         flat[bucket.shard.start : bucket.shard.stop] = gradient
-        if bucket.shard_group is not None:  # each rank holds an interval
-            dist.all_reduce(flat, group=bucket.shard_group)
+        for group in bucket.state_groups:  # each rank holds an interval
+            dist.all_reduce(flat, group=group)
         for info, (spec, start) in zip(bucket.infos, bucket.shard.slots, strict=True):
             named[info.name] = flat[start : start + spec.numel]
     whole = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)

@@ -134,9 +134,13 @@ class FlatParameters:
         shard_group: ranks among which the masters are divided; None: each rank has all masters.
         unit_group: the same ranks, where units are gathered.
         replica_group: ranks that hold the same masters, if these are divided; None for a single rank.
+        state_groups: groups over which masters are divided, one after the other: first the shards among ranks, then,
+            if that is wanted, a shard among its replicas.
         params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
         own_params: the interval of the parameters that this rank keeps: a view of :attr:`params`, or memory of its own
             if the whole parameters come and go.
+        kept: ``(start, stop)``, the elements that :attr:`own_params` holds.
+        updated: the part of :attr:`own_params` that this rank's optimizer updates.
         shards_params: whether this rank keeps only its interval of them.
         shown: ``[numel]`` the flat parameters of which the parameters are views now; one NaN if they have no memory.
         shard: this rank's part.
@@ -165,7 +169,11 @@ class FlatParameters:
         self.shards_params = params is not None
         self.holds_codes = codes is not None
         device = self.infos[0].parameter.device
-        interval = layout.interval(kind.place) if divided else (0, layout.numel)
+        self.divides_replicas = kind.divide_replicas and self.replica_group is not None
+        own_groups = (self.shard_group, self.replica_group if self.divides_replicas else None)
+        self.state_groups = [group for group in own_groups if group is not None]
+        self.kept = layout.interval(kind.place) if divided else (0, layout.numel)
+        interval = layout.state_interval() if divided else self.kept
         # In the parameters' own dtype: they become the parameters, or, with codes, only the source of the masters.
         with nullcontext() if self.shards_params or codes is not None else allocating():
             values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
@@ -174,7 +182,7 @@ class FlatParameters:
                 view.copy_(parameter.detach())
             elif codes is None:
                 view.fill_(torch.nan)  # the values come later; NaN shows parameters that never got any
-        own = values[slice(*interval)]
+        own = values[slice(*self.kept)]
         if params is not None:
             # The whole tensor was needed only to cut this rank's interval from it, and is freed here.
             with allocating():
@@ -185,17 +193,23 @@ class FlatParameters:
                 self.params = torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
         else:
             self.params = values
-        self.own_params = own if codes is None else self.params[slice(*interval)]
+        self.own_params = own if codes is None else self.params[slice(*self.kept)]
+        self.updated = self._updated(*interval)
         self._nowhere = without_memory(torch.empty(2, dtype=self.params.dtype, device="meta"), device)
         self.show(self.params)
         if self.shards_params:
             self.vacate()
         # Undivided masters are equal on all data-parallel ranks, so the ranks
         # share the counting and the writing.
-        replicas = kind.replica_ranks if divided else kind.ranks
+        replicas = kind.holders if divided else kind.ranks
         slots = [(info.spec, slot.start) for info, slot in zip(self.infos, layout.slots, strict=True)]
-        self.shard = FlatShard(kind.group, *interval, own.detach(), slots, replicas)
+        first = interval[0] - self.kept[0]
+        master = own.detach()[first : first + interval[1] - interval[0]]
+        self.shard = FlatShard(kind.group, *interval, master, slots, replicas)
         self.shard.place = replicas.index(kind.mesh.global_rank)
+
+    def _updated(self, start: int, stop: int) -> Tensor:
+        return self.own_params[start - self.kept[0] : stop - self.kept[0]]
 
     def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with its place in a flat tensor of the bucket."""
@@ -232,16 +246,16 @@ class FlatParameters:
     def gathered(self, own: Tensor) -> Tensor:
         """Return a flat tensor ``[numel]`` of the whole bucket, on the device, from every rank's interval of it."""
         own = own.to(self.params.device)  # masters may be on the host
-        if self.shard_group is None:
-            return own
-        whole = own.new_empty(self.layout.numel)
-        all_gather(whole, own, group=self.shard_group)
-        return whole
+        for group in reversed(self.state_groups):
+            whole = own.new_empty(own.numel() * group.size())
+            all_gather(whole, own, group=group)
+            own = whole
+        return own
 
     @property
     def weights(self) -> Tensor:
         """This rank's interval of the parameters: to read, and to write before the masters are refreshed."""
-        return self.shard.master.detach() if self.holds_codes else self.own_params
+        return self.shard.master.detach() if self.holds_codes else self.updated
 
 
 class Bucket(FlatParameters):
@@ -318,6 +332,7 @@ class Bucket(FlatParameters):
         """
         self.params = torch.zeros(self.layout.numel, dtype=self.layout.kind.param_dtype, device=self.params.device)
         self.own_params = self.params[self.shard.start : self.shard.stop]
+        self.updated = self.own_params
         self.holds_codes = False
         self.own_params.copy_(self.shard.master)
         # In place: each rank has just written its own interval of `params`.

@@ -69,6 +69,8 @@ class DataParallelEngine:
         device: device of numbers that ranks exchange, if there is no parameter to tell (a pipeline stage without any).
         replicate: number of groups of neighbouring data-parallel ranks. Each group holds all shards, and gathers among
             itself; gradients are also summed over the groups (hybrid sharding).
+        replicate_optimizer: whether each of these groups has all masters and optimizer state. If not, the groups divide
+            them, and updated parameters are also gathered over the groups, once per step.
         units: the modules of each unit that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that
             shard gradients or parameters do so for these; everything else stays whole.
         prefetch: number of units whose parameters are gathered ahead of the one that computes; None: by free memory.
@@ -110,6 +112,7 @@ class DataParallelEngine:
         overlap_param_gather: bool = True,
         device: torch.device | None = None,
         replicate: int = 1,
+        replicate_optimizer: bool = True,
         units: Sequence[Sequence[nn.Module]] = (),
         prefetch: int | None = None,
         reduce_each_micro_batch: bool | None = None,
@@ -121,6 +124,7 @@ class DataParallelEngine:
         self.level = level_of(level)
         self.check_for_nan = check_for_nan
         self.replicate = replicate
+        self._divide_replicas = self.level.state and replicate > 1 and not replicate_optimizer
         # A tied parameter comes once: a second slot would send its gradient
         # twice, and count it twice in the norm.
         every = distinct(params)
@@ -227,7 +231,7 @@ class DataParallelEngine:
         chosen = {info: kind for info in ordinary if (kind := self._kind(info, None)).unit is not None}
         # A kind of their own: they have no place in an optimizer, and must not
         # lie in a bucket that has gradients.
-        infos, kinds = list(chosen), [replace(kind, group=FROZEN) for kind in chosen.values()]
+        infos, kinds = list(chosen), [replace(kind, group=FROZEN, divide_replicas=False) for kind in chosen.values()]
         if not infos:
             return []
         layouts = plan_buckets([info.parameter.numel() for info in infos], kinds)
@@ -258,7 +262,13 @@ class DataParallelEngine:
             info.mesh or self.mesh,
             info.spec.data,
             replicate=self.replicate,
+            divide_replicas=self._divide_replicas,
         )
+        if kind.codes is not None and self._divide_replicas:
+            raise ConfigurationError(
+                f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
+                "masters of its own; leave primary_weights out, or use replicate_optimizer=True."
+            )
         # A single rank holds all shards. Gathers would only copy.
         if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
             return kind  # always whole

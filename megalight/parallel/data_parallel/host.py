@@ -50,7 +50,7 @@ class HostMasters:
         self._arrived: dict[Bucket, torch.cuda.Event] = {}
         self._scale: Tensor | None = None
         for bucket in buckets:
-            own, master = bucket.own_params, bucket.shard.master.detach()
+            own, master = bucket.updated, bucket.shard.master.detach()
             # Rounded here, so that fewer bytes travel, and no memory of the device is needed for the wide ones.
             self._rounded[bucket] = master if own.dtype == master.dtype else host_memory(own.shape, own.dtype, device)
         if self._up is not None:
@@ -113,12 +113,12 @@ class HostMasters:
         """Start to copy the new parameters of a bucket to the device; :meth:`rounded` holds them already."""
         # The host may write there again only in the next step, after gradients that came later than this copy.
         if self._up is None:
-            bucket.own_params.copy_(self._rounded[bucket])
+            bucket.updated.copy_(self._rounded[bucket])
         else:
             # It waits for no stream: a gradient that the host has was behind all that read the old parameters. So it
             # runs beside updates on the device.
             with torch.cuda.stream(self._up.stream):
-                bucket.own_params.copy_(self._rounded[bucket], non_blocking=True)
+                bucket.updated.copy_(self._rounded[bucket], non_blocking=True)
 
     @torch.no_grad()
     def send_all(self) -> None:

@@ -83,6 +83,7 @@ class Kind:
         unit: number of the unit to which they belong, in the order of the forward pass; None: they are always resident.
             All parameters of a unit and kind share one bucket.
         replicate: number of groups of neighbouring ranks, each of which holds all shards (hybrid sharding).
+        divide_replicas: the ranks that hold the same shard divide its masters and optimizer state among themselves.
     """
 
     param_dtype: torch.dtype
@@ -95,6 +96,7 @@ class Kind:
     data: tuple[str, ...] = TOKEN_AXES
     unit: int | None = None
     replicate: int = 1
+    divide_replicas: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -125,6 +127,16 @@ class Kind:
     def place(self) -> int:
         """Index of this process in :attr:`shard_ranks`."""
         return self.shard_ranks.index(self.mesh.global_rank)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Global ranks that hold the same masters as this one."""
+        return (self.mesh.global_rank,) if self.divide_replicas else self.replica_ranks
+
+    @property
+    def parts(self) -> int:
+        """Number of different parts of the masters."""
+        return len(self.shard_ranks) * len(self.replica_ranks) // len(self.holders)
 
     def _replicates(self, axis: str) -> bool:
         return self.replicate > 1 and axis in REPLICA_AXES
@@ -167,6 +179,14 @@ class BucketLayout:
         share = self.numel // len(self.kind.shard_ranks)
         return place * share, (place + 1) * share
 
+    def state_interval(self) -> tuple[int, int]:
+        """Return the elements of this process's masters: its interval, or its replica's part of that."""
+        kind, (start, stop) = self.kind, self.interval(self.kind.place)
+        if not kind.divide_replicas:
+            return start, stop
+        share, replica = self.numel // kind.parts, kind.replica_ranks.index(kind.mesh.global_rank)
+        return start + replica * share, start + (replica + 1) * share
+
 
 def align(value: int, multiple: int) -> int:
     """Round ``value`` up to a multiple of ``multiple``."""
@@ -200,7 +220,7 @@ def plan_buckets(
     def close(kind: Kind) -> None:
         slots = open_slots.pop(kind)
         # Reduce-scatter and all-gather need equal intervals on all ranks.
-        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, len(kind.shard_ranks) * SHARD_ALIGNMENT)))
+        buckets.append(BucketLayout(kind, tuple(slots), align(slots[-1].stop, kind.parts * SHARD_ALIGNMENT)))
 
     # Elements of each kind that have no place yet. Once they fit into one bucket, the edge has begun.
     left: dict[Kind, int] = {}

@@ -44,6 +44,9 @@ class DataParallel:
             None: NCCL's own choice. Other backends refuse a number.
         replicate: number of groups of neighbouring replicas. Each group holds all shards (hybrid sharding), so that
             gathers stay inside it, inside a host for example.
+        replicate_optimizer: whether each of these groups has all masters and optimizer state. False: the groups divide
+            them, too. Then the optimizer takes the memory of sharding over all replicas, parameters are still gathered
+            inside a group, and updated ones also over the groups, once per step.
         prefetch: number of units that are gathered ahead of the one that computes, each into a buffer of its own. 0: no
             gather is hidden, and one buffer is enough. None: 1, or more if little of the free memory is needed for it.
         reduce_each_micro_batch: with sharded parameters, whether each micro-batch reduces gradients of units, so that
@@ -69,6 +72,7 @@ class DataParallel:
     edge_bucket_size: int | None = None
     max_ctas: int | None = None
     replicate: int = 1
+    replicate_optimizer: bool = True
     prefetch: int | None = None
     reduce_each_micro_batch: bool | None = None
     optimizer_offload_fraction: float = 0.0
@@ -126,7 +130,7 @@ class DataParallel:
         return level_of(self.level).parameters
 
     def check(self, pipeline_parallel: int) -> None:
-        """Refuse levels that a pipeline cannot have, and options of sharded parameters without them.
+        """Refuse levels that a pipeline cannot have, and options without what they act on.
 
         Raises:
             ConfigurationError: gradients are sharded, and there are stages; or an option has nothing to act on.
@@ -138,6 +142,11 @@ class DataParallel:
                     f"data_parallel.{name}={getattr(self, name)} with level {self.level!r}, which shards no "
                     "parameters; leave it out, or use level 'optim_grads_params'."
                 )
+        if not self.replicate_optimizer and self.replicate == 1:
+            raise ConfigurationError(
+                "data_parallel.replicate_optimizer=False with replicate=1: there are no groups of replicas that could "
+                "divide the optimizer. Leave it out, or set replicate (device_mesh of MegatronFSDPStrategy)."
+            )
         if self.has_units and pipeline_parallel > 1:
             raise ConfigurationError(
                 f"data_parallel.level={self.level!r} with pipeline_parallel={pipeline_parallel}: gradients and "
@@ -167,6 +176,7 @@ class DataParallel:
             overlap_param_gather=self.overlap_param_gather,
             device=device,
             replicate=self.replicate,
+            replicate_optimizer=self.replicate_optimizer,
             units=units,
             prefetch=self.prefetch,
             reduce_each_micro_batch=self.reduce_each_micro_batch,

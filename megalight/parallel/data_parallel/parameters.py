@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.codes import Codes
-from megalight.parallel.data_parallel.gather import Gatherer, masters_to_parameters, parameters_to_masters
+from megalight.parallel.data_parallel.gather import (
+    Gatherer,
+    join_replicas,
+    masters_to_parameters,
+    parameters_to_masters,
+)
 from megalight.parallel.data_parallel.host import HostMasters
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.trace import spanned
@@ -55,6 +60,7 @@ class ShardedParameters:
         self.written = False
         # Codes need the scale of the whole weight, so ranks agree on scales before any of them sends its codes.
         self._codes.cast()
+        join_replicas(self.buckets)
         self._gatherer.start()
         if self.residency is not None:
             # The buffers of units still hold the values of the last step.
@@ -98,6 +104,7 @@ class ShardedParameters:
             # and masters are read from the shards.
             self.residency.write_back()
         parameters_to_masters(self.buckets)
+        join_replicas(self.buckets)
         if self.residency is not None:
             # Other ranks have written their parts of the shards, too.
             self.residency.expire()

@@ -90,20 +90,26 @@ class Reducer:
         if self.exchange and bucket.shard_group is None:  # nothing to exchange: the sum itself is in float32
             sent = sent.to(self.sum_dtype(sent.dtype))
         if self.exchange and bucket.shard_group is not None:
-            return self._exchange(sent, bucket.shard_group, bucket.replica_group)
-        if not self.scatter or bucket.shard_group is None:
-            own = sent
+            return self._exchange(sent, bucket)
+        if not self.scatter or not bucket.state_groups:
+            term = sent
             work = dist.all_reduce(sent, group=bucket.group, async_op=True)
+        elif bucket.shard_group is None:
+            term, work = sent, None  # each rank holds all shards, and replicas divide them
         else:
             # In place where the dtypes agree: the result is this rank's interval of the buffer.
-            own = out if sent is bucket.grads else sent.new_empty(bucket.shard.numel)
-            work = reduce_scatter(own, sent, group=bucket.shard_group, async_op=True)
+            own_size = bucket.kept[1] - bucket.kept[0]
+            in_place = bucket.grads[slice(*bucket.kept)] if bucket.divides_replicas else out
+            term = in_place if sent is bucket.grads else sent.new_empty(own_size)
+            work = reduce_scatter(term, sent, group=bucket.shard_group, async_op=True)
 
         def finish() -> Tensor:
-            work.wait()
+            if work is not None:
+                work.wait()
             # Hybrid sharding: the sum over the ranks of one set of shards is a term of the sum over the sets.
-            if self.scatter and bucket.shard_group is not None:
-                sum_over(own, bucket.replica_group)
+            own = term
+            if self.scatter and bucket.state_groups:
+                own = sum_replicas(term, bucket, out if sent is bucket.grads else None)
             # Sums in a wider dtype stay wide: the optimizer reads them before they are rounded.
             if self.scatter and own.dtype.itemsize > bucket.grads.dtype.itemsize:
                 return own
@@ -112,7 +118,9 @@ class Reducer:
         return finish
 
     @staticmethod
-    def _exchange(sent: Tensor, group: ProcessGroup, replicas: ProcessGroup | None) -> Callable[[], Tensor]:
+    def _exchange(sent: Tensor, bucket: Bucket) -> Callable[[], Tensor]:
+        group = bucket.shard_group
+        assert group is not None
         # Out of place: all terms of an interval must be there before any of them is added.
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -123,16 +131,26 @@ class Reducer:
             work.wait()
             dtype = torch.promote_types(received.dtype, torch.float32)
             # `[world, n]`: one term from each rank, in rank order, so every run adds in the same order.
-            return sum_over(received.view(world, -1).sum(0, dtype=dtype), replicas)
+            return sum_replicas(received.view(world, -1).sum(0, dtype=dtype), bucket)
 
         return finish
 
 
-def sum_over(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum a tensor over a group in place, and return it."""
-    if group is not None:
-        dist.all_reduce(tensor, group=group)
-    return tensor
+def sum_replicas(term: Tensor, bucket: Bucket, out: Tensor | None = None) -> Tensor:
+    """Sum the gradients of a shard over its replicas; each gets all of the sum, or the part whose masters it has.
+
+    Args:
+        term: this replica's sum.
+        out: where a part of the sum goes; None: a new tensor. All of it stays in ``term``.
+    """
+    if bucket.replica_group is None:
+        return term
+    if not bucket.divides_replicas:
+        dist.all_reduce(term, group=bucket.replica_group)
+        return term
+    own = term.new_empty(bucket.shard.numel) if out is None else out
+    reduce_scatter(own, term, group=bucket.replica_group)
+    return own
 
 
 def partial_runs(shards: Mapping[int, FlatShard]) -> dict[tuple[str, ...], list[tuple[int, int, int]]]:

@@ -104,7 +104,7 @@ class Residency:
         """Copy this rank's part of whole parameters, which somebody may have written to, into the shards."""
         # All ranks wrote the same values, so each keeps its own interval and nothing is sent.
         for bucket in self._buckets if self.whole else ():
-            bucket.own_params.copy_(bucket.shown[bucket.shard.start : bucket.shard.stop])
+            bucket.own_params.copy_(bucket.shown[slice(*bucket.kept)])
 
     def release(self) -> None:
         """End :meth:`gather_all`: keep the shards only."""

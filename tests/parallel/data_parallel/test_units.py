@@ -376,13 +376,14 @@ def test_gradients_outside_a_unit_are_refused_and_a_failed_step_leaves_nothing()
     run(_refused, 2)
 
 
-def _low_precision_sums(replicate: int) -> None:
+def _low_precision_sums(replicate: int, both: bool = False) -> None:
     """Sums in float32 of gradients in bfloat16, over ranks and micro-batches, against float64."""
     errors = {}
     for reduction in ("sum", "accumulate_fp32"):
         net = Net(4).bfloat16()
         exact = Net(4).bfloat16().double()
-        engine = engine_of(net, grad_dtype=torch.bfloat16, reduction=reduction, replicate=replicate)
+        options: dict[str, Any] = {"reduction": reduction, "replicate": replicate, "replicate_optimizer": not both}
+        engine = engine_of(net, grad_dtype=torch.bfloat16, **options)
         engine.zero_grad()
         ids = ids_of(0, dist.get_world_size(), 6)
         with engine.micro_batches(6):
@@ -398,9 +399,9 @@ def _low_precision_sums(replicate: int) -> None:
     assert errors["accumulate_fp32"] < 0.01
 
 
-@pytest.mark.parametrize(("world", "replicate"), [(2, 1), (4, 2)])
-def test_sums_in_float32_of_gradients_in_bfloat16(world: int, replicate: int) -> None:
-    run(_low_precision_sums, world, replicate)
+@pytest.mark.parametrize(("world", "replicate", "both"), [(2, 1, False), (4, 2, False), (4, 2, True)])
+def test_sums_in_float32_of_gradients_in_bfloat16(world: int, replicate: int, both: bool) -> None:
+    run(_low_precision_sums, world, replicate, both)
 
 
 def _uneven_groups() -> None:
@@ -410,6 +411,37 @@ def _uneven_groups() -> None:
 
 def test_groups_must_be_equal() -> None:
     run(_uneven_groups, 3)
+
+
+def _divided() -> None:
+    """Parameters are shared by two groups of two ranks, and masters by all four."""
+    net = Net(4).bfloat16()
+    engine = engine_of(net, replicate=2, replicate_optimizer=False)
+    for bucket in (bucket for bucket in engine.buckets if bucket.shards_params):
+        assert bucket.own_params.numel() == bucket.layout.numel // 2
+        assert bucket.shard.numel == bucket.own_grads.numel() == bucket.layout.numel // 4
+    # Writes reach all ranks whether they go to masters or to whole parameters.
+    for shard in engine.shards:
+        shard.master.detach().fill_(3.0)
+    engine.publish()
+    engine.gather_parameters()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert all(bool((p == 3).all()) for p in trained)
+    for number, parameter in enumerate(trained):
+        parameter.detach().fill_(number)
+    engine.release_parameters()
+    engine.refresh_masters()
+    numbers = {id(parameter): number for number, parameter in enumerate(trained)}
+    for bucket in engine.buckets:
+        masters = bucket.gathered(bucket.shard.master.detach())
+        for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
+            assert bool((masters[slot.start : slot.stop] == numbers[id(info.parameter)]).all())
+
+
+def test_replicas_may_divide_the_optimizer() -> None:
+    run(_divided, 4)
+    with pytest.raises(ConfigurationError, match=r"replicate_optimizer=False with replicate=1: .*set replicate"):
+        DataParallel(replicate_optimizer=False).check(pipeline_parallel=1)
 
 
 class Model(nn.Module):
