@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -29,6 +30,29 @@ OWNED = {
 }
 """Options of data parallelism that are arguments of the strategy."""
 
+_RECOMPUTE = "recompute=Recompute(granularity='full', num_layers=1)"
+_NOTHING = "leave it out"
+INSTEAD = {
+    "activation_checkpointing": _RECOMPUTE,
+    "activation_checkpointing_policy": _RECOMPUTE,
+    "backward_prefetch": "data_parallel=DataParallel(prefetch=...), the number of units that are gathered ahead",
+    "cpu_offload": "data_parallel=DataParallel(optimizer_offload_fraction=1.0), which keeps masters and optimizer "
+    "state in host memory; parameters are too slow there",
+    "device_id": "Trainer(devices=...)",
+    "forward_prefetch": "data_parallel=DataParallel(prefetch=...), the number of units that are gathered ahead",
+    "ignored_modules": "auto_wrap_policy with the classes to shard; everything outside of these stays whole",
+    "ignored_states": "auto_wrap_policy with the classes to shard; everything outside of these stays whole",
+    "limit_all_gathers": f"{_NOTHING}: buffers are fixed, and gathers wait for them",
+    "mixed_precision": "Trainer(precision='bf16-mixed'), and data_parallel=DataParallel(gradient_dtype=...)",
+    "param_init_fn": f"{_NOTHING}: modules on the meta device are drawn shard by shard",
+    "process_group": "device_mesh, or tensor_parallel and the like: the mesh makes all groups",
+    "state_dict_type": f"{_NOTHING}: each checkpoint is a folder that any number of ranks reads, whole or in shards",
+    "sync_module_states": f"{_NOTHING}: all ranks begin from the same values",
+    "timeout": "timeout_seconds",
+    "use_orig_params": f"{_NOTHING}: parameters keep their identity, so optimizers may have any groups",
+}
+"""Arguments of Lightning's and torch's FSDP that mean something else here, or nothing -> what to write instead."""
+
 
 class MegatronFSDPStrategy(MegatronStrategy):
     """Fully sharded data parallelism: each rank keeps its share of parameters, gradients and optimizer state.
@@ -49,7 +73,7 @@ class MegatronFSDPStrategy(MegatronStrategy):
             recompute, ``micro_batch_size`` and so on.
 
     Raises:
-        ConfigurationError: an unknown ``sharding_strategy``, or options that cannot be combined.
+        ConfigurationError: an unknown ``sharding_strategy`` or argument, or options that cannot be combined.
     """
 
     strategy_name = "megatron_fsdp"
@@ -63,6 +87,12 @@ class MegatronFSDPStrategy(MegatronStrategy):
         data_parallel: DataParallel | None = None,
         **options: Any,
     ) -> None:
+        known = inspect.signature(MegatronStrategy).parameters
+        for name in options:
+            if name not in known:
+                # torch's own names first: they are no misspelt ones of ours.
+                use = INSTEAD.get(name, f"see its documentation.{nearest(name, known)}")
+                raise ConfigurationError(f"MegatronFSDPStrategy has no argument {name!r}. Instead: {use}")
         if sharding_strategy not in LEVELS:
             raise ConfigurationError(
                 f"sharding_strategy={sharding_strategy!r}; it must be one of {', '.join(LEVELS)}."
@@ -79,6 +109,11 @@ class MegatronFSDPStrategy(MegatronStrategy):
             raise ConfigurationError(
                 f"sharding_strategy={sharding_strategy!r} with device_mesh={device_mesh}: HYBRID_SHARD needs "
                 "device_mesh=(number of groups, ranks in each group), and the others have no groups."
+            )
+        if device_mesh is not None and not (isinstance(device_mesh, Sequence) and len(device_mesh) == 2):
+            raise ConfigurationError(
+                f"device_mesh={device_mesh}; pass two sizes, (number of groups, ranks in each group). The mesh "
+                "itself is made when the ranks are known."
             )
         given = data_parallel or DataParallel()
         default = DataParallel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from megalight.callbacks import EMA, Adapters
@@ -23,6 +26,7 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import Recompute
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies.fsdp import INSTEAD
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import contents
 from tests.strategies.training import (
@@ -301,6 +305,8 @@ def test_arguments_read_like_those_of_lightning() -> None:
     assert strategy.data_parallel == DataParallel(
         level=GRADS, units=("Block",), reduce_scatter_with_fp32_accumulation=True, gradient_dtype="bfloat16"
     )
+    both = DataParallel(replicate_optimizer=False)
+    assert MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2), data_parallel=both).data_parallel.replicate == 2
     assert isinstance(pl.Trainer(strategy="megatron_fsdp", accelerator="cpu").strategy, MegatronFSDPStrategy)
     for options, message in (
         ({"sharding_strategy": "FULL"}, "must be one of FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, NO_SHARD"),
@@ -308,11 +314,22 @@ def test_arguments_read_like_those_of_lightning() -> None:
         ({"data_parallel": DataParallel(level="no_shard")}, "has an argument for it: sharding_strategy"),
         ({"sharding_strategy": "HYBRID_SHARD"}, r"needs device_mesh=\(number of groups"),
         ({"device_mesh": (2, 2)}, "HYBRID_SHARD needs"),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, "device_mesh=4; pass two sizes"),
+        ({"cpu_offload": True}, r"no argument 'cpu_offload'. Instead: data_parallel=DataParallel\(optimizer_offload"),
+        ({"timeout": 5}, "no argument 'timeout'. Instead: timeout_seconds"),
+        ({"tensor_paralel": 2}, "no argument 'tensor_paralel'.*Did you mean 'tensor_parallel'"),
         ({"pipeline_parallel": 2}, "level='optim_grads_params' with pipeline_parallel=2"),
         ({"sharding_strategy": "NO_SHARD", "reduce_scatter_with_fp32_accumulation": True}, "'no_shard' all-reduces"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             MegatronFSDPStrategy(**options)  # type: ignore[arg-type]
+
+
+def test_every_argument_of_lightning_is_taken_or_says_what_to_write() -> None:
+    theirs = {name for name in signature(FSDPStrategy).parameters if name != "kwargs"}
+    theirs |= {name for name in signature(FullyShardedDataParallel).parameters if name != "module"}
+    ours = signature(MegatronFSDPStrategy).parameters.keys() | signature(MegatronStrategy).parameters.keys()
+    assert theirs - ours == INSTEAD.keys()
 
 
 def _groups() -> None:
