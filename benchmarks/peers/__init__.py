@@ -18,6 +18,7 @@ PEERS = {
     "hf": ("huggingface", {"compiled": False}),
     "hf-compile": ("huggingface", {"compiled": True}),
     "fsdp2": ("fsdp2", {}),
+    "mfsdp": ("megatron_fsdp", {}),
     "mcore-te": ("megatron_core", {"te": True}),
     "mcore-local": ("megatron_core", {"te": False}),
 }

@@ -43,6 +43,7 @@ def test_changes_as_text():
         ("hf", "tp=2", "no tp"),
         ("hf", "precision=fp8", "no fp8"),
         ("fsdp2", "cp=2 kind=ring", "no cp, kind"),
+        ("mfsdp", "", "megatron-fsdp is not installed"),
         ("mcore-te", "", "megatron-core is not installed"),
         ("megalight", "tp=3", "replicas of 3"),
         ("megalight", "backends=norm:apex", "apex is not installed"),
