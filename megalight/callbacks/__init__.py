@@ -6,6 +6,7 @@ from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.expert_loads import ExpertLoads
 from megalight.callbacks.garbage import GarbageCollection
+from megalight.callbacks.graphs.automatic import AutomaticCUDAGraph
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
@@ -27,6 +28,7 @@ __all__ = [
     "NVTX",
     "ActivationOffload",
     "Adapters",
+    "AutomaticCUDAGraph",
     "CUDAGraph",
     "Distillation",
     "ExpertLoads",

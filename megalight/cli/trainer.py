@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 
+from megalight.callbacks import AutomaticCUDAGraph, CUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.explain import subclasses
 from megalight.cli.rules import check_trainer
@@ -33,6 +34,13 @@ class MegalightTrainer(pl.Trainer):
         precision: Lightning's; 16 bits without a GPU are refused instead of being replaced by bfloat16.
         logger: a logger, or names of loggers with commas between them (``json,csv``). They write into one folder,
             ``<default_root_dir>/lightning_logs/version_N``. None and True mean ``csv,tensorboard``.
+        limit_train_batches: number of training batches per epoch (``1``), or a share of them (``1.0``: all).
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for ``test``.
+        limit_predict_batches: the same for ``predict``.
+        cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
+            (:class:`~megalight.callbacks.AutomaticCUDAGraph`). ``off``: do not try. A ``CUDAGraph`` among the callbacks
+            decides by itself.
 
     Raises:
         ConfigurationError: no strategy or logger has this name, or an argument has a value that Lightning would accept
@@ -44,8 +52,21 @@ class MegalightTrainer(pl.Trainer):
         *,
         strategy: Strategy | str = "auto",  # `Strategy` comes first, so that jsonargparse reads a bare name as a class
         logger: Logger | list[Logger] | bool | str | None = None,
+        # `int` first: Lightning writes the same, but `typing` may return an equal union that was written as float | int
+        # elsewhere. The command then reads 1 (one batch) as 1.0 (all batches).
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        cuda_graphs: Literal["auto", "off"] = "auto",
         **kwargs: Any,
     ) -> None:
+        kwargs |= {
+            "limit_train_batches": limit_train_batches,
+            "limit_val_batches": limit_val_batches,
+            "limit_test_batches": limit_test_batches,
+            "limit_predict_batches": limit_predict_batches,
+        }
         if isinstance(strategy, str):
             check_strategy_name(strategy)
         # Before Lightning sees the values, because it accepts some of them silently.
@@ -60,6 +81,9 @@ class MegalightTrainer(pl.Trainer):
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
             kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
+        if cuda_graphs == "auto" and not any(isinstance(callback, CUDAGraph) for callback in self.callbacks):  # type: ignore[attr-defined]
+            # In front: ModelCheckpoint must stay last.
+            self.callbacks.insert(0, AutomaticCUDAGraph())  # type: ignore[attr-defined]
 
     @property
     def log_dir(self) -> str | None:

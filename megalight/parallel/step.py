@@ -91,13 +91,16 @@ class Outcome:
     metrics: dict[str, Tensor]
 
 
-Passes: TypeAlias = Callable[[Sequence[Any]], Outcome]
-"""Forward, backward and reductions of one training step: from micro-batches on the device to reduced gradients."""
-StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Outcome]
+Passes: TypeAlias = Callable[[Sequence[Any]], Any]
+"""Forward, backward and reductions of one training step: from micro-batches on the device to reduced gradients.
+
+The result is an :class:`Outcome`, or that of a user's own ``training_step``.
+"""
+StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Any]
 """Runs the passes of a step in its own way: ``(a key of what else they depend on, micro_batches, passes)``."""
 
 
-def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Any:
     """Call the passes: the default runner."""
     return passes(micro_batches)
 
@@ -161,7 +164,8 @@ class Step:
             sync: reduce the gradients, because no further micro-batches follow before the optimizer's step.
         """
         passes = partial(self._passes, scale=scale, sync=sync)
-        return self.runner((scale, sync), self.joined(micro_batches), passes)
+        done: Outcome = self.runner((scale, sync), self.joined(micro_batches), passes)
+        return done
 
     def evaluate(self, stage: str, micro_batches: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return ``name -> (sum, count)`` over all ranks and micro-batches, the same on every rank; forward only.

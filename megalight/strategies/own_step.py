@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +16,40 @@ from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import weights
 from megalight.strategies.errors import StepError
+
+
+@dataclass(frozen=True)
+class OwnOutcome:
+    """The result of a user's step.
+
+    Attributes:
+        output: joined output of the micro-batches, without graphs. None: the batch was skipped.
+        loss: mean over all ranks, 0-dim. None with ``output``.
+        logs: what the step logs, if it is logged afterwards: name, value, further arguments of ``log``.
+    """
+
+    output: Any
+    loss: Tensor | None
+    logs: list[tuple[str, Any, dict[str, Any]]]
+
+
+@contextmanager
+def logs_of(module: pl.LightningModule, collect: bool) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
+    """Collect calls of ``module.log`` inside, to be made afterwards; without ``collect``, they are made at once."""
+    found: list[tuple[str, Any, dict[str, Any]]] = []
+    if not collect:
+        yield found
+        return
+
+    def log(name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
+        found.append((name, value.detach() if isinstance(value, Tensor) else value, {"prog_bar": prog_bar, **kwargs}))
+
+    # The instance's attribute hides the class's method. `log_dict` calls it, too.
+    module.__dict__["log"] = log
+    try:
+        yield found
+    finally:
+        del module.__dict__["log"]
 
 
 class OwnTrainingStep:
@@ -79,7 +115,7 @@ class OwnTrainingStep:
             losses.append(loss.detach() * weight)
         if not losses:
             return None, None
-        return _joined(outputs), torch.stack(losses).sum()
+        return _detached(_joined(outputs)), torch.stack(losses).sum()
 
 
 def _problem(made: Any, loss: Any) -> str:
@@ -92,6 +128,13 @@ def _problem(made: Any, loss: Any) -> str:
     if not isinstance(loss, Tensor):
         return f"{kind}; it must return a Tensor, a dict, or None (which skips the batch)"
     return "a loss that does not require gradients: compute it from the module's parameters, and do not detach it"
+
+
+def _detached(output: Any) -> Any:
+    """Cut the graphs, which the backward has freed already. Lightning does the same with extra outputs."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    return {key: _detached(value) for key, value in output.items()} if isinstance(output, Mapping) else output
 
 
 def _joined(outputs: Sequence[tuple[Any, float]]) -> Any:

@@ -20,7 +20,7 @@ from megalight.parallel.step import Step, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.batch_size import count_samples
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.own_step import OwnTrainingStep
+from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of
 from megalight.strategies.user_module import own_steps
 from megalight.types import mean
 
@@ -123,22 +123,35 @@ class Stepper:
     def _train_own(
         self, samples: int, micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
     ) -> tuple[Any, StepReport | None]:
-        assert self.engine is not None
-        totals = self.step.totals
-        micro_batches = self.step.joined(micro_batches)
+        engine, totals = self.engine, self.step.totals
+        assert engine is not None
+        # A runner may replay the step, which then logs nothing by itself.
+        recording = self.step.runner is not run_passes
         step = OwnTrainingStep(self.module, self.precision, self.before_backward, self.model.mesh.world_size > 1)
-        with self.precision.step(), self.engine.micro_batches(len(micro_batches), sync):
-            output, loss = step(micro_batches, others, scale, totals.data_ranks)
-        self.has_gradients |= loss is not None
-        # Without gradients, the optimizer must find None and not zeros.
-        if sync and self.has_gradients:
-            self.engine.finish_grad_sync()
-        if loss is None:
+
+        def passes(micro_batches: Sequence[Any]) -> OwnOutcome:
+            with (
+                self.precision.step(),
+                engine.micro_batches(len(micro_batches), sync),
+                logs_of(self.module, recording) as logs,
+            ):
+                output, loss = step(micro_batches, others, scale, totals.data_ranks)
+            # Without gradients, the optimizer must find None and not zeros.
+            if sync and (self.has_gradients or loss is not None):
+                engine.finish_grad_sync()
+            # The mean over ranks, as in the gradients, where this factor is part of each share.
+            return OwnOutcome(output, None if loss is None else totals.sum(loss) / totals.data_ranks, logs)
+
+        key = scale, sync, self.has_gradients
+        done: OwnOutcome = self.step.runner(key, self.step.joined(micro_batches), passes)
+        for name, value, kwargs in done.logs:
+            self.module.log(name, value, **kwargs)
+        self.has_gradients |= done.loss is not None
+        if done.loss is None:
             return None, None
-        # The mean over ranks, as in the gradients, where this factor is part of each share.
-        mean_loss = totals.sum(loss) / totals.data_ranks
-        report = StepReport(mean_loss, torch.zeros_like(mean_loss), samples * self.model.mesh.size("dp"), {})
-        return ({**output, "loss": mean_loss} if isinstance(output, Mapping) else mean_loss), report
+        report = StepReport(done.loss, torch.zeros_like(done.loss), samples * self.model.mesh.size("dp"), {})
+        output = done.output
+        return ({**output, "loss": done.loss} if isinstance(output, Mapping) else done.loss), report
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """Run the user's own step on the whole batch. The result of an empty batch is None.

@@ -410,7 +410,6 @@ REFUSALS: list[tuple[type[ToyModule], list[pl.Callback], str]] = [
     (Reading, [], r"reads a value of a tensor .* at toy.py:\d+ \(loss_step\)"),
     (Masking, [], r"indexes with a mask.* at test_cuda_graph.py:\d+ \(loss_step\)"),
     (Logging, [], "logs 'seen' by self.log"),
-    (Own, [], "Own has a training_step of its own"),
     (Quiet, [Watching()], "Watching defines on_before_backward"),
     (Quiet, [LambdaCallback(on_before_backward=ignore)], "LambdaCallback defines on_before_backward"),
     (Quiet, [Hooking()], r"head \(Linear\) has a hook"),
@@ -449,7 +448,7 @@ def test_hooks_on_parameters_of_layers_are_refused_and_others_called(inside: str
     torch.testing.assert_close(found[2], expected[2], rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("module", [Quiet, InABuffer])
+@pytest.mark.parametrize("module", [Quiet, InABuffer, Own])
 def test_a_module_that_can_be_recorded_is(module: Any) -> None:
     found, replays, parameters = run(refused, 1, module(), [], "error", True, {})[0]
     assert (found, replays) == ("", 2)

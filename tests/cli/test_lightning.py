@@ -5,7 +5,9 @@ import pytest
 import yaml
 
 from megalight.cli import curves
+from megalight.cli.lightning import ArgumentParser
 from megalight.cli.main import main
+from megalight.cli.trainer import MegalightTrainer
 
 MODEL = ["--model=tests.cli.samples.SampleModule", "--data=tests.cli.samples.SampleData"]
 QUIET = [
@@ -110,6 +112,16 @@ def test_user_errors_are_one_short_message(words, parts, capsys, tmp_path):
         assert part in errors, errors
     assert len(errors.splitlines()) <= 20
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test", "predict"])
+def test_one_batch_is_not_all_batches(name):
+    parser = ArgumentParser()
+    parser.add_lightning_class_args(MegalightTrainer, "trainer")
+    flag = f"--trainer.limit_{name}_batches"
+    for text, value in (("1", 1), ("1.0", 1.0)):
+        found = parser.parse_args([f"{flag}={text}"]).trainer[f"limit_{name}_batches"]
+        assert (type(found), found) == (type(value), value)
 
 
 def test_parts_of_an_argument_without_a_type(capsys):

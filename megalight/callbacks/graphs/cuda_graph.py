@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 
 from megalight.callbacks.graphs import reasons_against
+from megalight.callbacks.graphs.watch import watched
 from megalight.errors import ConfigurationError
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, Named, PartGraphs, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.step import Outcome, Passes, StepRunner, run_passes
+from megalight.parallel.step import Passes, StepRunner, run_passes
 from megalight.parallel.tensor.dropout import streams_of
 from megalight.parallel.tensor.shared import steps_recorded
 from megalight.strategies.megatron import MegatronStrategy
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 SCOPES = ("iteration", "layer", "attention", "router")
 MAX_GRAPHS = 4
-COUNTERS = ("global_step", "current_epoch")
-"""Attributes of the trainer that change from step to step."""
 
 
 class CUDAGraph(pl.Callback):
@@ -161,7 +159,6 @@ class CUDAGraph(pl.Callback):
         on_gpu = strategy.root_device.type == "cuda"
         reasons = [
             *reasons_against.of_environment(on_gpu),
-            *reasons_against.of_module(module),
             *reasons_against.of_recompute(strategy.chunks),
             *reasons_against.of_sharding(strategy),
         ]
@@ -169,6 +166,7 @@ class CUDAGraph(pl.Callback):
             reasons.append(missing)
         if self.scope == "iteration":
             return [*reasons, *reasons_against.of_whole_steps(trainer, module, strategy)], []
+        reasons += reasons_against.of_module(module)
         try:
             lanes = [reasons_against.parts_of(chunk, self.scope) for chunk in strategy.chunks]
         except ConfigurationError as error:
@@ -187,19 +185,23 @@ class CUDAGraph(pl.Callback):
             warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
             refuse=self._refuse,
-            looking=lambda reasons: _noticed(module, reasons),
+            looking=lambda reasons: watched(module, reasons),
         )
+        runner = self._runner(graphs, strategy)
 
-        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Any:
             # Seeded outside of the graph. Inside, generators only advance.
             for streams in self._streams:
                 streams.begin()
             for chunk in strategy.chunks:
                 chunk.training = module.training  # a stage is no submodule of the module; the step sets the same
-            done: Outcome = graphs(key, micro_batches, passes)
-            return done
+            return runner(key, micro_batches, passes)
 
         return run
+
+    def _runner(self, graphs: IterationGraphs, strategy: MegatronStrategy) -> StepRunner:
+        """Return what runs the passes of whole steps, from graphs where it can."""
+        return graphs
 
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
@@ -218,7 +220,7 @@ class CUDAGraph(pl.Callback):
             )
         )
 
-        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Outcome:
+        def run(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> Any:
             # Seeded once a step, outside of the graphs that draw from them.
             for streams in self._streams:
                 streams.begin()
@@ -271,44 +273,6 @@ class CUDAGraph(pl.Callback):
             self._graphs.close()
         # Last: graphs are closed on the stream on which they were recorded.
         recorder.leave()
-
-
-@contextmanager
-def _noticed(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
-    """Note what a replay would skip or freeze: the module's logging, and its reads of the trainer's counters.
-
-    Inside this context the module has a second trainer, which shares all attributes of the first one.
-    """
-    trainer, kind = module.trainer, type(module.trainer)
-    found: list[str] = []
-
-    def noted(name: Any, *args: Any, **kwargs: Any) -> None:
-        found.append(f"the step logs {name!r} by self.log; return it as one of loss_step's metrics")
-
-    def counter(name: str) -> property:
-        def read(trainer: pl.Trainer) -> Any:
-            found.append(
-                f"the step reads {name}, and replays would repeat the value of this step; keep it in a buffer of the "
-                "module, which on_train_batch_start writes"
-            )
-            return getattr(super(watched, trainer), name)
-
-        return property(read)
-
-    # A class of its own, because properties work on classes only. `__dict__` is shared,
-    # so nothing else differs.
-    watched: type[pl.Trainer] = type(kind.__name__, (kind,), {name: counter(name) for name in COUNTERS})
-    second = watched.__new__(watched)
-    second.__dict__ = trainer.__dict__
-    module.log = module.log_dict = noted  # type: ignore[method-assign, assignment]
-    module.trainer = second
-    try:
-        yield
-    finally:
-        module.trainer = trainer
-        # The instance's attributes hid the class's methods, and are removed again.
-        del module.log, module.log_dict
-        reasons += dict.fromkeys(found)
 
 
 def _strategy(trainer: pl.Trainer) -> MegatronStrategy:

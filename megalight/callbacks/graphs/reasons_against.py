@@ -43,8 +43,8 @@ def of_module(module: pl.LightningModule) -> Iterator[str]:
     """Yield reasons in the kind of module: whether it has Megalight's methods."""
     if not isinstance(module, MegalightModule) or own_steps(module, "training_step"):
         yield (
-            f"{type(module).__name__} has a training_step of its own, which may read values, log and count batches; "
-            "write a MegalightModule with forward_step and loss_step"
+            f"{type(module).__name__} has a training_step of its own, which only scope='iteration' records; or write a "
+            "MegalightModule with forward_step and loss_step"
         )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,19 +27,31 @@ HOST_READS = {
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
 
 
+Operation: TypeAlias = tuple[str, tuple[Any, ...]]
+"""Name of an operation, and the numbers among its arguments."""
+
+
 class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations as usual, and notes what a recording could not repeat.
 
     Attributes:
         reasons: why the step cannot be recorded, without repetitions.
         external: tensors that the step reads but did not make; a recording must keep them alive.
+        numbers: every operation in order, with the Python numbers among its arguments.
+
+    Args:
+        device: the device of the recording.
+        earlier: ``numbers`` of an earlier step of the same form. A number that has changed would be frozen. They are
+            compared up to the first operation that differs.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, earlier: Sequence[Operation] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.reasons: list[str] = []
         self.external: dict[int, Tensor] = {}
+        self.numbers: list[Operation] = []
+        self._earlier = iter(earlier)
         self._made: set[int] = set()
         # Host randomness runs once, at recording; replays would use its result for ever.
         self._before = self._host_draws()
@@ -51,6 +63,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A graph records addresses, not tensors: memory that the step did not make must outlive the recording.
             if tensor.device.type == self.device.type and _key(tensor) not in self._made:
                 self.external.setdefault(_key(tensor), tensor)
+        self._compare((func._schema.name, tuple(_numbers((args, kwargs)))))
         self._look(func, args, kwargs, inputs)
         result = func(*args, **kwargs)
         outputs = list(_tensors(result))
@@ -70,6 +83,18 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reason = f"the step {what}" + (f" at {where}" if where else "")
         if reason not in self.reasons:
             self.reasons.append(reason)
+
+    def _compare(self, operation: Operation) -> None:
+        self.numbers.append(operation)
+        earlier = next(self._earlier, None)
+        if earlier is None or earlier[0] != operation[0]:
+            self._earlier = iter(())  # other operations run now, so places in the two lists no longer match
+        elif earlier != operation:
+            self.note(
+                "computes with a Python number that changes from step to step, and replays would repeat it; keep it in "
+                "a buffer, which on_train_batch_start writes,",
+                place(),
+            )
 
     def _look(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
         name = func._schema.name.partition("::")[2]
@@ -118,6 +143,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def _numbers(value: Any) -> Iterator[bool | int | float]:
+    if isinstance(value, bool | int | float):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _numbers(item)
 
 
 def _key(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.graphs.inspection import Inspection
+from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
 from megalight.parallel.pipeline.carry import signature
@@ -42,6 +42,7 @@ class Form:
         seen: number of steps of this form so far.
         recording: the recorded step; None: not recorded yet.
         external: tensors that the recording reads and that must be kept alive.
+        numbers: Python numbers in the operations of the step before the last eager one.
         gradients: where the recording leaves the reduced gradients; None: it reduces none.
     """
 
@@ -49,14 +50,15 @@ class Form:
     seen: int = 0
     recording: Recording[Any] | None = None
     external: list[Tensor] = field(default_factory=list)
+    numbers: list[Operation] = field(default_factory=list)
     gradients: list[Tensor] | None = None
 
 
 class IterationGraphs:
     """Runs the passes of training steps: eagerly at first, then from one graph per form of step.
 
-    A form is recorded after ``warmup_steps`` steps of it; the last of them is inspected. Before each step the ranks
-    agree on the host whether all of them replay. A collective must not be in a graph on one rank and outside on
+    A form is recorded after ``warmup_steps`` steps of it; the last two of them are inspected. Before each step the
+    ranks agree on the host whether all of them replay. A collective must not be in a graph on one rank and outside on
     another.
 
     Attributes:
@@ -110,6 +112,11 @@ class IterationGraphs:
         """Number of recorded steps."""
         return sum(form.recording is not None for form in self._forms.values())
 
+    @property
+    def off(self) -> bool:
+        """Whether all later steps run eagerly."""
+        return self._off
+
     def __call__(self, key: Hashable, micro_batches: Sequence[Any], passes: Callable[[Sequence[Any]], Any]) -> Any:
         """Run the step, and return the result of ``passes`` in memory that no replay overwrites."""
         if self._off:
@@ -123,7 +130,8 @@ class IterationGraphs:
         form.inputs.fill(list(micro_batches))
         self.engine.sync_parameters()  # a graph cannot wait for a gather that began outside it
         if way is Way.EAGER:
-            return self._look_through(form, passes) if form.seen == self.warmup_steps else passes(form.inputs.value)
+            looked = form.seen in (self.warmup_steps - 1, self.warmup_steps)
+            return self._look_through(form, passes) if looked else passes(form.inputs.value)
         if not self._record_all(form, passes, way):
             return passes(form.inputs.value)
         assert form.recording is not None
@@ -200,10 +208,16 @@ class IterationGraphs:
     # ------------------------------------------------------------------ the ways
 
     def _look_through(self, form: Form, passes: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a step eagerly, and check whether it can be recorded."""
-        with Inspection(self.device) as inspection, self.looking(inspection.reasons):
+        """Run a step eagerly, and check whether it can be recorded: two steps, to see what changes between them."""
+        with Inspection(self.device, form.numbers) as inspection, self.looking(inspection.reasons):
             result = passes(form.inputs.value)
+        form.numbers = inspection.numbers
+        if form.seen < self.warmup_steps:
+            return result  # it may do what is done once
+        form.numbers = []
         form.external = list(inspection.external.values())
+        if signature(result) is None:
+            inspection.note("returns objects whose contents cannot be inspected", None)
         if inspection.reasons:
             self._refuse("; ".join(inspection.reasons))
         return result

@@ -1,0 +1,48 @@
+"""Graphs switched on by themselves on a GPU: they leave the results as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from megalight.callbacks import AutomaticCUDAGraph
+from megalight.strategies import MegatronStrategy
+from tests.callbacks.test_automatic_graph import Indexed, Logs
+from tests.strategies.regression import samples, weights
+
+pytestmark = pytest.mark.gpu
+
+
+def _trained(kind: Any, callbacks: list[Any]) -> tuple[list[list[float]], list[float]]:
+    module = kind()
+    runner = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=MegatronStrategy(),
+        precision="64-true",
+        callbacks=callbacks,
+        max_steps=30,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    runner.fit(module, DataLoader(TensorDataset(*samples(120)), batch_size=4))
+    return weights(module), module.shown
+
+
+@pytest.mark.parametrize("kind", [Logs, Indexed])
+def test_results_are_those_of_eager_steps(kind: Any) -> None:
+    callback = AutomaticCUDAGraph()
+    found, shown = _trained(kind, [callback])
+    expected, seen = _trained(kind, [])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(shown, seen, rtol=1e-10, atol=1e-10)
+    assert callback.trial is not None
+    assert callback.trial.verdict is not None, "30 steps are enough to decide"
+    assert not callback.replays or kind is Logs
