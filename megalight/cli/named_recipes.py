@@ -18,6 +18,8 @@ from megalight.parallel.tensor.split import replicas_of
 
 GPUS = (1, 4, 8)
 PURPOSES = ("pretrain", "lora")
+DATA = {"gpt": "gpt.module.GPTDataModule", "bert": "bert.module.BertDataModule"}
+"""Family -> the class of the data that its recipes read."""
 
 STATE_BYTES = 60e9
 """Weights, gradients and optimizer state that a GPU of 80 GB may hold; the rest is for activations."""
@@ -62,7 +64,8 @@ def recipes() -> dict[str, Recipe]:
     """Return all named recipes by name, in the order of families, presets, purposes and GPUs."""
     found: dict[str, Recipe] = {}
     for known in families():
-        for preset in sorted(known.presets):
+        # Others begin with the weights of several models, which no name tells.
+        for preset in sorted(known.presets) if known.name in DATA else ():
             parameters = count_parameters(known, known.presets[preset])
             # Adapters are for models of text.
             for purpose in PURPOSES if known.name == "gpt" else PURPOSES[:1]:
@@ -140,7 +143,7 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     if lora:
         # LoRA starts from published weights, whose folder holds the configuration.
         model = {"weights": f"weights/{preset}", "optimizer": model["optimizer"]}
-    module, data = known.module(), {"gpt": "gpt.module.GPTDataModule", "bert": "bert.module.BertDataModule"}[known.name]
+    module, data = known.module(), DATA[known.name]
     return Recipe(
         name,
         parameters,

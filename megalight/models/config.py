@@ -18,6 +18,9 @@ UNBINDING = {
     "moe.router.force_balance",
     "mtp.loss_scale",
 }
+PARTS = ("language.", "vision.", "projector.")
+"""What names of settings begin with in models of several parts."""
+UNBINDING |= {part + name for part in PARTS for name in UNBINDING}
 """Settings that may differ between the runs of one model, because its weights do not depend on them."""
 
 

@@ -378,7 +378,7 @@ class GPT(nn.Module):
             tokens: ``[T]`` ids, the input of ``embed``.
             sequences: how the tokens divide into sequences.
             labels: ``[T]``, the id that follows each token. With labels, the head returns losses.
-            hidden: ``[T, h]``, the input of a model without ``embed``.
+            hidden: ``[T, h]``, the input of a model without ``embed``, or the output of ``embed`` if it ran before.
             states: the state of each layer (see :mod:`megalight.inference.cache`). None if there are no earlier tokens.
             rows: ``[N]`` indices of the tokens for which to compute losses or logits. None means all tokens.
             later: one entry for each depth of multi-token prediction. Empty: the depths do not run.
@@ -389,7 +389,7 @@ class GPT(nn.Module):
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
         """
         check_length(sequences, self.config.max_sequence_length)
-        if self.embed is not None:
+        if self.embed is not None and hidden is None:
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
             hidden = self.embed(tokens, sequences.positions)

@@ -22,11 +22,12 @@ class Boundary(Style):
         enter: change of the module's first input. ``split``: take this rank's share. ``gather``: gather all tokens for
             the split layers inside (:class:`Column` with ``tokens="gathered"``). ``join``: gather all tokens for a
             module that computes the same on every rank.
-        leave: change of its first output. ``join``: gather all tokens for the modules after it.
+        leave: change of its first output. ``join``: gather all tokens for modules after it that compute the same on
+            every rank. ``gather``: gather them for modules that use other tokens on each rank.
     """
 
     enter: Literal["split", "gather", "join"] | None = None
-    leave: Literal["join"] | None = None
+    leave: Literal["join", "gather"] | None = None
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add hooks."""
@@ -49,14 +50,16 @@ class Boundary(Style):
             first = next(iter(kwargs))
             return args, {**kwargs, first: self._enter(kwargs[first], shared)}
 
+        whole = all_gather if self.leave == "gather" else join
+
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not shared.sequence_parallel:
                 return output
             # By the same convention they come first in a tuple; the rest (attention weights,
             # caches) is left alone.
             if isinstance(output, tuple):
-                return (join(output[0], shared.group, shared.sequence_dim), *output[1:])
-            return join(output, shared.group, shared.sequence_dim)
+                return (whole(output[0], shared.group, shared.sequence_dim), *output[1:])
+            return whole(output, shared.group, shared.sequence_dim)
 
         # No hook where it could never act: each one costs the host a call in every forward.
         if self.enter and shared.sequence_parallel:

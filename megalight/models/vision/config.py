@@ -1,0 +1,111 @@
+"""The configuration of a vision transformer, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megalight.models.config import DropoutConfig, InitConfig, require
+from megalight.models.gpt.config import BackendConfig
+from megalight.nn.mlp import is_gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """A vision transformer (https://arxiv.org/abs/2010.11929) in the form of CLIP's, for images of one size.
+
+    Attributes:
+        num_layers: number of transformer layers. LLaVA reads features before CLIP's last layer, which is left out.
+        hidden_size: width of the residual stream.
+        num_heads: number of attention heads.
+        ffn_hidden_size: inner width of the MLP. 0 means ``4 hidden_size``.
+        image_size: height and width of an image, in pixels.
+        patch_size: height and width of a patch, in pixels.
+        channels: colours of a pixel.
+        activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS` that is not gated.
+        class_token: whether a learned row comes before the patches of an image.
+        patch_bias: whether the projection of patches has a bias.
+        input_norm: whether to normalise the rows before the first layer (CLIP).
+        output_norm: whether to normalise the rows after the last layer (SigLIP).
+        norm_eps: added to the variance in norms.
+        mean, std: of each colour, for pixels from 0 to 1.
+
+    Raises:
+        ConfigurationError: sizes do not divide, or a value is out of range.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_hidden_size: int = 0
+    image_size: int = 336
+    patch_size: int = 14
+    channels: int = 3
+    activation: str = "quick_gelu"
+    class_token: bool = True
+    patch_bias: bool = False
+    input_norm: bool = True
+    output_norm: bool = False
+    norm_eps: float = 1e-5
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    dropout: DropoutConfig = field(default_factory=DropoutConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+    backends: BackendConfig = field(default_factory=BackendConfig)
+
+    def __post_init__(self) -> None:
+        # Recipes give lists, and a configuration must be hashable.
+        object.__setattr__(self, "mean", tuple(self.mean))
+        object.__setattr__(self, "std", tuple(self.std))
+        object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        for name in ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "image_size", "patch_size"):
+            require(getattr(self, name) >= 1, f"vision.{name} is {getattr(self, name)}; it must be at least 1.")
+        require(
+            self.channels in (1, 3), f"vision.channels is {self.channels}; it must be 1 (grey) or 3 (red, green, blue)."
+        )
+        require(
+            self.hidden_size % self.num_heads == 0,
+            f"vision.hidden_size {self.hidden_size} is not a multiple of vision.num_heads {self.num_heads}; change one "
+            "of them.",
+        )
+        require(
+            self.image_size % self.patch_size == 0,
+            f"vision.image_size {self.image_size} does not divide into patches of vision.patch_size {self.patch_size} "
+            f"pixels; choose a multiple, such as {-(-self.image_size // self.patch_size) * self.patch_size}.",
+        )
+        require(
+            not is_gated(self.activation),
+            f"vision.activation is {self.activation!r}, which is gated; choose one that is not, such as gelu.",
+        )
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            require(
+                len(values) == self.channels,
+                f"vision.{name} has {len(values)} values for {self.channels} channels; give one for each.",
+            )
+        require(min(self.std) > 0, f"vision.std is {list(self.std)}; all values must be above 0.")
+        require(self.norm_eps > 0, f"vision.norm_eps is {self.norm_eps}; it must be above 0.")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an image in the tower: its patches, and its class token."""
+        return self.num_patches + self.class_token
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in a patch: colours of its pixels."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the projections that write to the residual stream."""
+        return self.init.residual_std(2 * self.num_layers)

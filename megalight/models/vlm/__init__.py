@@ -1,0 +1,31 @@
+"""Vision-language models: a vision tower, a projector and a language model of ours (LLaVA)."""
+
+from importlib import import_module
+from typing import Any
+
+from megalight.models.family import FAMILIES, Family, Weights, register
+from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
+from megalight.models.vlm.config import VLMConfig as VLMConfig
+from megalight.models.vlm.model import VLM as VLM
+from megalight.models.vlm.plan import vlm_plan as vlm_plan
+from megalight.models.vlm.presets import PRESETS
+from megalight.models.vlm.state_dict import READERS, config_from_transformers, config_to_transformers, weight_map
+
+register(
+    Family(
+        name="vlm",
+        config=VLMConfig,
+        model=VLM,
+        plan=vlm_plan,
+        presets=PRESETS,
+        module=lambda: import_module("megalight.models.vlm.module").VLMModule,
+        weights=Weights(tuple(READERS), config_from_transformers, weight_map, config_to_transformers),
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``VLMModule`` on first use, because it imports Lightning and the model itself does not need it."""
+    if name == "VLMModule":
+        return FAMILIES["vlm"].module()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

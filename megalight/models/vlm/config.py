@@ -1,0 +1,100 @@
+"""The configuration of a vision-language model: a vision tower, a projector, a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from megalight.models.config import InitConfig, from_plain, require, to_plain
+from megalight.models.gpt.config import GPTConfig
+from megalight.models.vision.config import VisionConfig
+from megalight.nn.mlp import is_gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorConfig:
+    """The layers between the tower's features and the hidden states of the language model: two, as in LLaVA-1.5.
+
+    Attributes:
+        hidden_size: inner width. 0: that of the language model.
+        activation: a key of :data:`megalight.nn.mlp.ACTIVATIONS` that is not gated.
+        bias: whether the layers have biases.
+    """
+
+    hidden_size: int = 0
+    activation: str = "gelu"
+    bias: bool = True
+    init: InitConfig = field(default_factory=InitConfig)
+
+    def __post_init__(self) -> None:
+        require(self.hidden_size >= 0, f"projector.hidden_size is {self.hidden_size}; it must be at least 1, or 0.")
+        require(
+            not is_gated(self.activation),
+            f"projector.activation is {self.activation!r}, which is gated; choose one that is not, such as gelu.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLMConfig:
+    """A language model that reads images.
+
+    Attributes:
+        language: the language model.
+        vision: the tower.
+        projector: what connects them.
+        image_token: the id in whose places features of images come. Each image has
+            ``vision.num_patches`` such tokens, one after the other.
+
+    Raises:
+        ConfigurationError: the parts do not fit together, or a value is out of range.
+    """
+
+    language: GPTConfig
+    vision: VisionConfig
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    image_token: int
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.image_token < self.vocab_size,
+            f"image_token is {self.image_token}; it must be an id of the vocabulary, below {self.vocab_size}.",
+        )
+        require(
+            self.language.mtp is None,
+            "language.mtp is set; its depths read the embedding of later tokens, and places of images have none. "
+            "Leave it out.",
+        )
+        require(
+            self.language.position.kind != "learned",
+            "language.position.kind is 'learned', and features of images have no such embedding; choose rope.",
+        )
+        require(
+            self.vision.num_patches <= self.max_sequence_length,
+            f"an image has {self.vision.num_patches} tokens, and language.max_sequence_length is "
+            f"{self.max_sequence_length}; raise it, or choose smaller images or larger patches.",
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.language.vocab_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Length of the longest sequence, in tokens, those of images among them."""
+        return self.language.max_sequence_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain nested values for JSON and YAML."""
+        return to_plain(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from the values of :meth:`to_dict`.
+
+        Raises:
+            ConfigurationError: a key is unknown or missing, or a value is bad.
+        """
+        config: Self = from_plain(cls, values)
+        return config

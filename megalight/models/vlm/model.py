@@ -1,0 +1,116 @@
+"""A vision-language model: ``embed | layers | head``, where the embedding has a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import DataError
+from megalight.models.gpt.model import GPT, Later, Output
+from megalight.models.vision.model import Pictures, VisionTower
+from megalight.models.vlm.config import VLMConfig
+from megalight.nn import Activation, Linear, TokenEmbedding
+from megalight.types import PackedSequences
+
+
+class Projector(nn.Module):
+    """``down(act(up(x)))``: from the width of the tower to that of the language model."""
+
+    def __init__(self, config: VLMConfig) -> None:
+        super().__init__()
+        own, wide = config.projector, config.language.hidden_size
+        inner, std = own.hidden_size or wide, own.init.std
+        self.up = Linear(config.vision.hidden_size, inner, bias=own.bias, std=std)
+        self.act = Activation(own.activation, config.vision.backends.activation)
+        self.down = Linear(inner, wide, bias=own.bias, std=std)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[P, hv] -> [P, h]``."""
+        projected: Tensor = self.down(self.act(self.up(features)))
+        return projected
+
+
+class ImageRows(nn.Module):
+    """Puts features of images in the places of image tokens. It has no parameters."""
+
+    def forward(self, source: Tensor, features: Tensor, hidden: Tensor) -> Tensor:
+        """``source [T], features [P, h], hidden [T, h] -> [T, h]``."""
+        here = source >= 0
+        # Text reads a row too, which is not used. It is another one for each token: the backward adds zeros to them,
+        # and adding all to one row would be slow on a GPU.
+        spare = torch.arange(len(source), device=source.device) % len(features)
+        rows = features.index_select(0, torch.where(here, source, spare))
+        return torch.where(here[:, None], rows.to(hidden.dtype), hidden)
+
+
+class ImageTextEmbedding(TokenEmbedding):
+    """The embedding of tokens, of which some are parts of images.
+
+    Args:
+        text: the embedding of the others.
+        tower: turns images into features.
+        projector: gives these the width of hidden states.
+    """
+
+    def __init__(self, text: TokenEmbedding, tower: VisionTower, projector: Projector) -> None:
+        parts = text.word, text.position, text.token_type, text.norm
+        super().__init__(*parts, multiplier=text.multiplier, dropout=text.dropout.p)
+        self.tower = tower
+        self.projector = projector
+        self.images = ImageRows()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None = None,
+        pictures: Pictures | None = None,
+    ) -> Tensor:
+        """``tokens [T], positions [T] -> [T, h]``. Without ``pictures``, no token is part of an image."""
+        hidden = super().forward(tokens, positions, token_types)
+        if pictures is None:
+            return hidden
+        merged: Tensor = self.images(pictures.source, self.projector(self.tower(pictures)), hidden)
+        return merged
+
+
+class VLM(GPT):
+    """A language model that reads images. Parameters have no values until they are initialised or loaded.
+
+    Features of images take the places of image tokens in the output of the embedding. All else is the language model.
+    """
+
+    def __init__(self, config: VLMConfig) -> None:
+        super().__init__(config.language)
+        assert self.embed is not None
+        self.embed = ImageTextEmbedding(self.embed, VisionTower(config.vision), Projector(config))
+        self.config = config  # type: ignore[assignment]  # it has what the language model asks of its own
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        sequences: PackedSequences,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+        states: Mapping[str, Any] | None = None,
+        rows: Tensor | None = None,
+        later: Sequence[Later] = (),
+        depths: Sequence[Tensor] = (),
+        pictures: Pictures | None = None,
+    ) -> Output:
+        """Run the parts that this model has; see :meth:`megalight.models.gpt.model.GPT.forward`.
+
+        Args:
+            pictures: the images of the sequences, which only the embedding reads.
+
+        Raises:
+            DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
+        """
+        if self.embed is not None and pictures is not None:
+            if tokens is None:
+                raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
+            hidden = self.embed(tokens, sequences.positions, pictures=pictures)
+        return super().forward(tokens, sequences, labels, hidden, states, rows, later, depths)

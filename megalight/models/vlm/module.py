@@ -1,0 +1,93 @@
+"""Vision-language models as a LightningModule."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.family.module import IGNORED, FamilyModule, pack
+from megalight.models.gpt.flops import flops_per_token
+from megalight.models.module import Carry
+from megalight.models.vision.flops import flops_per_row
+from megalight.models.vision.model import Pictures
+from megalight.models.vision.pixels import normalised
+from megalight.models.vlm.config import VLMConfig
+from megalight.optim import AdamConfig
+from megalight.types import Loss, PackedSequences
+
+
+class VLMModule(FamilyModule[VLMConfig]):
+    """Trains a model that reads images to predict the next token, with batches of text and images.
+
+    Args:
+        config: the model, or the name of a preset (``llava_1_5_7b``; see :mod:`megalight.models.vlm.presets`);
+            None: the configuration in ``weights``.
+        optimizer: settings of Adam, parameter groups and learning-rate schedule.
+        seed: seed of the initial weights.
+        weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
+
+    The batches are :class:`~megalight.data.multimodal.batch.ImageTextBatch`.
+    """
+
+    family = "vlm"
+
+    def __init__(
+        self,
+        config: VLMConfig | str | None = None,
+        optimizer: AdamConfig | None = None,
+        seed: int = 1234,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(config, optimizer, seed, weights)
+        # Of all micro-batches so far, on the host: how much work images are, for each token of text.
+        self._rows, self._tokens = 0, 0
+
+    def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: Carry | None = None) -> Carry:
+        """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
+        sequences = batch.sequences.pad_to(self.token_multiple)
+        output = model(
+            pack(batch.tokens, sequences, 0),
+            sequences,
+            labels=pack(batch.labels.masked_fill(batch.loss_mask == 0, IGNORED), sequences, IGNORED),
+            hidden=None if carry is None else carry["hidden"],
+            pictures=self._pictures(batch, sequences) if getattr(model, "embed", None) is not None else None,
+        )
+        return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
+
+    def _pictures(self, batch: ImageTextBatch, sequences: PackedSequences) -> Pictures:
+        """Return the images of a micro-batch for the tower. Without any, it gets one row, which no token reads.
+
+        So the tower runs in every micro-batch on every rank: collectives inside of it meet, and all of its parameters
+        have a gradient.
+        """
+        images, source = batch.parts()
+        self._rows, self._tokens = self._rows + sum(images.lengths), self._tokens + batch.tokens.numel()
+        lengths = images.lengths or (1,)
+        rows = PackedSequences.of_lengths(lengths, batch.tokens.device).pad_to(self.token_multiple)
+        missing = rows.num_tokens - len(images.pixels)
+        pixels = F.pad(normalised(images.pixels, self.config.vision), (0, 0, 0, missing))
+        return Pictures(pixels, F.pad(images.positions, (0, missing)), rows, pack(source, sequences, -1))
+
+    def loss_step(self, carry: Carry, batch: ImageTextBatch) -> Loss:
+        """Return the cross entropy in nats, weighted by the loss mask and summed over the tokens."""
+        weights = batch.loss_mask.reshape(-1)
+        return Loss((carry["losses"][: weights.numel()] * weights).sum())
+
+    def loss_tokens(self, batch: ImageTextBatch) -> Tensor:
+        """Return the sum of the loss mask."""
+        return batch.loss_mask.sum()
+
+    def output_step(self, carry: Carry, batch: ImageTextBatch) -> Tensor:
+        """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""
+        return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Return operations of forward and backward per token of text, with those of the tower.
+
+        How many rows of images come with a token is known from the batches so far on this rank.
+        """
+        images = flops_per_row(self.config.vision) * self._rows / max(1, self._tokens)
+        return float(flops_per_token(self.config.language, sequence_length)) + images

@@ -1,0 +1,33 @@
+"""The parallel plan of a vision-language model: how its modules are split."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megalight.models.gpt.plan import RULES as GPT_RULES
+from megalight.parallel.plan import Plan
+from megalight.parallel.styles import Boundary, Column, Dropout, Row, SequenceRegion
+
+TOWER = Plan(
+    {
+        # Pixels and positions are whole, so each module takes its share of the rows.
+        "*tower.patch": SequenceRegion(split_input=True),
+        "*tower.class_token": SequenceRegion(split_input=True),
+        "*tower.position": SequenceRegion(split_input=True),
+        # Images are not cut for context parallelism: each rank reads the rows that its share of the text has.
+        "*tower.layers.*.attention.inner": Dropout(split=True),
+        "*projector.up": Column(),
+        "*projector.down": Row(),
+        # A rank's share of the text may have images from all shares of the rows.
+        "*projector": Boundary(leave="gather"),
+        "*embed.images": SequenceRegion(split_input=True),
+    }
+)
+"""Rules for the tower and the projector, besides those of layers, which are the same as in the language model."""
+
+RULES = GPT_RULES | TOWER
+
+
+def vlm_plan(model: nn.Module) -> Plan:
+    """Return the plan of a vision-language model, of a part of it, or of a module that contains one."""
+    return RULES.only(name for name, _ in model.named_modules())

@@ -1,0 +1,178 @@
+"""The vision-language model, its configuration and its batches on one device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.data.multimodal.batch import Images, ImageTextBatch, with_images
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.family import family
+from megalight.models.gpt import MultiTokenConfig, PositionConfig
+from megalight.models.vision.flops import flops_per_row
+from megalight.models.vision.pixels import normalised
+from megalight.models.vlm import VLM, VLMConfig, VLMModule
+from megalight.nn.init import initialise
+from megalight.types import TokenBatch
+from tests.models.vlm_samples import CONFIG, IMAGE, VISION, batch, small
+from tests.reference_gpt import relative_error
+
+
+def build(config: VLMConfig = CONFIG) -> VLM:
+    model = VLM(config).double()
+    initialise(model, 3, "model.")
+    return model
+
+
+def module(config: VLMConfig = CONFIG) -> VLMModule:
+    made = VLMModule(config)
+    made.model = build(config)
+    return made
+
+
+def losses(made: VLMModule, found: ImageTextBatch) -> torch.Tensor:
+    return made.output_step(made.forward_step(made.model, found), found)
+
+
+def test_the_family_builds_the_model_from_plain_values() -> None:
+    assert VLMConfig.from_dict(CONFIG.to_dict()) == CONFIG
+    with torch.device("meta"):
+        model = family("vlm").build(CONFIG.to_dict())
+    assert isinstance(model, VLM)
+    assert model.config == CONFIG
+
+
+@pytest.mark.parametrize("name", ["llava_1_5_7b", "llava_1_5_13b"])
+def test_presets_have_the_published_size(name: str) -> None:
+    with torch.device("meta"):
+        count = sum(p.numel() for p in family("vlm").build(family("vlm").presets[name].to_dict()).parameters())
+    assert round(count / 1e9, 1) == {"llava_1_5_7b": 7.1, "llava_1_5_13b": 13.3}[name]
+
+
+def test_rows_do_not_see_other_rows_and_images_do_not_see_other_images() -> None:
+    made, found = module(), batch()
+    together = losses(made, found)
+    for row, part in enumerate(found.split(1)):
+        assert relative_error(losses(made, part)[0], together[row]) < 1e-12
+    images, _ = found.parts()
+    pixels = images.pixels.clone()
+    pixels[-VISION.num_rows :] = 0  # of the last image, which is the last row's third
+    changed = losses(made, replace(found, images=replace(images, pixels=pixels)))
+    assert torch.equal(changed[:3], together[:3])
+    # its tokens begin in the second document of the row
+    first = (found.tokens[3] == IMAGE).nonzero().flatten()[-4]
+    assert torch.equal(changed[3, :first], together[3, :first])
+    assert not torch.allclose(changed[3, first:], together[3, first:])
+
+
+def test_text_alone_is_the_language_model() -> None:
+    made, found = module(), batch((0, 0))
+    model = made.model
+    alone = model(found.tokens.flatten(), found.sequences, labels=found.labels.flatten()).losses
+    here = found.loss_mask.flatten() > 0
+    assert torch.equal(losses(made, found).flatten()[here], alone[here])
+    made.loss_step(made.forward_step(model, found), found).sum.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert not any(p.grad.any() for p in model.embed.tower.parameters())
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_padding_to_a_multiple_changes_nothing(class_token: bool) -> None:
+    config = small(class_token=class_token)
+    made, found = module(config), batch(config=config)
+    expected = losses(made, found)
+    made.token_multiple = 7
+    assert relative_error(losses(made, found), expected) < 1e-12
+
+
+def test_class_rows_have_any_pixels() -> None:
+    made, found = module(), batch()
+    images, _ = found.parts()
+    pixels = images.pixels.clone()
+    pixels[images.positions == 0] = 9
+    assert torch.equal(losses(made, replace(found, images=replace(images, pixels=pixels))), losses(made, found))
+
+
+def test_bytes_are_normalised() -> None:
+    pixels = torch.randint(0, 256, (5, VISION.patch_values), dtype=torch.uint8)
+    found = normalised(pixels, VISION).view(5, 3, 4, 4)
+    for colour in range(3):
+        expected = (pixels.view(5, 3, 4, 4)[:, colour] / 255 - VISION.mean[colour]) / VISION.std[colour]
+        torch.testing.assert_close(found[:, colour], expected)
+    with pytest.raises(DataError, match=r"patches have 12 values; the tower takes 3 x 4 x 4 = 48"):
+        normalised(pixels[:, :12], VISION)
+
+
+def test_flops_count_both_models() -> None:
+    made = module()
+    alone = made.flops_per_token(24)
+    found = batch()
+    losses(made, found)
+    rows = 6 * VISION.num_rows / found.tokens.numel()
+    assert made.flops_per_token(24) == pytest.approx(alone + rows * flops_per_row(VISION))
+    layer = 4 * 16 * 16 + 2 * 16 * 24
+    assert flops_per_row(VISION) == 6 * (2 * layer + 48 * 16) + 12 * 2 * 16 * 5
+
+
+def test_a_batch_divides_with_its_images() -> None:
+    found = batch((1, 0, 2, 3))
+    parts = found.split(3)
+    assert [part.parts()[0].counts for part in parts] == [(1, 0, 2), (3,)]
+    images, source = parts[1].parts()
+    assert len(images.pixels) == 3 * VISION.num_rows
+    assert source[source >= 0].tolist() == [r for r in range(15) if r % 5]
+    assert torch.equal(found.to("cpu").source, found.source)
+    shares = [found.context_share(rank, 2) for rank in range(2)]
+    cut = torch.cat([share.source.flatten() for share in shares])
+    assert sorted(cut.tolist()) == sorted(found.source.flatten().tolist())
+    for share in shares:
+        assert torch.equal(share.source >= 0, share.tokens == IMAGE)
+        assert share.images is found.images
+
+
+def test_tokens_that_do_not_match_the_images_are_refused() -> None:
+    images, rows = batch((1, 1)).images, torch.zeros(2, 24, dtype=torch.int64)
+    rows[0, :4] = IMAGE
+    rows[1, :3] = IMAGE
+    text = TokenBatch(rows, rows, torch.ones(2, 24))
+    with pytest.raises(DataError, match=r"row 1 has 3 image tokens \(id 100\), and its 1 images have 4 patches"):
+        with_images(text, images, IMAGE, class_token=True)
+    with pytest.raises(DataError, match="there are 1 rows of tokens, and images of 2 rows"):
+        with_images(text.split(1)[0], images, IMAGE, class_token=True)
+    with pytest.raises(DataError, match=r"lengths that sum to 5"):
+        Images(images.pixels, images.positions, (5,), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "message"),
+    [
+        ("vision", {"image_size": 10}, "image_size 10 does not divide into patches of vision.patch_size 4"),
+        ("vision", {"num_heads": 3}, "hidden_size 16 is not a multiple of vision.num_heads 3"),
+        ("vision", {"activation": "swiglu"}, "'swiglu', which is gated"),
+        ("vision", {"channels": 2}, "vision.channels is 2; it must be 1 (grey) or 3"),
+        ("vision", {"channels": 1}, "vision.mean has 3 values for 1 channels"),
+        ("vision", {"std": (1.0, 0.0, 1.0)}, "all values must be above 0"),
+        ("vision", {"num_layers": 0}, "vision.num_layers is 0"),
+        ("vision", {"norm_eps": 0.0}, "vision.norm_eps is 0.0"),
+        ("vision", {"image_size": 24}, "an image has 36 tokens, and language.max_sequence_length is 24"),
+        ("projector", {"activation": "geglu"}, "'geglu', which is gated"),
+        ("projector", {"hidden_size": -1}, "projector.hidden_size is -1"),
+        ("language", {"mtp": MultiTokenConfig()}, "language.mtp is set"),
+        ("language", {"position": PositionConfig(kind="learned")}, "language.position.kind is 'learned'"),
+        ("language", {"vocab_size": 100}, "image_token is 100; it must be an id of the vocabulary, below 100"),
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_fit_are_refused(part: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        replace(CONFIG, **{part: replace(getattr(CONFIG, part), **options)})
+
+
+def test_backends_and_dropout_may_differ_between_runs() -> None:
+    made = VLMModule(CONFIG)
+    other = small(dropout=replace(VISION.dropout, hidden=0.1))
+    made.check_checkpoint({"model": {"family": "vlm", "config": other.to_dict()}})

@@ -1,0 +1,219 @@
+"""LLaVA against ``transformers``, from a folder that it saved: logits, losses and gradients, and back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalight.data.multimodal.batch import Images, with_images
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.models.export import export
+from megalight.models.folder import Folder, read_config
+from megalight.models.stored import held_model
+from megalight.models.vlm import VLM, VLMConfig
+from megalight.models.vlm.module import VLMModule
+from megalight.models.vlm.presets import PRESETS
+from megalight.models.vlm.state_dict import config_from_transformers, config_to_transformers, weight_map
+from megalight.parallel.source import model_targets
+from megalight.types import TokenBatch
+from tests.models.vlm_samples import CONFIG
+from tests.reference_gpt import canonical_gradients, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+IMAGE, PATCH, SIDE = 52, 4, 12
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "projection_dim": 16,
+    "initializer_factor": 5.0,
+}
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 53,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def theirs(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A LLaVA with random weights, also of norms and biases."""
+    torch.manual_seed(1)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=IMAGE,
+        attn_implementation="eager",
+        **options,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def read(folder: Path, config: VLMConfig | None = None, dtype: torch.dtype = torch.float32) -> VLM:
+    config = config or config_from_transformers(read_config(folder))
+    model = VLM(config).to(dtype)
+    Folder(folder, weight_map(config), "").fill(model_targets(model))
+    return model
+
+
+def patches(pixels: torch.Tensor) -> torch.Tensor:
+    """``[n, 3, side, side]`` to ``[n * (1 + patches), values]``, where each image begins with a row of zeros."""
+    cut = torch.nn.functional.unfold(pixels, PATCH, stride=PATCH).mT
+    return torch.cat([torch.zeros_like(cut[:, :1]), cut], 1).flatten(0, 1)
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Ids of two rows with two images and one; the pixels; the same as a batch of ours."""
+    generator = torch.Generator().manual_seed(2)
+    count = (SIDE // PATCH) ** 2
+    tokens = torch.randint(0, IMAGE, (2, 30), generator=generator)
+    for row, start in ((0, 2), (0, 15), (1, 7)):
+        tokens[row, start : start + count] = IMAGE
+    pixels = torch.randn(3, 3, SIDE, SIDE, generator=generator).to(dtype)
+    images = Images(patches(pixels), torch.arange(count + 1).repeat(3), (count + 1,) * 3, (2, 1))
+    labels = tokens.roll(-1, 1)
+    mask = (labels != IMAGE).float()
+    mask[:, -1] = 0
+    return tokens, pixels, with_images(TokenBatch(tokens, labels, mask), images, IMAGE, class_token=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"vision_feature_layer": -1}, {"multimodal_projector_bias": False}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_equal_outputs_and_gradients(dtype: torch.dtype, options: dict[str, Any], tmp_path: Path) -> None:
+    reference = theirs(dtype, **options)
+    reference.save_pretrained(tmp_path)
+    model, exact = read(tmp_path, dtype=dtype), 2e-6 if dtype == torch.float64 else 2e-5
+    tokens, pixels, batch = inputs(dtype)
+    labels = tokens.masked_fill(tokens == IMAGE, -100)
+    expected = reference(input_ids=tokens, pixel_values=pixels, labels=labels)
+    module = VLMModule(model.config)
+    pictures = module._pictures(batch, batch.sequences)
+    logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
+    assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
+    loss = module.loss_step(module.forward_step(model, batch), batch).sum / module.loss_tokens(batch)
+    assert relative_error(loss, expected.loss) < exact
+    loss.backward()
+    expected.loss.backward()
+    found = canonical_gradients(model)
+    used = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    wanted = weight_map(model.config).read(used)
+    assert wanted.keys() == found.keys()
+    for name, gradient in found.items():
+        if not name.endswith("k.bias"):  # which softmax does not feel: rounding noise around 0
+            assert relative_error(gradient, wanted[name]) < 10 * exact, name
+
+
+def test_weights_return_bit_by_bit(tmp_path: Path) -> None:
+    reference = theirs(vision_feature_layer=-1)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = read(tmp_path / "theirs")
+    export(held_model("vlm", model.config, model), tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if "post_layernorm" not in name:  # which nobody reads
+            assert torch.equal(tensor, after[name]), name
+    tokens, pixels, _ = inputs(torch.float32)
+    back, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        answers = [each(input_ids=tokens, pixel_values=pixels).logits for each in (reference, back.eval())]
+    assert torch.equal(*answers)
+
+
+def test_layers_behind_the_features_are_left_out(tmp_path: Path) -> None:
+    """The exported model has one layer less, and computes the same."""
+    reference = theirs()
+    reference.save_pretrained(tmp_path / "theirs")
+    model = read(tmp_path / "theirs")
+    assert model.config.vision.num_layers == 2
+    export(held_model("vlm", model.config, model), tmp_path / "ours")
+    back = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    assert back.config.vision_config.num_hidden_layers == 2
+    tokens, pixels, _ = inputs(torch.float32)
+    with torch.no_grad():
+        answers = [each(input_ids=tokens, pixel_values=pixels).logits for each in (reference, back.eval())]
+    assert torch.equal(*answers)
+
+
+def test_names_of_other_releases() -> None:
+    names = {
+        "model.vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight": "embed.tower.layers.1.mlp.up.weight",
+        "vision_tower.vision_model.embeddings.class_embedding": "embed.tower.class_token.weight",
+        "model.multi_modal_projector.linear_2.bias": "embed.projector.down.bias",
+        "model.language_model.layers.0.mlp.up_proj.weight": "layers.0.mlp.up.weight",
+        "language_model.model.norm.weight": "head.norm.weight",
+        "lm_head.weight": "head.output_layer.weight",
+        "vision_tower.vision_model.embeddings.position_ids": None,
+        "vision_tower.vision_model.encoder.layers.10.mlp.fc1.weight": None,
+    }
+    found = weight_map(CONFIG).ours(names)
+    assert {place.name: ours for ours, place in found.items()} == {n: ours for n, ours in names.items() if ours}
+    with pytest.raises(CheckpointError, match=r"vision_tower\.unknown has no counterpart"):
+        weight_map(CONFIG).ours(["vision_tower.unknown"])
+
+
+def test_the_published_configuration() -> None:
+    """What ``llava-hf/llava-1.5-7b-hf`` says: most sizes are the defaults of its parts."""
+    published = {
+        "model_type": "llava",
+        "image_token_index": 32000,
+        "projector_hidden_act": "gelu",
+        "text_config": {"max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05}
+        | {"vocab_size": 32064},
+        "vision_config": {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "patch_size": 14}
+        | {"num_attention_heads": 16, "num_hidden_layers": 24, "model_type": "clip_vision_model"},
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+    config = config_from_transformers(published)
+    assert config == PRESETS["llava_1_5_7b"]
+    assert config.vision.num_patches == 576
+    assert config_from_transformers(config_to_transformers(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "blip"}, "model_type is 'blip'; weights of llava can be read"),
+        ({"vision_feature_layer": [-2, -1]}, "features of a single layer are read"),
+        ({"vision_feature_layer": 9}, "vision_feature_layer is 9; the tower has 3 layers"),
+        ({"vision_feature_select_strategy": "full"}, "'full'; only 'default'"),
+        ({"vision_config": {"model_type": "siglip_vision_model"}}, "only 'clip_vision_model' is read"),
+        ({"projector_hidden_act": "silu"}, "projector_hidden_act is 'silu'; it has no counterpart"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_refused(change: dict[str, Any], message: str) -> None:
+    values = theirs().config.to_dict() | change
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        config_from_transformers(values)
+
+
+def test_what_transformers_cannot_say_is_refused() -> None:
+    wide = replace(CONFIG, projector=replace(CONFIG.projector, hidden_size=8))
+    with pytest.raises(ConfigurationError, match=r"projector\.hidden_size is 8 here and 0"):
+        config_to_transformers(wide)
+    with pytest.raises(ConfigurationError, match=r"vision\.output_norm is True here and False"):
+        config_to_transformers(replace(CONFIG, vision=replace(CONFIG.vision, output_norm=True)))

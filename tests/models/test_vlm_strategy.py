@@ -1,0 +1,176 @@
+"""Vision-language models under MegatronStrategy: every layout trains the same model as one device by hand."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.vision import Pictures
+from megalight.models.vlm import VLM
+from megalight.models.vlm.module import VLMModule
+from megalight.nn.init import initialise
+from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.recompute import Recompute
+from megalight.strategies import DataParallel, MegatronFSDPStrategy, MegatronStrategy
+from megalight.types import PackedSequences
+from tests.environment import trainer
+from tests.models.vlm_samples import CONFIG, LANGUAGE, batch, small
+from tests.strategies.training import (
+    ADAM,
+    CLIP,
+    SEED,
+    From,
+    Gradients,
+    Losses,
+    assert_same_gradients,
+    assert_same_run,
+    canonical,
+    gathered,
+    whole,
+)
+from tests.workers import run
+
+CONFIGS = {
+    "llava": CONFIG,
+    "deep": replace(CONFIG, language=replace(LANGUAGE, num_layers=4, tie_embeddings=True)),
+    # As SigLIP: no class token, a bias of patches, a norm at the end.
+    "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
+}
+COUNTS = {"mixed": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)], "none": [(0, 0, 0, 0)], "one": [(0, 0, 0, 1)]}
+"""Images of each row of each step."""
+
+
+class Shares(torch.utils.data.Dataset[ImageTextBatch]):
+    """This rank's share of each step's global batch."""
+
+    def __init__(self, name: str, counts: str, replicas: int, rank: int) -> None:
+        self.name, self.counts, self.replicas, self.rank = name, COUNTS[counts], replicas, rank
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, step: int) -> Any:
+        whole_batch = batch(self.counts[step], seed=step, config=CONFIGS[self.name])
+        return whole_batch.split(len(whole_batch) // self.replicas)[self.rank]
+
+
+class WithData(VLMModule):
+    """A VLMModule that brings its own data."""
+
+    case = ("llava", "mixed")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        share = self.trainer.strategy.distributed_sampler_kwargs
+        rows = Shares(*self.case, share["num_replicas"], share["rank"])
+        return DataLoader(rows, batch_size=None, sampler=From(self.trainer.global_step, len(rows)))
+
+
+def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train in every rank of the pool; losses, norms, initial and final weights, first gradients."""
+    if options.get("sharded"):
+        strategy: Any = MegatronFSDPStrategy(**{key: value for key, value in options.items() if key != "sharded"})
+    else:
+        strategy = MegatronStrategy(data_parallel=DataParallel(), **options)
+    losses, gradients = Losses(), Gradients()
+    module = WithData(CONFIGS[name], optimizer=ADAM, seed=SEED)
+    module.case = (name, counts)
+    callbacks = [losses] if options.get("sharded") else [losses, gradients]
+    shared = {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "limit_val_batches": 0}
+    trainer(strategy, callbacks=callbacks, max_steps=len(COUNTS[counts]), **shared).fit(module)
+    final = gathered(strategy, module)
+    return {
+        "losses": losses.losses,
+        "norms": losses.norms,
+        "initial": losses.initial,
+        "final": final,
+        "gradients": gradients.first,
+    }
+
+
+@functools.cache
+def by_hand(name: str, counts: str) -> dict[str, Any]:
+    """The same run with torch alone: one device, whole batches, torch's own AdamW and clipping."""
+    config = CONFIGS[name]
+    model = VLM(config).double()
+    initialise(model, SEED, "model.")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    rows = [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(rows, lr=ADAM.lr, betas=ADAM.betas, eps=ADAM.eps)
+    initial, losses, norms, gradients = whole(model), [], [], {}
+    for step, each in enumerate(COUNTS[counts]):
+        found = batch(each, seed=step, config=config)
+        images, source = found.parts()
+        pictures = None
+        if images.lengths:
+            sequences = PackedSequences.of_lengths(images.lengths)
+            pictures = Pictures(images.pixels, images.positions, sequences, source.flatten())
+        output = model(found.tokens.flatten(), found.sequences, labels=found.labels.flatten(), pictures=pictures)
+        loss = (output.losses * found.loss_mask.flatten()).sum() / found.loss_mask.sum()
+        optimizer.zero_grad(set_to_none=False)
+        for parameter in model.parameters():  # of the tower too, where no row has an image
+            parameter.grad = torch.zeros_like(parameter)
+        loss.backward()
+        gradients = gradients or canonical(model, {n: p.grad for n, p in model.named_parameters()})
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model), "gradients": gradients}
+
+
+SP = {"tensor_parallel": 2, "sequence_parallel": True}
+ALL_GATHER = ContextOptions("all_gather")
+CHOSEN = [
+    ("llava", "mixed", 1, {"micro_batch_size": 1}),
+    ("llava", "mixed", 2, {"tensor_parallel": 2, "micro_batch_size": 2}),
+    ("plain", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("llava", "mixed", 2, {"micro_batch_size": 1}),
+    ("llava", "one", 2, {"micro_batch_size": 2}),
+    ("llava", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("llava", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
+    ("llava", "one", 2, {"sharded": True, "micro_batch_size": 1}),
+]
+FULL = [
+    ("plain", "mixed", 1, {"micro_batch_size": 4}),
+    ("llava", "none", 1, {}),
+    ("llava", "none", 2, {**SP, "micro_batch_size": 1}),
+    ("llava", "none", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("llava", "one", 2, {**SP, "micro_batch_size": 1}),
+    ("llava", "one", 2, {"pipeline_parallel": 2, "micro_batch_size": 2}),
+    ("llava", "one", 4, {"micro_batch_size": 1}),
+    ("llava", "mixed", 2, {**SP, "micro_batch_size": 4}),
+    ("llava", "mixed", 2, {**SP, "micro_batch_size": 1}),
+    ("deep", "mixed", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("deep", "mixed", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("deep", "one", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("deep", "mixed", 4, {**SP, "pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
+    ("deep", "mixed", 4, {"pipeline_parallel": 2, "micro_batch_size": 1}),
+    ("llava", "mixed", 4, {**SP, "micro_batch_size": 1}),
+    ("llava", "one", 4, {**SP, "micro_batch_size": 2}),
+    ("plain", "mixed", 4, {"tensor_parallel": 4, "sequence_parallel": True, "micro_batch_size": 2}),
+    ("plain", "one", 2, {"context_parallel": 2, "context": ALL_GATHER, "micro_batch_size": 1}),
+    ("llava", "none", 2, {"context_parallel": 2, "micro_batch_size": 1}),
+    ("llava", "mixed", 4, {**SP, "context_parallel": 2, "micro_batch_size": 2}),
+    ("deep", "mixed", 4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 1}),
+    ("llava", "mixed", 4, {"context_parallel": 2, "micro_batch_size": 1}),
+    ("llava", "mixed", 2, {"recompute": Recompute(granularity="full"), "micro_batch_size": 1}),
+    ("llava", "mixed", 2, {"sharded": True, "micro_batch_size": 2}),
+    ("llava", "mixed", 4, {"sharded": True, "tensor_parallel": 2, "micro_batch_size": 1}),
+]
+
+
+@pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
+def test_layout_trains_the_same_model(layout: tuple[str, str, int, dict[str, Any]]) -> None:
+    name, counts, ranks, options = layout
+    found, expected = run(fit, ranks, name, counts, options, timeout=240), by_hand(name, counts)
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"], "ranks report different losses"
+    if not options.get("sharded"):
+        assert_same_gradients(found[0]["gradients"], expected["gradients"])
+    assert_same_run(found[0], expected)
