@@ -21,6 +21,7 @@ EXTRAS = {
     "shtab": "completion",
     "jinja2": "chat",
     "modelopt": "modelopt",
+    "PIL": "images",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

@@ -19,9 +19,11 @@ from megalight.errors import ConfigurationError, nearest
 MODULES = (
     "megalight.models.gpt",
     "megalight.models.bert",
+    "megalight.models.vlm",
     "megalight.data.gpt.module",
     "megalight.data.bert.module",
     "megalight.data.chat.module",
+    "megalight.data.multimodal.module",
     "megalight.strategies",
     "megalight.callbacks",
     "megalight.loggers",

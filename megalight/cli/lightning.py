@@ -26,6 +26,7 @@ from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.gpt.module import GPTDataModule
+from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.registry import load_plugins
@@ -45,7 +46,7 @@ ADDED: tuple[type[pl.Callback], ...] = (Throughput, OptimizerMonitor, RunRecord)
 REPLACED: dict[type[pl.Callback], type[pl.Callback]] = {ProgressBar: StepProgress, ModelSummary: WholeModelSummary}
 """Lightning's default callbacks -> ours in their place, where they are not disabled."""
 
-NAMED = (GPTDataModule, BertDataModule, SFTDataModule, MegatronStrategy, MegatronFSDPStrategy)
+NAMED = (GPTDataModule, BertDataModule, SFTDataModule, MultimodalDataModule, MegatronStrategy, MegatronFSDPStrategy)
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 
 

@@ -14,11 +14,12 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model": ("megalight.models.gpt.GPTModule", "megalight.models.bert.BertModule"),
+    "model": ("megalight.models.gpt.GPTModule", "megalight.models.bert.BertModule", "megalight.models.vlm.VLMModule"),
     "data": (
         "megalight.data.gpt.module.GPTDataModule",
         "megalight.data.bert.module.BertDataModule",
         "megalight.data.chat.module.SFTDataModule",
+        "megalight.data.multimodal.module.MultimodalDataModule",
     ),
     STRATEGY: (START[STRATEGY], "megalight.strategies.MegatronFSDPStrategy"),
     "trainer.callbacks": ("megalight.callbacks", "lightning.pytorch.callbacks"),

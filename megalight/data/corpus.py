@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megalight.data.indexed import IndexedDataset
-from megalight.data.meta import CorpusMeta, loss_prefix, tokenizer_path
+from megalight.data.meta import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
@@ -26,11 +26,14 @@ class Corpus:
         meta: the facts that ``prepare`` wrote; None for files of other programs.
         loss: for conversations, 1 for each token that counts in the loss and 0 for the others, in sequences as long as
             those of ``data``. None: all tokens count.
+        images: for conversations with images, the bytes of image files: as many documents as ``data`` has. None: there
+            are no images.
     """
 
     data: IndexedDataset
     meta: CorpusMeta | None
     loss: IndexedDataset | None = None
+    images: IndexedDataset | None = None
 
     @classmethod
     def open(cls, prefix: str | os.PathLike[str]) -> Corpus:
@@ -56,11 +59,20 @@ class Corpus:
                 f"{loss.prefix}.bin does not belong to {data.prefix}.bin: their sequences differ in length. Prepare "
                 "the data again, or copy all its files again."
             )
-        return cls(data, meta, loss)
+        if meta.kind != "images":
+            return cls(data, meta, loss)
+        images = IndexedDataset(image_prefix(prefix))
+        if images.num_documents != data.num_documents or len(images) != meta.num_images:
+            raise DataError(
+                f"{images.prefix}.bin does not belong to {data.prefix}.bin: it holds {len(images)} images of "
+                f"{images.num_documents} conversations, not {meta.num_images} of {data.num_documents}. Prepare the "
+                "data again, or copy all its files again."
+            )
+        return cls(data, meta, loss, images)
 
     @property
     def kind(self) -> str:
-        """What the documents are: ``text``, ``chat`` or ``pairs``; see :class:`CorpusMeta`."""
+        """What the documents are: ``text``, ``chat``, ``images`` or ``pairs``; see :class:`CorpusMeta`."""
         return "text" if self.meta is None else self.meta.kind
 
     @property

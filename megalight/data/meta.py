@@ -28,8 +28,11 @@ class CorpusMeta:
         append_eod: whether each document ends with ``eod_id``.
         num_bytes: size of the input files.
         kind: ``text``, ``chat`` (each document is a conversation; ``<prefix>.loss`` says which tokens count in the
-            loss) or ``pairs`` (each document is a preferred conversation, then a rejected one).
+            loss), ``images`` (as ``chat``, with images in ``<prefix>.images``) or ``pairs`` (each document is a
+            preferred conversation, then a rejected one).
         num_loss_tokens: number of tokens that count in the loss.
+        num_images: number of images.
+        image_token: the id that stands for an image; one for each.
     """
 
     num_documents: int
@@ -45,6 +48,8 @@ class CorpusMeta:
     num_bytes: int
     kind: str = "text"
     num_loss_tokens: int | None = None
+    num_images: int | None = None
+    image_token: int | None = None
 
     @staticmethod
     def path(prefix: str | os.PathLike[str]) -> Path:
@@ -86,6 +91,11 @@ class CorpusMeta:
 def loss_prefix(prefix: str | os.PathLike[str]) -> str:
     """Prefix of the files that say which tokens of a prepared chat corpus count in the loss: 1 or 0 for each."""
     return f"{paths(prefix)[0].with_suffix('')}.loss"
+
+
+def image_prefix(prefix: str | os.PathLike[str]) -> str:
+    """Prefix of the files that hold the images of a corpus, each as the bytes of its file."""
+    return f"{paths(prefix)[0].with_suffix('')}.images"
 
 
 def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
-from megalight.data.meta import CorpusMeta, loss_prefix, tokenizer_path
+from megalight.data.meta import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
 from megalight.data.sentences import sentences_of
 from megalight.data.statistics import add_counts, entropy
 from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, find, texts_of
@@ -71,9 +71,10 @@ class PrepareReport:
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         rate = meta.num_bytes / max(self.seconds, 1e-9) / 1e6
         loss = "" if meta.num_loss_tokens is None else f", of which {meta.num_loss_tokens:,} count in the loss"
+        images = "" if meta.num_images is None else f", {meta.num_images:,} images"
         return (
-            f"{self.prefix}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}){loss}, "
-            f"vocabulary {meta.vocab_size:,}, unigram entropy {meta.unigram_entropy_nats:.3f} nats, from "
+            f"{self.prefix}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}){loss}{images}"
+            f", vocabulary {meta.vocab_size:,}, unigram entropy {meta.unigram_entropy_nats:.3f} nats, from "
             f"{self.num_files:,} files"
             f"{skipped} in {self.seconds:.1f} s ({rate:.1f} MB/s)"
         )
@@ -292,8 +293,8 @@ def _without_outputs(files: list[TextFile], inputs: Sequence[str], prefix: str) 
         DataError: an input names such a file itself.
     """
     tokenizer = tokenizer_path(prefix)
-    loss = paths(loss_prefix(prefix))
-    outputs = (*paths(prefix), *loss, CorpusMeta.path(prefix), tokenizer, config_path(tokenizer))
+    beside = (*paths(loss_prefix(prefix)), *paths(image_prefix(prefix)))
+    outputs = (*paths(prefix), *beside, CorpusMeta.path(prefix), tokenizer, config_path(tokenizer))
     written = {path.resolve() for path in outputs}
     for name in inputs:
         if Path(name).resolve() in written:

@@ -1,4 +1,4 @@
-"""Input files of ``prepare`` (plain text, JSON lines, Parquet), read in blocks of about a megabyte.
+"""Input files of ``prepare`` (plain text, JSON lines, JSON, Parquet), read in blocks of about a megabyte.
 
 One process finds and reads the files in a fixed order (:func:`find`, :func:`blocks`). Workers turn blocks into texts
 (:func:`texts_of`). So the result does not depend on the number of workers.
@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, Literal, cast
 from megalight.errors import DataError
 from megalight.imports import require
 
-Kind = Literal["text", "jsonl", "parquet"]
-Format = Literal["auto", "text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "json", "parquet"]
+Format = Literal["auto", "text", "jsonl", "json", "parquet"]
 OnBad = Literal["raise", "skip"]
 BLOCK = 1 << 20
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -49,8 +49,8 @@ class Piece:
     Attributes:
         path: the file, for messages.
         kind: format of the file.
-        data: bytes of text or of whole JSON lines; empty for Parquet.
-        first: number of the first line (text, JSON lines), or the row group (Parquet).
+        data: bytes of text or of whole JSON lines, one for each entry of a JSON array; empty for Parquet.
+        first: number of the first line (text, JSON lines) or entry (JSON), or the row group (Parquet).
         ends: whether the document ends with this piece. Only a text file can have a document of several pieces.
         size: bytes of the input file that this piece accounts for, for the progress bar.
     """
@@ -176,6 +176,8 @@ def _pieces(file: TextFile) -> Iterator[Piece]:
     try:
         if file.kind == "parquet":
             yield from _row_groups(file)
+        elif file.kind == "json":
+            yield from _entries(file)
         else:
             yield from _lines(file)
     except READ_ERRORS as error:
@@ -200,6 +202,31 @@ def _lines(source: TextFile) -> Iterator[Piece]:
                 return
             line += data.count(b"\n")
             data = following
+
+
+def _entries(source: TextFile) -> Iterator[Piece]:
+    """Pieces of about a megabyte of a JSON array, with a line for each entry. The array is read as a whole."""
+    opener = gzip.open if source.compressed else open
+    with cast(BinaryIO, opener(source.path, "rb")) as file:
+        try:
+            entries = json.loads(file.read())
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{source.path} is not JSON: {error}.") from error
+    if not isinstance(entries, list):
+        raise DataError(
+            f"{source.path} holds a {type(entries).__name__}; a .json file must hold an array of rows. If each of its "
+            "lines is a row, say so with format='jsonl' (--format jsonl)."
+        )
+    lines: list[bytes] = []
+    first, size = 0, 0
+    for number, entry in enumerate(entries):
+        lines.append(json.dumps(entry).encode())
+        size += len(lines[-1])
+        last = number + 1 == len(entries)
+        if size >= BLOCK or last:
+            # Progress counts bytes of the input, which are only known for the whole.
+            yield Piece(source.path, "json", b"\n".join(lines), first, last, source.size if last else 0)
+            lines, first, size = [], number + 1, 0
 
 
 def _chunk(file: BinaryIO) -> bytes:
@@ -286,12 +313,13 @@ def records_of(block: Block) -> Iterator[tuple[str, Any]]:
                 kept = {key: value for key, value in record.items() if value is not None}
                 yield f"{piece.path} row group {piece.first}, row {row}", kept
             continue
+        unit = "entry" if piece.kind == "json" else "line"
         for number, line in enumerate(piece.data.split(b"\n"), piece.first):
             if line.strip():
                 try:
-                    yield f"{piece.path} line {number}", _json(piece.path, number, line)
+                    yield f"{piece.path} {unit} {number}", _json(piece.path, number, line)
                 except DataError as error:
-                    yield f"{piece.path} line {number}", error
+                    yield f"{piece.path} {unit} {number}", error
 
 
 def _json(path: Path, number: int, line: bytes) -> Any:

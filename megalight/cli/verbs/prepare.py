@@ -1,4 +1,4 @@
-"""``megalight prepare``: turn text or conversations, JSON lines or Parquet, into token files."""
+"""``megalight prepare``: turn text or conversations, also with images, into token files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megalight.errors import ConfigurationError
 
 TEXT_ONLY = ("train_tokenizer", "text_key", "no_eod", "eod_token", "split_sentences", "special_tokens")
 CHAT_ONLY = ("chat_template", "train_on")
+IMAGES_ONLY = ("images", "image_token")
 
 
 def describe() -> str:
@@ -33,13 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text-key", help="JSON key or Parquet column of the text (default: text)")
     parser.add_argument(
-        "--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="format of the inputs"
+        "--format", default="auto", choices=("auto", "text", "jsonl", "json", "parquet"), help="format of the inputs"
     )
     parser.add_argument("--workers", type=int, help="processes that tokenise (default: one per CPU)")
     parser.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document token")
     parser.add_argument("--eod-token", help="the end-of-document token, if the tokenizer does not name it")
     parser.add_argument("--split-sentences", action="store_true", help="each sentence is a sequence (for BERT)")
-    parser.add_argument("--chat", action="store_true", help="the rows are conversations, for SFTDataModule")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--chat", action="store_true", help="the rows are conversations, for SFTDataModule")
+    kind.add_argument(
+        "--multimodal", action="store_true", help="the rows are conversations with images, for MultimodalDataModule"
+    )
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="the folder that paths of images begin in (default: the input's)"
+    )
+    parser.add_argument("--image-token", help="the special token that stands for an image (default: <image>)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
     parser.add_argument(
         "--train-on", choices=("all", "last"), help="messages of the assistant that count in the loss (default: all)"
@@ -51,8 +60,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the files and print a summary."""
     inputs = [matching(name, arguments.glob) for name in arguments.inputs]
+    if not arguments.multimodal:
+        _refuse(arguments, IMAGES_ONLY, "is for images; add --multimodal")
+    if arguments.chat or arguments.multimodal:
+        which = "--chat" if arguments.chat else "--multimodal"
+        _refuse(arguments, TEXT_ONLY, f"is for text, not for conversations; leave it or {which} out")
+    if arguments.multimodal:
+        from megalight.data.multimodal.prepare import IMAGE_TOKEN, prepare_multimodal
+
+        print(
+            prepare_multimodal(
+                inputs,
+                arguments.output,
+                tokenizer=arguments.tokenizer,
+                images=arguments.images,
+                image_token=arguments.image_token or IMAGE_TOKEN,
+                chat_template=arguments.chat_template,
+                train_on=arguments.train_on or "all",
+                format=arguments.format,
+                workers=arguments.workers,
+                on_bad="skip" if arguments.skip_bad else "raise",
+                progress=not arguments.quiet,
+            )
+        )
+        return 0
     if arguments.chat:
-        _refuse(arguments, TEXT_ONLY, "is for text, not for conversations; leave it or --chat out")
         from megalight.data.chat.prepare import prepare_chat
 
         print(
@@ -70,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     # Their defaults are empty, so whatever is set was asked for.
-    _refuse(arguments, CHAT_ONLY, "is for conversations; add --chat")
+    _refuse(arguments, CHAT_ONLY, "is for conversations; add --chat or --multimodal")
     from megalight.data.prepare import prepare
 
     report = prepare(

@@ -165,8 +165,12 @@ class PackedDataset:
         # Ids below 0 mark tokens without a loss in data of others; embeddings have no such rows.
         return Sample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
 
+    def pieces(self, documents: range) -> NDArray[np.int64]:
+        """Return sequence, first token and number of positions of all pieces to train on, ``[n, 3]``."""
+        return _pieces(self.corpus, documents, self.options, self._label)
+
     def _build(self, documents: range) -> dict[str, NDArray[Any]]:
-        items = _pieces(self.corpus, documents, self.options, self._label)
+        items = self.pieces(documents)
         if self.options.packing:
             # Shuffled first: which of several equally long conversations share a row should not follow the file.
             items = items[np.random.Generator(np.random.PCG64([self._seed])).permutation(len(items))]

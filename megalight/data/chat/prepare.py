@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalight.data.chat.rows import Conversation, conversations
 from megalight.data.chat.template import ChatTemplate, TrainOn, encode
@@ -25,7 +26,7 @@ Kind = Literal["chat", "pairs"]
 
 
 @dataclass(frozen=True)
-class _ChatEncoder:
+class ChatEncoder:
     """Turns a block of rows into the tokens of their conversations."""
 
     tokenizer: Tokenizer
@@ -36,12 +37,17 @@ class _ChatEncoder:
     dtype: np.dtype[Any]
 
     def __call__(self, block: Block) -> Encoded:
+        """Encode all rows of a block."""
+        return self.encoded(block, [])
+
+    def encoded(self, block: Block, aside: list[Any]) -> Encoded:
+        """Encode all rows of a block; ``aside`` receives what subclasses find besides tokens, once for each row."""
         # Empty pieces first: a block without rows must still give arrays of these dtypes.
         tokens, masks, lengths, ends = [np.zeros(0, self.dtype)], [np.zeros(0, np.uint8)], list[int](), list[bool]()
         skipped: list[str] = []
         for place, record in records_of(block):
             try:
-                encoded = self.encode(record, place)
+                encoded = self.encode(record, place, aside)
             except DataError as error:
                 if self.on_bad == "raise":
                     raise
@@ -62,7 +68,7 @@ class _ChatEncoder:
             np.concatenate(masks),
         )
 
-    def encode(self, record: Any, place: str) -> list[tuple[list[int], np.ndarray[Any, np.dtype[np.uint8]]]]:
+    def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], NDArray[np.uint8]]]:
         """Return the ids and the loss mask of each conversation of a row."""
         if isinstance(record, DataError):
             raise record
@@ -89,7 +95,7 @@ class _ChatEncoder:
         return encoded
 
 
-class _ChatSink(Sink):
+class ChatSink(Sink):
     """Writes the tokens of conversations, and beside them which of them count in the loss."""
 
     def __init__(self, writer: IndexedWriter, loss: IndexedWriter) -> None:
@@ -142,7 +148,7 @@ def prepare_chat(
     """
     begin = time.monotonic()
     prefix, files, num_bytes = find_inputs(inputs, output, format, workers)
-    source = None if chat_template is None else _read(chat_template)
+    source = None if chat_template is None else read_template(chat_template)
     chosen = Tokenizer.load(tokenizer)
     template = ChatTemplate.of(chosen, source)
     # Saved with the tokenizer, so that generation writes prompts as training saw them.
@@ -150,10 +156,10 @@ def prepare_chat(
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar(progress))
         dtype = token_dtype(chosen.vocab_size)
-        encoder = _ChatEncoder(chosen, template, _first_kind(files), train_on, on_bad, dtype)
+        encoder = ChatEncoder(chosen, template, _first_kind(files), train_on, on_bad, dtype)
         # Writers close in reverse order: the tokens' index, which readers need, is published last.
         writer = stack.enter_context(IndexedWriter(prefix, dtype))
-        sink = _ChatSink(writer, stack.enter_context(IndexedWriter(loss_prefix(prefix), np.uint8)))
+        sink = ChatSink(writer, stack.enter_context(IndexedWriter(loss_prefix(prefix), np.uint8)))
         skipped = encode_files(files, encoder, sink, on_bad=on_bad, workers=workers, bar=bar, stack=stack)
         meta = replace(
             sink.meta(chosen, append_eod=False, num_bytes=num_bytes),
@@ -181,7 +187,12 @@ def _kind(found: Sequence[Conversation]) -> Kind:
     return "pairs" if len(found) == 2 else "chat"
 
 
-def _read(path: str | os.PathLike[str]) -> str:
+def read_template(path: str | os.PathLike[str]) -> str:
+    """Return the text of a chat template.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

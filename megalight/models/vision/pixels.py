@@ -23,6 +23,6 @@ def normalised(pixels: Tensor, config: VisionConfig) -> Tensor:
     if pixels.is_floating_point():
         return pixels
     # On the device of the pixels, to which they travel as bytes.
-    colours = pixels.view(len(pixels), config.channels, -1).float() / 255
+    colours = pixels.view(-1, config.channels, config.patch_size**2).float() / 255
     each = [(colours[:, i] - mean) / std for i, (mean, std) in enumerate(zip(config.mean, config.std, strict=True))]
     return torch.stack(each, 1).flatten(1)

@@ -6,10 +6,10 @@ from typing import Any
 from megalight.models.family import FAMILIES, Family, Weights, register
 from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
+from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.model import VLM as VLM
 from megalight.models.vlm.plan import vlm_plan as vlm_plan
 from megalight.models.vlm.presets import PRESETS
-from megalight.models.vlm.state_dict import READERS, config_from_transformers, config_to_transformers, weight_map
 
 register(
     Family(

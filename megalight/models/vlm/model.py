@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import DataError
-from megalight.models.gpt.model import GPT, Later, Output
+from megalight.models.gpt.model import GPT, Output
 from megalight.models.vision.model import Pictures, VisionTower
 from megalight.models.vlm.config import VLMConfig
 from megalight.nn import Activation, Linear, TokenEmbedding
@@ -95,11 +94,9 @@ class VLM(GPT):
         sequences: PackedSequences,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
-        states: Mapping[str, Any] | None = None,
-        rows: Tensor | None = None,
-        later: Sequence[Later] = (),
-        depths: Sequence[Tensor] = (),
+        *rest: Any,
         pictures: Pictures | None = None,
+        **options: Any,
     ) -> Output:
         """Run the parts that this model has; see :meth:`megalight.models.gpt.model.GPT.forward`.
 
@@ -113,4 +110,4 @@ class VLM(GPT):
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
             hidden = self.embed(tokens, sequences.positions, pictures=pictures)
-        return super().forward(tokens, sequences, labels, hidden, states, rows, later, depths)
+        return super().forward(tokens, sequences, labels, hidden, *rest, **options)

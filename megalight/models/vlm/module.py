@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.models.family.module import IGNORED, FamilyModule, pack
+from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.flops import flops_per_token
 from megalight.models.module import Carry
+from megalight.models.packing import IGNORED, pack
 from megalight.models.vision.flops import flops_per_row
 from megalight.models.vision.model import Pictures
 from megalight.models.vision.pixels import normalised

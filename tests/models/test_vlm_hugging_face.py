@@ -17,9 +17,9 @@ from megalight.models.export import export
 from megalight.models.folder import Folder, read_config
 from megalight.models.stored import held_model
 from megalight.models.vlm import VLM, VLMConfig
+from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.presets import PRESETS
-from megalight.models.vlm.state_dict import config_from_transformers, config_to_transformers, weight_map
 from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
 from tests.models.vlm_samples import CONFIG

@@ -9,9 +9,9 @@ from typing import Any
 
 from megalight.errors import ConfigurationError
 from megalight.models.config import compare, require
-from megalight.models.gpt.state_dict import config_from_transformers as gpt_from
-from megalight.models.gpt.state_dict import config_to_transformers as gpt_to
-from megalight.models.gpt.state_dict import weight_map as gpt_map
+from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
+from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
+from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.models.weights import Theirs, WeightMap

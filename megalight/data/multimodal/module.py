@@ -1,0 +1,159 @@
+"""The Lightning data module of conversations with images."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from megalight.data.blend import Samples
+from megalight.data.corpus import Corpus
+from megalight.data.gpt.dataset import Sample
+from megalight.data.mixture import Data, Part, mix
+from megalight.data.module import TokenDataModule
+from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
+from megalight.data.multimodal.images import ImageForm, Resize
+from megalight.data.splits import split_bounds
+from megalight.errors import ConfigurationError, DataError
+
+
+class MultimodalDataModule(TokenDataModule):
+    """Reads conversations that ``megalight prepare --multimodal`` wrote. Only what the assistant wrote counts.
+
+    A batch on each rank is an :class:`~megalight.data.multimodal.batch.ImageTextBatch` of ``[global_batch_size /
+    data-parallel ranks, sequence_length]`` tokens. A row holds several whole conversations; each image in it has
+    as many tokens as patches. Sizes of images and patches are those of the model. Corpora of conversations without
+    images, and of text, may be mixed in. Rows, their order and the position after a resume are as in
+    :class:`~megalight.data.chat.module.SFTDataModule`.
+
+    Args:
+        data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
+            ``{prefix: weight}``. Weights are ratios of rows. It is divided into train, validation and test by
+            ``split``.
+        global_batch_size: rows of a batch over all data-parallel ranks.
+        sequence_length: tokens of a row, those of images among them.
+        split: weights of train, validation and test; conversations are divided in this ratio.
+        train_data: data for training only, in the forms of ``data``; give it instead of ``data``.
+        val_data: data for validation only.
+        test_data: data for testing only.
+        packing: whether a row holds several conversations. If not, each has a row of its own.
+        too_long: what happens with a conversation of more than ``sequence_length + 1`` tokens: ``drop`` leaves it out,
+            ``raise`` stops. None is cut: a part of an image's tokens would remain.
+        resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`.
+        tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
+        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's.
+        seed: seed of the order of rows.
+        num_workers: reader processes per loader, which decode images. 0 reads in the training process.
+        cache_dir: folder for cached rows; by default the folder ``cache`` beside the data.
+        train_samples: rows of a pass over the training data, instead of the number the trainer needs.
+        val_samples: upper limit of validation rows.
+        test_samples: upper limit of test rows.
+
+    Raises:
+        DataError: as :class:`~megalight.data.chat.module.SFTDataModule`; or (in ``setup``) the model has another image
+            token than the data.
+        ConfigurationError: neither or both of ``data`` and per-split data are given; or the model reads no images.
+        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+    """
+
+    kinds: ClassVar = ("images", "chat", "text")
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        sequence_length: int,
+        data: Data | None = None,
+        split: str = "969,30,1",
+        train_data: Data | None = None,
+        val_data: Data | None = None,
+        test_data: Data | None = None,
+        packing: bool = True,
+        too_long: Literal["drop", "raise"] = "drop",
+        resize: Resize = "crop",
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        seed: int = 1234,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size,
+            sequence_length=sequence_length,
+            data=data,
+            split=split,
+            separate=(train_data, val_data, test_data),
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            seed=seed,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+            samples=(train_samples, val_samples, test_samples),
+        )
+        self.packing = packing
+        self.too_long = too_long
+        self.resize: Resize = resize
+        self.options: ImagePackOptions | None = None
+
+    def setup(self, stage: str) -> None:
+        """Take the sizes of images from the model, and build the sample indices of the splits."""
+        config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
+        self.options = self._options(config)
+        super().setup(stage)
+
+    def _options(self, config: Any) -> ImagePackOptions:
+        vision = getattr(config, "vision", None)
+        if vision is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} takes the sizes of images from the model, and this one reads no images; train "
+                "a VLMModule."
+            )
+        for corpus in self._corpora.values():
+            marker = None if corpus.meta is None else corpus.meta.image_token
+            if marker is not None and marker != config.image_token:
+                raise DataError(
+                    f"{corpus.data.prefix} has {marker} as the token of images, and the model has "
+                    f"image_token={config.image_token}; they must be equal. Set image_token, or prepare the data with "
+                    "another token (--image-token)."
+                )
+        form = ImageForm(
+            size=vision.image_size,
+            patch=vision.patch_size,
+            channels=vision.channels,
+            class_token=vision.class_token,
+            resize=self.resize,
+        )
+        return ImagePackOptions(
+            sequence_length=self.sequence_length,
+            packing=self.packing,
+            too_long=self.too_long,
+            pad_id=self.pad_id,
+            vocab_size=self.vocab_size,
+            form=form,
+            image_token=config.image_token,
+        )
+
+    collate = staticmethod(collate)
+
+    def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
+        """Divide the sequences of a corpus; each sequence is a conversation."""
+        return split_bounds(split, len(corpus.data))
+
+    def build(self, name: str, num_samples: int | None) -> Samples[Sample] | None:
+        """Build the data set of a split: rows of whole conversations."""
+        options = self.options
+        assert options is not None
+
+        def dataset(part: Part, samples: int | None) -> ImageDataset:
+            return ImageDataset(
+                part.corpus,
+                part.documents,
+                options,
+                num_samples=samples,
+                seed=self.seed,
+                label=name,
+                cache_dir=self.cache_dir,
+            )
+
+        return mix(self.parts[name], dataset, num_samples=num_samples, label=name, cache_dir=self.cache_dir)

@@ -1,0 +1,155 @@
+"""Rows of conversations with images, their batches, and training on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalight.data.chat.module import SFTDataModule
+from megalight.data.chat.prepare import prepare_chat
+from megalight.data.corpus import Corpus
+from megalight.data.multimodal.batch import ImageTextBatch, with_images
+from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
+from megalight.data.multimodal.images import ImageForm, decode
+from megalight.data.multimodal.module import MultimodalDataModule
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.vlm.module import VLMModule
+from megalight.optim import AdamConfig
+from megalight.strategies import MegatronStrategy
+from tests.data.multimodal.conftest import png, row
+from tests.environment import trainer
+from tests.models.vlm_samples import CONFIG, LANGUAGE
+from tests.workers import run
+
+FORM = ImageForm(size=8, patch=4)
+
+
+@pytest.fixture
+def prefix(prepared: Callable[..., Any], tmp_path: Path) -> str:
+    """Rows with no, one and two images."""
+    rows = []
+    for number in range(12):
+        (tmp_path / f"{number}.png").write_bytes(png(colour=(20 * number, 0, 255 - 20 * number)))
+        rows.append(row(f"{number}.png", f"<image>what is this {number}"))
+        if number % 3 == 0:
+            rows.append(row(None, "what is this"))
+            rows.append(row([f"{number}.png", "0.png"], "in <image> the <image>picture"))
+    return str(prepared(rows).prefix)
+
+
+def options(length: int = 96, **changes: Any) -> ImagePackOptions:
+    return ImagePackOptions(
+        **{"sequence_length": length, "too_long": "drop", "form": FORM, "image_token": 2, **changes}
+    )
+
+
+def dataset(prefix: str, **changes: Any) -> ImageDataset:
+    corpus = Corpus.open(prefix)
+    return ImageDataset(corpus, range(len(corpus.data)), options(**changes))
+
+
+def test_rows_hold_each_conversation_once_with_its_images(prefix: str) -> None:
+    found = dataset(prefix)
+    corpus = found.corpus
+    assert corpus.images is not None
+    assert sorted(found.items[:, 0].tolist()) == list(range(len(corpus.data)))
+    batch = collate([found[i] for i in range(len(found))])
+    images, source = batch.parts()
+    assert sum(images.counts) == len(corpus.images)
+    # the same places as for a batch that is made by hand
+    by_hand = with_images(batch, images, 2, class_token=True)
+    assert torch.equal(source, by_hand.source)
+    assert not batch.loss_mask[batch.labels == 2].any()
+    assert int(batch.loss_mask.sum()) == corpus.meta.num_loss_tokens  # type: ignore[union-attr]
+    assert batch.sequences.num_tokens == batch.tokens.numel()
+
+
+def test_each_image_is_that_of_its_conversation(prefix: str) -> None:
+    """Pictures have a colour each, which the text does not tell."""
+    found = dataset(prefix, packing=False)
+    corpus = found.corpus
+    for index in range(len(found)):
+        sample = found[index]
+        (sequence,) = {int(s) for s in found.items[found.bounds[int(found._permutation(0)[index])], :1]}
+        first, last = corpus.images.documents[sequence : sequence + 2]  # type: ignore[union-attr]
+        assert len(sample.lengths) == last - first
+        assert (sample.tokens == 2).sum() == 4 * (last - first) == (sample.source >= 0).sum()
+        expected = [FORM.patches(_image(corpus, i)) for i in range(first, last)]
+        assert np.array_equal(sample.pixels, np.concatenate(expected) if expected else sample.pixels[:0])
+
+
+def _image(corpus: Corpus, index: int) -> Any:
+    assert corpus.images is not None
+    return decode(corpus.images.get(index).tobytes(), "here")
+
+
+def test_what_is_too_long_is_dropped_or_refused(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    whole = dataset(prefix, packing=False)
+    length = int(whole.items[:, 2].max()) - 1
+    with pytest.raises(DataError, match=r"conversations are too long, .* 8 of them of images; sequence_length"):
+        dataset(prefix, length=length, too_long="raise")
+    kept = dataset(prefix, length=length)
+    assert 0 < len(kept.items) < len(whole.items)
+    assert "They are left out." in caplog.text
+    with pytest.raises(DataError, match="no conversation can be used with sequence_length 5, where an image has 4"):
+        dataset(prefix, length=5)
+    with pytest.raises(ConfigurationError, match="conversations with images are not cut: choose 'drop' or 'raise'"):
+        options(too_long="cut_end")
+
+
+def test_a_damaged_store_names_the_image(prefix: str) -> None:
+    path = Path(f"{prefix}.images.bin")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(DataError, match=r"talk\.images, image \d+ cannot be read as an image"):
+        dataset(prefix)[0]
+
+
+def attached(data: MultimodalDataModule, config: Any) -> MultimodalDataModule:
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 1, "rank": 0})
+    module = SimpleNamespace(config=config)
+    data.trainer = SimpleNamespace(lightning_module=module, strategy=strategy, max_steps=2, accumulate_grad_batches=1)
+    return data
+
+
+def test_the_model_decides_over_sizes_of_images(prefix: str) -> None:
+    data = MultimodalDataModule(data=prefix, global_batch_size=2, sequence_length=96)
+    fitting = replace(CONFIG, image_token=2, language=replace(LANGUAGE, vocab_size=300, max_sequence_length=96))
+    attached(data, fitting).setup("fit")
+    assert data.options is not None
+    assert data.options.form == FORM
+    with pytest.raises(DataError, match=r"has 2 as the token of images, and the model has image_token=100"):
+        attached(data, replace(fitting, image_token=100)).setup("fit")
+    with pytest.raises(ConfigurationError, match="this one reads no images; train a VLMModule"):
+        attached(data, LANGUAGE).setup("fit")
+    with pytest.raises(DataError, match="was prepared as 'images'"):
+        SFTDataModule(data=prefix, global_batch_size=2, sequence_length=96)
+
+
+def _train(prefixes: Any, strategy_options: dict[str, Any]) -> dict[str, float]:
+    """Two steps of training, then validation, from files."""
+    data = MultimodalDataModule(data=prefixes, split="3,1,0", global_batch_size=2, sequence_length=96)
+    config = replace(CONFIG, image_token=2, language=replace(LANGUAGE, vocab_size=280, max_sequence_length=96))
+    module = VLMModule(config, optimizer=AdamConfig(lr=1e-2), seed=3)
+    runner = trainer(MegatronStrategy(**strategy_options), max_steps=2, gradient_clip_val=1.0)
+    runner.fit(module, datamodule=data)
+    return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def test_training_and_validation_from_files(prefix: str, tmp_path: Path, image_tokenizer: Path) -> None:
+    """Also with conversations without images mixed in."""
+    lines = '{"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a thing"}]}\n' * 20
+    (tmp_path / "text.jsonl").write_text(lines)
+    text = prepare_chat([str(tmp_path / "text.jsonl")], tmp_path / "text", tokenizer=image_tokenizer, progress=False)
+    mixed = [3, prefix, 1, text.prefix]
+    alone = run(_train, 1, mixed, {})[0]
+    assert {"train_loss", "val_loss"} <= alone.keys()
+    for rank in run(_train, 2, mixed, {"micro_batch_size": 1}):
+        assert rank == pytest.approx(alone, rel=1e-9)
+    assert isinstance(collate([dataset(text.prefix)[0]]), ImageTextBatch)

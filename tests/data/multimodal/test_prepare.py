@@ -1,0 +1,153 @@
+"""``megalight prepare --multimodal``: what is stored, and what is refused or skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalight.cli.main import main
+from megalight.data.corpus import Corpus
+from megalight.data.meta import CorpusMeta
+from megalight.data.multimodal.images import decode
+from megalight.data.multimodal.prepare import prepare_multimodal
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import DataError
+from tests.data.multimodal.conftest import png, row
+
+
+@pytest.fixture(autouse=True)
+def _pictures(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(png(colour=(number, 0, 0)))
+
+
+GOOD = [row("0.png", "<image>what is this"), row(None, "what is this"), row(["1.png", "2.png"], "<image> and <image>")]
+
+
+def test_tokens_loss_and_images_of_conversations(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    report = prepared(GOOD)
+    corpus = Corpus.open(report.prefix)
+    meta = corpus.meta
+    assert meta is not None
+    assert (corpus.kind, meta.num_images, meta.num_documents) == ("images", 3, 3)
+    assert corpus.images is not None
+    assert corpus.loss is not None
+    assert corpus.images.documents.tolist() == [0, 1, 1, 3]
+    tokenizer = Tokenizer.load(report.tokenizer)
+    assert meta.image_token == tokenizer.vocabulary["<image>"]
+    for index, count in enumerate((1, 0, 2)):
+        assert (corpus.data.get(index) == meta.image_token).sum() == count
+        said = corpus.data.get(index)[corpus.loss.get(index) == 1]
+        assert tokenizer.decode(said.tolist()) == "a red thing<|endoftext|>"
+    # the bytes of the files, unchanged
+    assert [corpus.images.get(i).tobytes() for i in range(3)] == [png(colour=(i, 0, 0)) for i in range(3)]
+    assert "3 images" in str(report)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_json_lines_and_workers_give_the_same(
+    workers: int, prepared: Callable[..., Any], tmp_path: Path, image_tokenizer: Path
+) -> None:
+    array = Corpus.open(prepared(GOOD).prefix)
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(each) + "\n" for each in GOOD))
+    report = prepare_multimodal(
+        [str(tmp_path / "lines.jsonl")], tmp_path / "lines", tokenizer=image_tokenizer, workers=workers, progress=False
+    )
+    lines = Corpus.open(report.prefix)
+    assert np.array_equal(array.data.tokens, lines.data.tokens)
+    assert array.images is not None
+    assert lines.images is not None
+    assert np.array_equal(array.images.tokens, lines.images.tokens)
+
+
+def test_parquet_holds_the_bytes_of_images(tmp_path: Path, image_tokenizer: Path) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = [{**row(None, "<image>what"), "images": [{"bytes": png(), "path": "gone.png"}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    report = prepare_multimodal(
+        [str(tmp_path / "rows.parquet")], tmp_path / "p", tokenizer=image_tokenizer, progress=False
+    )
+    images = Corpus.open(report.prefix).images
+    assert images is not None
+    assert images.get(0).tobytes() == png()
+
+
+BAD = {
+    "missing": (row("none.png", "<image>"), r"image 0 \(.*none\.png\) cannot be read: No such file.*--images"),
+    "damaged": (row("cut.png", "<image>"), r"cut\.png\) cannot be read as an image"),
+    "no image": (row("text.png", "<image>"), r"cannot be read as an image \(UnidentifiedImageError"),
+    "too few": (row(["0.png", "1.png"], "<image>"), r"holds '<image>' 1 times, and there are 2 images"),
+    "too many": (row("0.png", "<image><image>"), r"holds '<image>' 2 times, and there are 1 images"),
+    "none": (row(None, "<image>"), r"holds '<image>' 1 times, and there are 0 images"),
+    "a number": (row(7, "<image>"), r"image 0 is '7'; it must be the path of a file"),
+    "no row": (["a"], r"entry 1 is a list; each row must be a JSON object"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_rows_are_refused_or_skipped(kind: str, prepared: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(png(64, 64)[:-30])
+    (tmp_path / "text.png").write_text("this is text")
+    bad, message = BAD[kind]
+    rows = [GOOD[0], bad, GOOD[2]]
+    with pytest.raises(DataError, match=message):
+        prepared(rows)
+    assert not (tmp_path / "out" / "talk.bin").exists()
+    report = prepared(rows, on_bad="skip")
+    (said,) = report.skipped
+    assert re.search(message, said)
+    # what was skipped leaves no image behind
+    corpus = Corpus.open(report.prefix)
+    assert corpus.images is not None
+    assert corpus.images.documents.tolist() == [0, 1, 3]
+
+
+def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 1000)
+    assert decode(png(20, 50), "here").size == (20, 50)
+    for side in (40, 80):  # Pillow only warns of the first
+        with pytest.raises(DataError, match=r"here is refused: Image size .* exceeds limit"):
+            decode(png(side, side), "here")
+
+
+def test_a_tokenizer_without_the_image_token_is_refused(
+    prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"the tokenizer has no token '<img>' of its own.*--image-token"):
+        prepared(GOOD, image_token="<img>")
+
+
+@pytest.mark.parametrize(("text", "message"), [("{}", "holds a dict"), ("[1,", "is not JSON")])
+def test_a_json_file_is_an_array(text: str, message: str, tmp_path: Path, image_tokenizer: Path) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        prepare_multimodal([str(tmp_path / "rows.json")], tmp_path / "p", tokenizer=image_tokenizer, progress=False)
+
+
+def test_the_files_belong_together(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    one, other = prepared(GOOD, "one"), prepared(GOOD[:1], "other")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / "out" / f"one.images{suffix}").write_bytes(
+            (tmp_path / "out" / f"other.images{suffix}").read_bytes()
+        )
+    with pytest.raises(DataError, match=r"holds 1 images of 1 conversations, not 3 of 3"):
+        Corpus.open(one.prefix)
+    assert CorpusMeta.load(other.prefix).num_images == 1  # type: ignore[union-attr]
+
+
+def test_the_command(tmp_path: Path, image_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "rows.json").write_text(json.dumps(GOOD))
+    words = ["prepare", str(tmp_path / "elsewhere" / "rows.json"), "-o", str(tmp_path / "p"), "-q"]
+    words += ["--tokenizer", str(image_tokenizer)]
+    assert main([*words, "--multimodal", "--images", str(tmp_path)]) == 0
+    assert "3 documents" in capsys.readouterr().out
+    assert main([*words, "--chat", "--images", "x"]) != 0
+    assert "--images is for images; add --multimodal" in capsys.readouterr().err
