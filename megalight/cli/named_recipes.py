@@ -164,8 +164,11 @@ def _divides(config: Any, degree: int) -> bool:
     """Return whether tensor parallelism of this degree can divide the heads, by the rule of the split itself."""
     if getattr(getattr(config, "attention", None), "qk_norm_whole", False):  # it normalises all heads together
         return degree == 1
-    mamba = getattr(config, "mamba", None)
+    mamba, delta = getattr(config, "mamba", None), getattr(config, "delta", None)
     try:
+        if delta is not None:
+            replicas_of(delta.num_heads, degree, "value heads of Gated DeltaNet", may_share=False)
+            replicas_of(delta.num_key_heads, degree, "key heads of Gated DeltaNet")
         if mamba is not None:
             replicas_of(mamba.norm_groups, degree, "groups of the norm of Mamba", may_share=False)
         replicas_of(config.num_heads, degree, "query heads", may_share=False)
@@ -191,7 +194,8 @@ def _callbacks(lora: bool, config: Any) -> list[dict[str, Any]]:
         "init_args": {**every, "save_last": True},
     }
     mixers = {config.mixer_of(layer) for layer in range(config.num_layers)} if lora else set()
-    parts = {"attention.*": mixers - {None, "mamba"}, "mamba.*proj": "mamba" in mixers}
+    recurrent = {"mamba": "mamba.*proj", "gated_delta_net": "delta.*proj"}
+    parts = {"attention.*": mixers - {None, *recurrent}, **{name: mixer in mixers for mixer, name in recurrent.items()}}
     parts["mlp.*"] = lora and any(map(config.has_mlp, range(config.num_layers)))
     adapters = {
         "class_path": "megalight.callbacks.Adapters",

@@ -7,6 +7,7 @@ from megalight.nn.canonical import Section as Section
 from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
+from megalight.nn.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from megalight.nn.head import Lesson as Lesson
 from megalight.nn.head import LMHead as LMHead
 from megalight.nn.latent_attention import LatentAttention as LatentAttention

@@ -17,7 +17,7 @@ from megalight.nn.init import Constant, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequenceRows, Slots
-from megalight.ops.common import HALF
+from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import gated_norm
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
@@ -44,8 +44,53 @@ def _step_bias(logarithm: Tensor, floor: float) -> Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
-class Scan(nn.Module):
-    """The scan of all heads with its parameters, which stay in float32 when the model's dtype is a half one.
+class Decays(nn.Module):
+    """Decays of the states of heads, with parameters that stay in float32 when the model's dtype is a half one.
+
+    Args:
+        num_heads: ``H``.
+        steps: range of the initial step sizes, before the floor.
+        floor: least initial step size.
+        backend: backend of the op that uses them.
+
+    Attributes:
+        A_log: ``[H]``; a state decays by ``exp(-exp(A_log) dt)`` per token. ``exp(A_log)`` begins between 1 and 16.
+        dt_bias: ``[H]``; the step size is ``softplus(dt + dt_bias)``.
+    """
+
+    def __init__(self, num_heads: int, steps: tuple[float, float], floor: float, backend: str = "auto") -> None:
+        super().__init__()
+        self.backend = backend
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.initializers: dict[str, Initializer] = {
+            # The logarithm of a uniform value: heads begin with decays of different lengths.
+            "A_log": Uniform(1.0, 16.0, torch.log),
+            "dt_bias": Uniform(log(steps[0]), log(steps[1]), partial(_step_bias, floor=floor)),
+        }
+
+    def of_steps(self, dt: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """From ``dt [T, H]``, before bias and softplus, to step sizes ``[T, H]`` and rates ``[H]``, below 0."""
+        # decays over thousands of tokens multiply up: half dtypes are too coarse for exponents
+        dtype = wide(dt.dtype)
+        a_log, dt_bias = (select(values).to(dtype) for values in (self.A_log, self.dt_bias))
+        return F.softplus(dt.to(dtype) + dt_bias), -a_log.exp()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decays:
+        """Keep float32 when the dtype changes to a half one: ``exp`` of a rounded ``A_log`` is another decay."""
+        before = {name: parameter.data for name, parameter in self._parameters.items() if parameter is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Undone for half dtypes alone: a move to a device, or to float64, is kept.
+        for name, values in before.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            if parameter.dtype in HALF and values.dtype not in HALF:
+                parameter.data = values.to(parameter.device)
+        return self
+
+
+class Scan(Decays):
+    """The scan of all heads with its parameters.
 
     Args:
         num_heads: ``H``.
@@ -54,23 +99,13 @@ class Scan(nn.Module):
         backend: backend of the scan.
 
     Attributes:
-        A_log: ``[H]``; a state decays by ``exp(-exp(A_log) dt)`` per token. ``exp(A_log)`` begins between 1 and 16.
-        dt_bias: ``[H]``; the step size is ``softplus(dt + dt_bias)``.
         D: ``[H]``, factor of the input that is added to the output; initially 1.
     """
 
     def __init__(self, num_heads: int, steps: tuple[float, float], floor: float, backend: str = "auto") -> None:
-        super().__init__()
-        self.backend = backend
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        super().__init__(num_heads, steps, floor, backend)
         self.D = nn.Parameter(torch.empty(num_heads))
-        self.initializers: dict[str, Initializer] = {
-            # The logarithm of a uniform value: heads begin with decays of different lengths.
-            "A_log": Uniform(1.0, 16.0, torch.log),
-            "dt_bias": Uniform(log(steps[0]), log(steps[1]), partial(_step_bias, floor=floor)),
-            "D": Constant(1.0),
-        }
+        self.initializers["D"] = Constant(1.0)
 
     def forward(
         self,
@@ -83,29 +118,15 @@ class Scan(nn.Module):
         select: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """``x [T, H, P], dt [T, H], b, c [T, G, N] -> [T, H, P]``. ``select`` takes the heads in ``x``."""
-        # decays over thousands of tokens multiply up: half dtypes are too coarse for exponents
-        dtype = torch.float32 if x.dtype in HALF else x.dtype
-        a_log, dt_bias, d = (select(values).to(dtype) for values in (self.A_log, self.dt_bias, self.D))
-        steps = F.softplus(dt.to(dtype) + dt_bias)
+        steps, a = self.of_steps(dt, select)
+        d = select(self.D).to(steps.dtype)
         if state is None:
-            return ssd(x, steps, -a_log.exp(), b, c, d, sequences, backend=self.backend)
-        like = torch.empty(0, dtype=dtype, device=x.device)
+            return ssd(x, steps, a, b, c, d, sequences, backend=self.backend)
+        like = torch.empty(0, dtype=steps.dtype, device=x.device)
         before = state.read((*x.shape[1:], b.shape[-1]), like)
-        y, after = ssd_continued(x, steps, -a_log.exp(), b, c, d, sequences, before)
+        y, after = ssd_continued(x, steps, a, b, c, d, sequences, before)
         state.write(after)
         return y
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Scan:
-        """Keep float32 when the dtype changes to a half one: ``exp`` of a rounded ``A_log`` is another decay."""
-        before = {name: parameter.data for name, parameter in self._parameters.items() if parameter is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Undone for half dtypes alone: a move to a device, or to float64, is kept.
-        for name, values in before.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
-            if parameter.dtype in HALF and values.dtype not in HALF:
-                parameter.data = values.to(parameter.device)
-        return self
 
 
 class GatedNorm(nn.Module):

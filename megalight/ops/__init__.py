@@ -23,6 +23,7 @@ OPS = (
     "grouped_scaled",
     "causal_conv",
     "ssd",
+    "delta_rule",
     "gated_norm",
 )
 """Names of the packages in this folder, one per op."""

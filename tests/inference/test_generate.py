@@ -8,6 +8,7 @@ from megalight.inference import Cache, Sampling, generate, sample, stream
 from megalight.models.gpt import (
     GPT,
     AttentionConfig,
+    DeltaNetConfig,
     DropoutConfig,
     GPTConfig,
     InitConfig,
@@ -39,6 +40,10 @@ STYLES = {
     "tempered": {
         "position": PositionConfig(pattern=(False, True)),
         "attention": AttentionConfig(output_gate=True, temperature=TemperatureConfig(length=4, scale=0.5)),
+    },
+    "delta": {
+        "mixer_pattern": ("gated_delta_net", "attention"),
+        "delta": DeltaNetConfig(num_heads=4, num_key_heads=2, head_dim=5, key_dim=3),
     },
     "capped": {"attention": AttentionConfig(softcap=2.0)},
 }

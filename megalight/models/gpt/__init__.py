@@ -14,6 +14,7 @@ from megalight.models.gpt.config import MultiTokenConfig as MultiTokenConfig
 from megalight.models.gpt.config import NormConfig as NormConfig
 from megalight.models.gpt.config import PositionConfig as PositionConfig
 from megalight.models.gpt.config import TemperatureConfig as TemperatureConfig
+from megalight.models.gpt.delta_config import DeltaNetConfig as DeltaNetConfig
 from megalight.models.gpt.hugging_face import (
     READERS,
     config_from_transformers,

@@ -8,14 +8,18 @@ from typing import Literal
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
 from megalight.models.config import ModelConfig, require, require_choice
+from megalight.models.gpt.delta_config import DeltaNetConfig
 from megalight.models.gpt.layer_pattern import check_pattern, spread
 from megalight.models.gpt.mamba_config import MambaConfig
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
 
-MIXERS = ("attention", "latent_attention", "conv", "mamba")
+MIXERS = ("attention", "latent_attention", "conv", "mamba", "gated_delta_net")
 """The mixers that a layer can have."""
+
+SYMBOL_MIXERS = {"M": "mamba", "G": "gated_delta_net"}
+"""Symbol in ``layer_pattern`` -> mixer. ``*`` stands for the attention of ``mixer_pattern``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +276,7 @@ class BackendConfig:
     """The backend of each op. ``auto`` takes the best available one (``megalight doctor`` lists them).
 
     Attributes:
-        attention, norm, rotary, activation, experts, cross_entropy, conv, scan: a backend's name.
+        attention, norm, rotary, activation, experts, cross_entropy, conv, scan, delta_rule: a backend's name.
     """
 
     attention: str = "auto"
@@ -283,6 +287,7 @@ class BackendConfig:
     cross_entropy: str = "auto"
     conv: str = "auto"
     scan: str = "auto"
+    delta_rule: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,14 +302,15 @@ class GPTConfig(ModelConfig):
         tie_embeddings: whether the head and the word embedding share one weight.
         embedding_multiplier: factor of the word embedding.
         mixer_pattern: the mixers of the layers, repeated over the depth: ``attention``, ``latent_attention`` (MLA),
-            ``conv`` (a gated short convolution) or ``mamba`` (Mamba-2). ``[conv, conv, attention]`` means two layers
-            with ``conv``, then one with ``attention``.
-        layer_pattern: the layers of a hybrid model, one symbol each: ``M`` (Mamba-2), ``*`` (the attention of
-            ``mixer_pattern``), ``-`` (MLP), ``E`` (experts). Each is a single residual sublayer. Empty: every layer
-            is a mixer and an MLP.
+            ``conv`` (a gated short convolution), ``mamba`` (Mamba-2) or ``gated_delta_net``. ``[conv, conv,
+            attention]`` means two layers with ``conv``, then one with ``attention``.
+        layer_pattern: the layers of a hybrid model, one symbol each: ``M`` (Mamba-2), ``G`` (Gated DeltaNet), ``*``
+            (the attention of ``mixer_pattern``), ``-`` (MLP), ``E`` (experts). Each is a single residual sublayer.
+            Empty: every layer is a mixer and an MLP.
         attention_ratio, mlp_ratio: fractions of the layers that are attention and MLP, to make ``layer_pattern``
             from; the others are Mamba-2. If both are given, their numbers must agree with it.
         mamba: sizes of Mamba-2.
+        delta: sizes of Gated DeltaNet.
         latent: sizes of ``latent_attention``. It decides over the sizes of heads in place of ``head_dim``.
         conv_kernel: number of tokens that a convolution sees.
         logit_softcap: if set, logits become ``softcap * tanh(logits / softcap)``.
@@ -327,6 +333,7 @@ class GPTConfig(ModelConfig):
     attention_ratio: float = 0.0
     mlp_ratio: float = 0.0
     mamba: MambaConfig | None = None
+    delta: DeltaNetConfig | None = None
     latent: LatentConfig | None = None
     conv_kernel: int = 3
     norm: NormConfig = field(default_factory=NormConfig)
@@ -428,12 +435,12 @@ class GPTConfig(ModelConfig):
             check_pattern(self.layer_pattern, self.num_layers)
             require(not self.norm.after, "norm.after has no meaning with a layer_pattern; leave one of them out.")
             require(
-                len(mixers) == 1 and not mixers & {"mamba", "conv"},
+                len(mixers) == 1 and not mixers & {"mamba", "gated_delta_net", "conv"},
                 f"mixer_pattern is {list(self.mixer_pattern)} with a layer_pattern, whose symbol * it gives a meaning; "
                 "it must be one kind of attention.",
             )
             symbols = set(self.layer_pattern)
-            mixers = {"mamba"} if "M" in symbols else set()
+            mixers = {SYMBOL_MIXERS[symbol] for symbol in symbols & SYMBOL_MIXERS.keys()}
             require(
                 ("E" in symbols) == (self.moe is not None),
                 f"layer_pattern {self.layer_pattern!r} and moe disagree: set moe exactly if there are layers E.",
@@ -446,6 +453,11 @@ class GPTConfig(ModelConfig):
             ("mamba" in mixers) == (self.mamba is not None),
             "layers with Mamba-2 (M in layer_pattern, or mamba in mixer_pattern) and the setting mamba belong "
             "together; give both, or none.",
+        )
+        require(
+            ("gated_delta_net" in mixers) == (self.delta is not None),
+            "layers with Gated DeltaNet (G in layer_pattern, or gated_delta_net in mixer_pattern) and the setting "
+            "delta belong together; give both, or none.",
         )
 
     def _check_latent(self, latent: LatentConfig) -> None:
@@ -484,7 +496,8 @@ class GPTConfig(ModelConfig):
         """Return the name of the mixer of the layer with this index; None if the layer is a feed-forward layer."""
         # Without a pattern, every layer is like one with attention's symbol.
         symbol = self.layer_pattern[layer] if self.layer_pattern else "*"
-        return {"M": "mamba", "*": self.mixer_pattern[layer % len(self.mixer_pattern)]}.get(symbol)
+        attention = {"*": self.mixer_pattern[layer % len(self.mixer_pattern)]}
+        return (SYMBOL_MIXERS | attention).get(symbol)
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether the layer with this index has a feed-forward layer, dense or of experts."""

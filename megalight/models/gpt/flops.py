@@ -26,6 +26,9 @@ def _matmul_parameters(config: GPTConfig, active: bool) -> int:
     if (mamba := config.mamba) is not None:
         mixers["mamba"] = h * (2 * mamba.inner_size + mamba.conv_size + mamba.num_heads)
         mixers["mamba"] += mamba.conv_size * mamba.conv_kernel
+    if (delta := config.delta) is not None:
+        mixers["gated_delta_net"] = h * (2 * delta.inner_size + delta.conv_size + 2 * delta.num_heads)
+        mixers["gated_delta_net"] += delta.conv_size * delta.conv_kernel
     if (latent := config.latent) is not None:
         queries = config.num_heads * config.head_dim
         mixers["latent_attention"] = (
@@ -77,7 +80,9 @@ def _vector_parameters(config: GPTConfig, active: bool) -> int:
     layers = sum(experts if config.has_experts(layer) else mlp for layer in filter(config.has_mlp, indices))
     if (mamba := config.mamba) is not None:
         each = 3 * mamba.num_heads + mamba.inner_size + (mamba.conv_size if mamba.conv_bias else 0)
-        layers += len(_mamba_layers(config)) * each
+        layers += len(_layers_with(config, "mamba")) * each
+    if (delta := config.delta) is not None:
+        layers += len(_layers_with(config, "gated_delta_net")) * (2 * delta.num_heads + delta.head_dim)
     norms = sum((config.mixer_of(layer) is not None) + config.has_mlp(layer) for layer in indices)
     norms *= 2 if config.norm.after else 1
     # A depth of multi-token prediction norms both of its inputs and its output.
@@ -94,8 +99,8 @@ def _attention_layers(config: GPTConfig) -> list[int]:
     return [layer for layer in _layers(config) if "attention" in (config.mixer_of(layer) or "")]
 
 
-def _mamba_layers(config: GPTConfig) -> list[int]:
-    return [layer for layer in _layers(config) if config.mixer_of(layer) == "mamba"]
+def _layers_with(config: GPTConfig, mixer: str) -> list[int]:
+    return [layer for layer in _layers(config) if config.mixer_of(layer) == mixer]
 
 
 def num_parameters(config: GPTConfig, *, active: bool = False) -> int:
@@ -116,9 +121,10 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
 
     Each weight of projections, convolutions and the head counts six operations; of the experts, only those that a
     token passes through. Attention counts six for each query feature, each value feature and visible key:
-    with a causal mask, half of the sequence on average; with a window, less. The scan of Mamba-2 counts as its chunked
-    products; see :func:`_scan_products`. Each depth of multi-token prediction counts its projection, its layer and the
-    head once more. Not counted: the embedding (a look-up) and recomputation.
+    with a causal mask, half of the sequence on average; with a window, less. The scan of Mamba-2 and the rule of Gated
+    DeltaNet count as their chunked products; see :func:`_scan_products` and :func:`_delta_products`. Each depth of
+    multi-token prediction counts its projection, its layer and the head once more. Not counted: the embedding (a
+    look-up) and recomputation.
     """
     heads = 1 + config.num_depths
     matmul = _matmul_parameters(config, True) + heads * config.vocab_size * config.hidden_size
@@ -126,7 +132,8 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> float:
     # Each chunk is a sequence of its own.
     keys = sum(_mean_visible_keys(min(sequence_length, chunk or sequence_length), window) for window, chunk in limits)
     value_dim = config.head_dim if config.latent is None else config.latent.value_dim
-    scans = len(_mamba_layers(config)) * _scan_products(config)
+    scans = len(_layers_with(config, "mamba")) * _scan_products(config)
+    scans += len(_layers_with(config, "gated_delta_net")) * _delta_products(config)
     # Six for each: two operations for each multiply-add, once forward and twice backward. Scores use the width
     # of keys, and outputs that of values.
     return 6.0 * (matmul + scans) + 6.0 * config.num_heads * (config.head_dim + value_dim) * keys
@@ -147,6 +154,20 @@ def _scan_products(config: GPTConfig) -> float:
         return 0.0
     within = SCAN_CHUNK / 2 * (mamba.num_groups * mamba.state_size + mamba.inner_size)
     return within + 2 * mamba.inner_size * mamba.state_size
+
+
+def _delta_products(config: GPTConfig) -> float:
+    """Return multiplications per token of the delta rule in chunks (https://arxiv.org/abs/2412.06464, section 3.3).
+
+    Within a chunk, a token meets half of the chunk's tokens on average: products of keys with keys and with queries, of
+    the solved system with values and keys, and of scores with what was written. Between chunks, each head's token
+    reads its state twice and is added to it.
+    """
+    delta = config.delta
+    if delta is None:
+        return 0.0
+    within = 2 * delta.num_key_heads * delta.key_dim + 2 * delta.inner_size + delta.num_heads * delta.key_dim
+    return SCAN_CHUNK / 2 * within + 3 * delta.inner_size * delta.key_dim
 
 
 def _mean_visible_keys(length: int, window: int | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalight.models.config import require
 
-SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+SYMBOLS = {"M": "Mamba-2", "G": "Gated DeltaNet", "*": "attention", "-": "MLP", "E": "experts"}
 """Symbol -> what the layer is."""
 
 

@@ -17,6 +17,7 @@ from megalight.nn import (
     Activation,
     Attention,
     Embedding,
+    GatedDeltaNet,
     InnerAttention,
     L2Norm,
     LatentAttention,
@@ -189,11 +190,34 @@ def build_mamba(config: GPTConfig, index: int) -> Mamba2:
     )
 
 
+def build_delta_net(config: GPTConfig, index: int) -> GatedDeltaNet:
+    """Build the Gated DeltaNet of a layer. All are the same."""
+    delta = config.delta
+    assert delta is not None
+    return GatedDeltaNet(
+        config.hidden_size,
+        delta.num_heads,
+        delta.num_key_heads,
+        delta.head_dim,
+        delta.key_dim,
+        conv_kernel=delta.conv_kernel,
+        norm_eps=config.norm.eps,
+        steps=delta.step_range,
+        step_floor=delta.step_floor,
+        std=config.init.std,
+        proj_std=config.residual_std,
+        conv_backend=config.backends.conv,
+        rule_backend=config.backends.delta_rule,
+        norm_backend=config.backends.norm,
+    )
+
+
 MIXERS: dict[str, tuple[str, Callable[[GPTConfig, int], nn.Module]]] = {
     "attention": ("attention", build_attention),
     "latent_attention": ("attention", build_latent_attention),
     "conv": ("conv", build_conv),
     "mamba": ("mamba", build_mamba),
+    "gated_delta_net": ("delta", build_delta_net),
 }
 """Name in ``mixer_pattern`` -> name of the layer's submodule, and function that builds the mixer of a layer index."""
 

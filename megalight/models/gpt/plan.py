@@ -51,6 +51,13 @@ RULES = Plan(
         "*.mamba.norm": Channels(),
         "*.mamba.proj": Row(),
         "*.mamba.tokens": HeadExchange(),
+        "*.delta.in_proj": Column(),
+        "*.delta.conv": Channels(),
+        "*.delta.rule": Channels(),
+        # One weight for all heads.
+        "*.delta.norm": HeadRegion(),
+        "*.delta.proj": Row(),
+        "*.delta.tokens": HeadExchange(),
         "*.mlp.gate_up": Column(),
         "*.mlp.up": Column(),
         "*.mlp.down": Row(),

@@ -1,0 +1,79 @@
+"""The gated delta rule (https://arxiv.org/abs/2412.06464), within packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import serve_all
+from megalight.ops.delta_rule import reference
+from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.types import PackedSequences
+
+
+class Spec(NamedTuple):
+    """A request to the rule.
+
+    Attributes:
+        device: device type.
+        dtype: dtype of ``q``, ``k`` and ``v``.
+        key_dim: ``K``.
+        value_dim: ``V``.
+    """
+
+    device: str
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+
+
+DELTA_RULE: BackendRegistry[Spec, Callable[..., Tensor]] = BackendRegistry("delta_rule")
+REGISTRIES = (DELTA_RULE,)
+EXAMPLE = Spec("cpu", torch.bfloat16, 128, 128)
+
+DELTA_RULE.register(Backend("reference", reference.delta_rule, 0, serve_all))
+
+
+@remembered
+def _choose(spec: Spec, backend: str) -> Callable[..., Tensor]:
+    return DELTA_RULE.select(spec, backend).fn
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    sequences: PackedSequences,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """``s[t] = e^decay[t] s[t - 1] + k[t] (beta[t] (v[t] - e^decay[t] s[t - 1]^T k[t]))^T`` and ``y[t] = s[t]^T q[t]``.
+
+    Each head has its own state ``s [K, V]``, which begins at 0 in every sequence. Half dtypes are summed in float32.
+
+    Args:
+        q: ``[T, G, K]``; ``H / G`` neighbouring heads share each.
+        k: ``[T, G, K]``, of length 1 or less, or the state may grow without bound.
+        v: ``[T, H, V]``.
+        decay: ``[T, H]``, logarithms of factors, at most 0.
+        beta: ``[T, H]``, how far the value of a key moves to ``v``: 0 not at all, 1 all the way.
+        sequences: how the tokens divide into sequences, which are whole.
+        backend: a backend's name, or ``auto``.
+
+    Returns:
+        ``[T, H, V]`` in the dtype of ``v``.
+    """
+    spec = Spec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
+    return _choose(spec, backend)(q, k, v, decay, beta, sequences)
+
+
+def delta_rule_continued(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sequences: PackedSequences, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Continue sequences from their states ``[n, H, K, V]``; return outputs and states, as in :func:`delta_rule`."""
+    return reference.continued(q, k, v, decay, beta, sequences.lengths, states)
