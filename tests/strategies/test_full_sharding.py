@@ -124,20 +124,22 @@ def _beside(what: str, level: str) -> dict[str, Any]:
     return fit(config, options={"level": level}, extra_callbacks=callbacks, micro_batch_size=1, **options)
 
 
-def _with_both_levels(what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _beside(what, FULL), _beside(what, "optim")
+def _with_each_level(what: str) -> list[dict[str, Any]]:
+    levels = ("optim", FULL, GRADS, "no_shard") if what == "eight bits" else ("optim", FULL)
+    return [_beside(what, level) for level in levels]
 
 
 @pytest.mark.parametrize("what", BESIDE)
 def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
     """Averaged weights, products in 8 bits, adapters on frozen weights, partial recompute."""
-    for found, expected in run(_with_both_levels, 2, what):
-        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-9)
-        assert ("val_loss" in found["metrics"]) == (what == "average")
-        for name, value in expected["metrics"].items():
-            assert found["metrics"][name] == pytest.approx(value, rel=1e-7), name
-        for name, value in expected["final"].items():
-            np.testing.assert_allclose(found["final"][name], value, rtol=1e-7, atol=1e-9, err_msg=name)
+    for expected, *others in run(_with_each_level, 2, what):
+        for found in others:
+            np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-9)
+            assert ("val_loss" in found["metrics"]) == (what == "average")
+            for name, value in expected["metrics"].items():
+                assert found["metrics"][name] == pytest.approx(value, rel=1e-7), name
+            for name, value in expected["final"].items():
+                np.testing.assert_allclose(found["final"][name], value, rtol=1e-7, atol=1e-9, err_msg=name)
 
 
 class Generates(pl.Callback):

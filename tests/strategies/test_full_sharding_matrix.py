@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.data_parallel import DataParallel
 from megalight.parallel.recompute import Recompute
+from megalight.sharding import fully_shard
 from tests.strategies.training import (
     CONFIGS,
     Gradients,
@@ -115,3 +121,93 @@ def test_equals_one_device(layout: str, level: str, share: float) -> None:
     for found in run(_trained, world, layout, level, share):
         assert_same_run(found, expected)
         assert_same_gradients(found["gradients"], expected["gradients"])
+
+
+class Odd(nn.Module):
+    """A layer with parameters of one to four dims, of which some are frozen, shared with the next layer, or unused."""
+
+    def __init__(self, before: Odd | None) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(3, 5, 3, padding=1)
+        self.row = nn.Conv1d(5, 3, 3, padding=1)
+        self.experts = nn.Parameter(torch.randn(2, 7, 3) / 3)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(4, 2))
+        self.shared = nn.Parameter(torch.randn(7, 3) / 3) if before is None else before.shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[3, 5, 4] -> [3, 5, 4]``"""
+        y = torch.tanh(self.image(x) + self.image(x.flip(2)))  # used twice
+        z = self.row(y.transpose(0, 1)) + self.frozen[:, None]
+        wide = torch.einsum("ncw,ehc->nehw", z, self.experts).tanh()
+        return x + torch.einsum("nehw,hc->cnw", wide, self.shared)[:, :3].repeat_interleave(2, 1)[:, :5]
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(6)
+    layers: list[Odd] = []
+    for _ in range(3):
+        layers.append(Odd(layers[0] if layers else None))
+    return nn.Sequential(*layers).double()
+
+
+def _images(step: int, world: int) -> Tensor:
+    """``[ranks, passes, 3, 5, 4]``"""
+    return torch.randn(world, 2, 3, 5, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def _flat(model: nn.Module) -> list[float]:
+    return list(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist())
+
+
+def _odd(level: Any, share: float, replicate: int, both: bool) -> tuple[list[float], list[float]]:
+    model, options = _layers(), {"replicate": replicate, "replicate_optimizer": not both}
+    wanted = DataParallel(level=level, optimizer_offload_fraction=share, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sharded = fully_shard(model, optimizer, units=["Odd"], data_parallel=wanted)
+    norms = []
+    for step in range(3):
+        for x in _images(step, dist.get_world_size())[dist.get_rank()]:
+            model(x).square().sum().backward()
+        norms.append(float(sharded.clip_grad_norm_(5.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with sharded.full_parameters():
+        return norms, _flat(model)
+
+
+def _every_odd(
+    replicates: Sequence[tuple[int, bool]], shares: Sequence[float]
+) -> dict[str, tuple[list[float], list[float]]]:
+    found = {}
+    for level, share, (replicate, both) in itertools.product(LEVELS, shares, replicates):
+        if level != "optim" and (level != "no_shard" or replicate == 1):  # "optim" stands for the default there
+            found[f"{level} {share} {replicate} {both}"] = _odd(level, share, replicate, both)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "replicates", "shares"),
+    [
+        (2, [(1, False)], SHARES[1:2]),
+        pytest.param(2, [(1, False)], SHARES, marks=pytest.mark.full),
+        pytest.param(4, [(1, False), (2, False), (2, True)], SHARES, marks=pytest.mark.full),
+    ],
+)
+def test_parameters_of_any_kind(world: int, replicates: list[tuple[int, bool]], shares: tuple[float, ...]) -> None:
+    model, norms = _layers(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        for x in _images(step, world).flatten(0, 1):
+            (model(x).square().sum() / world).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 5.0)))
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # unused ones decay, as gradients lie in buffers
+        optimizer.step()
+    expected = torch.tensor(_flat(model))
+    for rank in run(_every_odd, world, replicates, shares):
+        for name, (found, weights) in rank.items():
+            assert found == pytest.approx(norms, rel=1e-9), name
+            assert float((torch.tensor(weights) - expected).norm() / expected.norm()) <= 1e-9, name
