@@ -174,6 +174,7 @@ class Training(PlainRun):
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         self.step = Step(model, task, varying_carry=varying_carry, context=context)
         self.step.engine = self.engine
+        self.step.share = self._share
         # Frozen models compute in the dtype of the model that they serve.
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())
         self.step.frozen = {
@@ -238,7 +239,11 @@ class Training(PlainRun):
                 f"a batch of type {type(missing).__name__} cannot be cut for context parallelism (cp={mesh.cp}); give "
                 "it a context_share(rank, size, multiple) method as megalight.types.TokenBatch has."
             )
-        return [batch.context_share(mesh.rank("cp"), mesh.cp, self.model.token_multiple) for batch in micro_batches]
+        return micro_batches if self.step.frozen else [self._share(batch) for batch in micro_batches]
+
+    def _share(self, batch: Any) -> Any:
+        mesh = self.model.mesh
+        return batch if mesh.cp == 1 else batch.context_share(mesh.rank("cp"), mesh.cp, self.model.token_multiple)
 
 
 def _usual_device() -> torch.device:

@@ -37,6 +37,7 @@ class Distillation(pl.Callback):
         ConfigurationError: a value is out of range; before processes start: the vocabularies differ, or the module is
             no :class:`~megalight.models.gpt.module.GPTModule`.
         CheckpointError: the folder holds no complete model.
+        DataError: before processes start: the data was made by another tokenizer than the teacher's.
     """
 
     def __init__(

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError
+from megalight.data.tokenizer import FILE as TOKENIZER
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError
 from megalight.models.family import Family
 from megalight.models.packing import pack
 from megalight.models.stored import open_model
@@ -155,6 +157,7 @@ class Distiller:
     loss: DistillationLoss = field(default_factory=DistillationLoss)
     layout: Layout = field(default_factory=Layout)
     teacher: Teacher = field(init=False, compare=False)
+    files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Read the teacher's configuration."""
@@ -165,6 +168,7 @@ class Distiller:
                 "give a language model such as a GPT."
             )
         object.__setattr__(self, "teacher", Teacher(stored.family, stored.config))
+        object.__setattr__(self, "files", stored.files)
 
     def check(self, vocab_size: int) -> None:
         """Refuse a teacher that does not fit the student.
@@ -177,6 +181,23 @@ class Distiller:
             raise ConfigurationError(
                 f"the teacher in {self.folder} has vocab_size={theirs}, and the student has {vocab_size}: their "
                 "distributions cannot be compared. Use a teacher with the student's tokenizer and vocab_size."
+            )
+
+    def check_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Refuse data whose token ids mean something else to the teacher.
+
+        Args:
+            files: the files that come with the data. Without a tokenizer there, or with the teacher, nothing is known.
+
+        Raises:
+            DataError: the tokenizers differ.
+        """
+        both = [found[TOKENIZER] for found in (self.files, files) if TOKENIZER in found]
+        identities = {Tokenizer.from_json(text.decode()).identity for text in both}
+        if len(identities) > 1:
+            raise DataError(
+                f"the teacher in {self.folder} was trained with another tokenizer than that of the data, so ids do "
+                "not mean the same to it. Prepare the data with the teacher's tokenizer.json, or take another teacher."
             )
 
     def frozen(self) -> FrozenModel:
@@ -193,6 +214,7 @@ class Distiller:
                 sequence_parallel=self.layout.sequence_parallel, pipeline_layout=self.layout.pipeline_layout
             ),
             source=Chosen(weights, {name: name for name in names}),
+            for_last_stage=True,
             beside=Beside(
                 build=lambda: OutputLayer(config.hidden_size, config.vocab_size),
                 name=HEAD,
@@ -201,14 +223,21 @@ class Distiller:
             ),
         )
 
-    def lesson(self, results: Mapping[str, Tensor], sequences: PackedSequences, training: bool) -> Lesson:
+    def lesson(
+        self, results: Mapping[str, Tensor], places: Tensor | None, sequences: PackedSequences, training: bool
+    ) -> Lesson:
         """Return what the student's head learns from the teacher's results for a micro-batch.
 
         Args:
+            results: of all tokens of the micro-batch.
+            places: ``[T]``, the places of the student's share of the tokens among them; None: it has all.
             sequences: those of the student, with its padding.
         """
         assert self.teacher.beside is not None
         hidden, layer = results["hidden"], self.teacher.beside.layer
+        # Padding of a share takes the row of some token, and its label has no loss.
+        if places is not None:
+            hidden = hidden[places]
         hidden = F.pad(hidden, (0, 0, 0, sequences.num_tokens - hidden.shape[0]))
         teacher = Projection(hidden, layer.weight, layer.bias, self.teacher.config.logit_softcap)
         # Evaluation reports the student's own loss, which training may leave out.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.errors import LayoutError
 from megalight.parallel.exchange import Route, exchange
 from megalight.parallel.graphs.static import tensors_of, with_tensors
 from megalight.parallel.groups import new_group
@@ -78,8 +77,8 @@ class Beside:
             return None
         with torch.device("meta"):
             root = self.build()
-        # Of the same `tp` groups as the trained model, but not cut into stages.
-        flat = ParallelMesh(mesh.world_size, mesh.global_rank, tp=mesh.tp, cp=mesh.cp)
+        # Of the same `tp` groups as the trained model, but not cut into stages, and without sequences to divide.
+        flat = ParallelMesh(mesh.world_size, mesh.global_rank, tp=mesh.tp)
         options, name = ParallelOptions(plan=self.plan), f"{name}.{self.name}"
         return freeze(
             ParallelModel.build(root, flat, options, name=name, device=device, dtype=dtype, source=self.source)
@@ -100,6 +99,7 @@ class FrozenModel:
         dtype: dtype of its parameters; None: that of the run.
         beside: a part of it that is placed on the ranks of the trained model's last stage; ``task.beside`` is set to
             it, and to None on other stages.
+        for_last_stage: only ranks of the trained model's last stage get results. On other stages they are empty.
     """
 
     task: FrozenTask
@@ -111,6 +111,7 @@ class FrozenModel:
     seed: int = 0
     dtype: torch.dtype | None = None
     beside: Beside | None = None
+    for_last_stage: bool = False
 
     def check(self, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> None:
         """Raise if the layout does not fit, before there are process groups.
@@ -119,7 +120,7 @@ class FrozenModel:
             mesh: mesh of the trained model.
 
         Raises:
-            LayoutError: a size of the model is not divisible; or there is context parallelism.
+            LayoutError: a size of the model is not divisible.
         """
         # On meta: a check must not take memory for a second model.
         with torch.device("meta"):
@@ -130,13 +131,8 @@ class FrozenModel:
         """Return the same ranks in this model's layout.
 
         Raises:
-            LayoutError: the ranks are not divisible; or there is context parallelism in either model.
+            LayoutError: the ranks are not divisible.
         """
-        if mesh.cp > 1:
-            raise LayoutError(
-                f"cp={mesh.cp} gives each rank a share of every sequence, and frozen models run on whole ones. Train "
-                "with context_parallel=1 beside a frozen model."
-            )
         return ParallelMesh(mesh.world_size, mesh.global_rank, tp=self.tensor_parallel, pp=self.pipeline_parallel)
 
     def build(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> FrozenRun:
@@ -166,7 +162,7 @@ class FrozenModel:
         self.task.token_multiple = model.token_multiple
         if self.beside is not None:
             self.task.beside = self.beside.place(name, mesh, self.dtype or dtype, device)  # type: ignore[attr-defined]
-        return FrozenRun(model, self.task, mesh, self.seed)
+        return FrozenRun(model, self.task, mesh, self.seed, self.for_last_stage)
 
     def _options(self, root: nn.Module) -> ParallelOptions:
         plan = getattr(self.task, "plan", None)
@@ -180,12 +176,15 @@ class FrozenRun:
         model: in evaluation mode.
         mesh: mesh of the trained model, over the same ranks.
         seed: seed of the model's random streams. They are its own, so its draws do not affect those of other models.
+        for_last_stage: only the last stage of the trained model gets results.
 
     Attributes:
         model: the frozen model, which is not a submodule of the trained model.
     """
 
-    def __init__(self, model: ParallelModel, task: FrozenTask, mesh: ParallelMesh, seed: int) -> None:
+    def __init__(
+        self, model: ParallelModel, task: FrozenTask, mesh: ParallelMesh, seed: int, for_last_stage: bool = False
+    ) -> None:
         self.model = model
         self.task = task
         self.streams = RandomStreams(model.mesh)
@@ -197,6 +196,11 @@ class FrozenRun:
         last = model.mesh.pp - 1
         # Only the last stage has results. Its `tp` ranks all have the same ones, and share the sending.
         self._answering = [tuple(r for r in ranks if model.mesh.rank("pp", of=r) == last) for ranks in self._theirs]
+        # Other stages would keep the results of all micro-batches of a step for nothing.
+        stage = mesh.pp - 1
+        self._asking = [
+            tuple(r for r in ranks if not for_last_stage or mesh.rank("pp", of=r) == stage) for ranks in self._ours
+        ]
         self._replica, self._own = mesh.rank("dp"), model.mesh.rank("dp")
         self._rank = mesh.global_rank
         self._forms: dict[Hashable, Form] = {}
@@ -211,7 +215,8 @@ class FrozenRun:
         """Return the model's results for each micro-batch, in order. All ranks call this together.
 
         Args:
-            micro_batches: those of this replica of the trained model; the same on all ranks of the replica.
+            micro_batches: those of this replica of the trained model, of whole sequences; the same on all ranks of the
+                replica, also along ``cp``.
         """
         homes, skeletons = self._all(micro_batches)
         # Replica of the frozen model for each micro-batch: equal, consecutive shares.
@@ -228,9 +233,9 @@ class FrozenRun:
         batches = [with_tensors(skeletons[index], iter(arrived[index] or [])) for index in mine]
         answers = dict(zip(mine, self._forward(batches), strict=False))
         forms = self._forms_of(skeletons, share, answers)
-        # The way back: from the last stage of each frozen replica to the ranks that hold the micro-batch.
+        # The way back: from the last stage of each frozen replica to the ranks that need the results.
         outputs = [
-            Route(self._answering[replica], self._ours[home], form)
+            Route(self._answering[replica], self._asking[home], form)
             for home, replica, form in zip(homes, share, forms, strict=True)
         ]
         results = exchange(
@@ -240,6 +245,8 @@ class FrozenRun:
             self._rank,
             self.model.device,
         )
+        if self._rank not in self._asking[self._replica]:
+            return [{} for _ in micro_batches]
         found = zip(forms, results, strict=True)
         return [
             {entry.name: tensor for entry, tensor in zip(form, tensors, strict=True)}

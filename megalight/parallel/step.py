@@ -121,6 +121,7 @@ class Step:
         engine: reduces the gradients; needed for training.
         frozen: models that run before each schedule, by name. If there are any, ``forward_step`` and ``loss_step`` get
             :class:`~megalight.types.WithResults` instead of the micro-batch.
+        share: cuts this rank's share of the sequences out of a micro-batch that frozen models have seen whole.
         runner: runs the passes of each training step; another runner may record and replay them.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
         side_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
@@ -145,6 +146,7 @@ class Step:
         self.before_backward = before_backward
         self.engine: DataParallelEngine | None = None
         self.frozen: Mapping[str, FrozenRun] = {}
+        self.share: Callable[[Any], Any] = lambda batch: batch
         self.runner: StepRunner = run_passes
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
         self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry)
@@ -184,12 +186,15 @@ class Step:
     def outputs(self, micro_batches: Sequence[Any]) -> list[Carry]:
         """Return the last chunk's output for each micro-batch on the last stage, elsewhere nothing; forward only."""
         # Empty micro-batches come last, so cutting the list leaves the real ones.
-        return self._forward(self.joined(micro_batches))[: len(micro_batches)]
+        return self._forward(self.joined(micro_batches, cut=False))[: len(micro_batches)]
 
-    def joined(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+    def joined(self, micro_batches: Sequence[Any], cut: bool = True) -> Sequence[Any]:
         """Return this rank's micro-batches, with empty ones if data-parallel ranks communicate in a forward pass.
 
         Frozen models run here, before the schedule, over all of them; the result then includes their results.
+
+        Args:
+            cut: micro-batches that frozen models have seen become this rank's shares.
         """
         peers = self.model.coupling
         joined = micro_batches if peers is None else peers.fill_up(micro_batches)
@@ -200,7 +205,9 @@ class Step:
             # In the same order on all ranks: each of these models exchanges tensors over all of them.
             found = {name: model(batches) for name, model in self.frozen.items()}
         rows = [{name: results[place] for name, results in found.items()} for place in range(len(batches))]
-        given = [WithResults(batch, results) for batch, results in zip(batches, rows, strict=True)]
+        # Cut only now: frozen models run on whole sequences. Their results stay whole.
+        share = self.share if cut else lambda batch: batch
+        given = [WithResults(share(batch), results) for batch, results in zip(batches, rows, strict=True)]
         empty = map(coupling.is_empty, joined)
         return [coupling.emptied(new) if none else new for new, none in zip(given, empty, strict=True)]
 

@@ -76,6 +76,7 @@ class Stepper:
             around=precision.step,
             before_backward=before_backward,
         )
+        self.step.share = self._share
         self.has_gradients = False
         self._compared = False
 
@@ -204,9 +205,14 @@ class Stepper:
             parts = split(batch, size)
         samples = sum(count_samples(part) for part in parts)
         # After the samples were counted, as a share of the tokens still counts as the whole sample.
-        if mesh.cp > 1:
-            parts = [self._module.context_share(part, mesh.rank("cp"), mesh.cp) for part in parts]
+        if mesh.cp > 1 and not self.step.frozen:
+            parts = [self._share(part) for part in parts]
         return samples, parts
+
+    def _share(self, part: Any) -> Any:
+        """Return this rank's share of the sequences of a micro-batch."""
+        mesh = self.model.mesh
+        return part if mesh.cp == 1 else self._module.context_share(part, mesh.rank("cp"), mesh.cp)
 
 
 def _check_own(module: pl.LightningModule, method: str, batch: Any) -> None:

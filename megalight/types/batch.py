@@ -27,6 +27,8 @@ class TokenBatch:
         later: set by :meth:`context_share`: the shares of :meth:`shifted` by 1, 2 and so on.
         axis_positions: ``[B, A, S]`` int64: the position of each token on several axes, such as time, height and width
             (:meth:`PackedSequences.with_axes`). None: tokens have one position. A share keeps them in ``share``.
+        places: set by :meth:`context_share`: ``[T]``, the place of each token of the share among the tokens of the
+            whole batch, laid end to end. That of padding is 0.
     """
 
     tokens: Tensor
@@ -36,6 +38,7 @@ class TokenBatch:
     share: PackedSequences | None = None
     later: tuple[TokenBatch, ...] = ()
     axis_positions: Tensor | None = field(default=None, kw_only=True)
+    places: Tensor | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -133,17 +136,17 @@ class TokenBatch:
         share, index = self.sequences.zigzag(rank, size, multiple)
         # Documents are packed into one row: after the cut they no longer align with rows.
         shape = (1, share.num_tokens) if self.document_lengths is not None or share.uniform is None else share.uniform
-        padding, source = index < 0, index.clamp(min=0)
+        padding, places = index < 0, index.clamp(min=0)
 
         # Index 0 stands for padding, and the mask below overwrites what it took.
         def take(rows: Tensor) -> Tensor:
-            return rows.reshape(-1)[source].masked_fill(padding, 0).view(shape)
+            return rows.reshape(-1)[places].masked_fill(padding, 0).view(shape)
 
         def cut(batch: TokenBatch) -> TokenBatch:
             return TokenBatch(take(batch.tokens), take(batch.labels), take(batch.loss_mask), share=share)
 
         # shifted before the cut: a share's next token may be the first of another share
-        return replace(cut(self), later=tuple(cut(self.shifted(by)) for by in range(1, ahead + 1)))
+        return replace(cut(self), later=tuple(cut(self.shifted(by)) for by in range(1, ahead + 1)), places=places)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
@@ -156,6 +159,7 @@ class TokenBatch:
             loss_mask=self.loss_mask.to(device, non_blocking=non_blocking),
             share=None if self.share is None else self.share.to(device, non_blocking),
             later=tuple(batch.to(device, non_blocking) for batch in self.later),
+            places=None if self.places is None else self.places.to(device, non_blocking=non_blocking),
             axis_positions=None if axes is None else axes.to(device, non_blocking=non_blocking),
         )
 
@@ -168,5 +172,6 @@ class TokenBatch:
             loss_mask=self.loss_mask.pin_memory(),
             share=None if self.share is None else self.share.pin_memory(),
             later=tuple(batch.pin_memory() for batch in self.later),
+            places=None if self.places is None else self.places.pin_memory(),
             axis_positions=None if self.axis_positions is None else self.axis_positions.pin_memory(),
         )

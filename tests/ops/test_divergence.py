@@ -79,3 +79,17 @@ def test_without_cross_entropy_the_gradient_is_that_of_the_divergence() -> None:
     assert gradient.abs().min() > 0
     (none,) = torch.autograd.grad(same.sum(), hidden)
     assert none.abs().max() < 1e-14
+
+
+@pytest.mark.full  # the import of modelopt takes longer than all tests of this file
+def test_modelopt_computes_the_same() -> None:
+    losses = pytest.importorskip("modelopt.torch.distill.losses")
+    torch.manual_seed(0)
+    student, teacher = draw(5, 7), draw(5, 7)
+    theirs = losses.LogitsDistillationLoss(temperature=TEMPERATURE, reduction="none")(student, teacher)
+    eye = torch.eye(7, dtype=torch.double)
+    ours, _ = linear_divergence(
+        Projection(student, eye), Projection(teacher, eye), torch.arange(5), temperature=TEMPERATURE
+    )
+    # its class multiplies by the square of the temperature
+    assert (ours * TEMPERATURE**2 - theirs).norm() <= 1e-12 * theirs.norm()

@@ -23,6 +23,7 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialise
+from megalight.parallel.recompute import Recompute
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.environment import trainer
@@ -151,6 +152,9 @@ def check(folder: Path, layout: dict[str, Any], packed: bool, options: dict[str,
             value = wanted[piece.name][piece.box]
             error = np.linalg.norm(piece.view(tensor.detach()).numpy() - value) / max(np.linalg.norm(value), 1e-3)
             assert error <= 1e-9, f"{piece.name} differs by {error:.1e}"
+    predicted = runner.predict(module)
+    assert predicted is not None
+    assert predicted[0].shape == (4 // how.mesh.dp, 12 if packed else LENGTH)
     saved = folder.parent / f"saved-{how.mesh.world_size}-{abs(hash(str((layout, options, loss))))}"
     runner.save_checkpoint(saved)
     assert not any("teacher" in name for name in checkpoint.open(saved).tensors)
@@ -158,6 +162,8 @@ def check(folder: Path, layout: dict[str, Any], packed: bool, options: dict[str,
 
 SHARES = {"tensor_parallel": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_parallel": 2}
+CONTEXT = {"context_parallel": 2}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline": 2, "recompute": Recompute(granularity="full")}
 OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
 
 
@@ -169,8 +175,10 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
         (2, SHARES, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, OWN),
         (2, PIPELINE, True, {**SHARES}, {"divergence": "reverse_kl"}),
         (2, {}, False, {"tensor_parallel": 2}, {"divergence": "jensen_shannon", "temperature": 0.7}),
+        (2, CONTEXT, True, {"tensor_parallel": 2}, OWN),
+        (4, {**CONTEXT, **SHARES}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, {}),
         (4, {**SHARES, **PIPELINE}, True, {"tensor_parallel": 4, "sequence_parallel": True}, OWN),
-        (4, {**PIPELINE, "virtual_pipeline": 2}, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, OWN),
+        (4, INTERLEAVED, False, {**SHARES, **PIPELINE, "pipeline_layout": "Ett|tL"}, OWN),
     ],
 )
 def test_a_student_learns_as_on_one_device(

@@ -170,7 +170,6 @@ def _refused(kind: type[Student], student: dict[str, Any], teacher: dict[str, An
 @pytest.mark.parametrize(
     ("kind", "student", "teacher", "error", "message"),
     [
-        (Student, {"context_parallel": 2}, {}, LayoutError, "Train with context_parallel=1 beside a frozen model"),
         (Student, {}, {"tensor_parallel": 3}, LayoutError, "world size 2 is not a multiple of"),
         (OwnStep, {}, {}, ConfigurationError, "Remove training_step, and read the results in forward_step"),
     ],

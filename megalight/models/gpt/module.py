@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -55,6 +56,12 @@ class GPTModule(FamilyModule[GPTConfig]):
         """Return the teacher, if there is one."""
         return {} if self.distiller is None else {TEACHER: self.distiller.frozen()}
 
+    def check_data(self, datamodule: Any) -> None:
+        """Refuse data that does not fit the model, or was made by another tokenizer than that of the teacher."""
+        super().check_data(datamodule)
+        if self.distiller is not None:
+            self.distiller.check_tokenizer(getattr(datamodule, "checkpoint_files", dict)())
+
     def context_share(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
         """Return share ``rank`` of ``size`` of every sequence, with the later tokens of multi-token prediction."""
         return batch.context_share(rank, size, self.token_multiple, ahead=self.config.num_depths)
@@ -80,7 +87,7 @@ class GPTModule(FamilyModule[GPTConfig]):
             later = [Later(pack(one.tokens, sequences, 0), labels_of(one)) for one in shifted]
         lesson = None
         if self.distiller is not None and getattr(model, "head", None) is not None:
-            lesson = self.distiller.lesson(results[TEACHER], sequences, model.training)
+            lesson = self.distiller.lesson(results[TEACHER], rows.places, sequences, model.training)
         output = model(
             pack(rows.tokens, sequences, 0),
             sequences,

@@ -1,0 +1,44 @@
+"""The recipe of distillation: a student learns from what the demo's recipe has trained."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from megalight import checkpoint
+from megalight.callbacks import Distillation
+from megalight.data.gpt.module import GPTDataModule
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import DataError
+from megalight.models.gpt import GPTConfig
+from megalight.models.gpt.module import GPTModule
+from tests.recipes.test_lora import WORDS
+from tests.recipes.test_pipeline import RECIPES, _data, megalight
+
+__all__ = ["_data"]  # the corpus, made before each test
+
+
+def test_the_recipe_of_distillation(tmp_path: Path) -> None:
+    demo, distill = (str(RECIPES / f"{name}.yaml") for name in ("demo", "distill"))
+    megalight(tmp_path, "fit", "-c", demo, *WORDS)
+    sizes = ["--model.config.hidden_size=16", "--model.config.ffn_hidden_size=24"]
+    learn = ["fit", "-c", demo, "-c", distill, *WORDS, *sizes]
+    megalight(tmp_path, *learn)
+    (file,) = (tmp_path / "runs" / "distill").rglob("metrics.csv")
+    with file.open() as lines:
+        columns = set(next(csv.reader(lines)))
+    assert {"train_loss", "train_divergence", "train_own_loss", "val_loss", "val_divergence"} <= columns
+    student = checkpoint.open(tmp_path / "runs" / "distill" / "checkpoints" / "last.ckpt")
+    assert student.tensors["model.embed.word.weight"].shape[1] == 16
+    assert not any("teacher" in name for name in student.tensors)
+    corpus = str(tmp_path / "runs" / "demo" / "data" / "stdlib")
+    data = GPTDataModule(data=corpus, sequence_length=64, global_batch_size=8)
+    module = GPTModule(GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=4096, max_sequence_length=64))
+    Distillation(tmp_path / "runs" / "demo" / "checkpoints" / "last.ckpt").attach(module)
+    module.check_data(data)
+    other = Tokenizer.train(["entirely different writing " * 40], 280)
+    data.checkpoint_files = other.files  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="was trained with another tokenizer than that of the data"):
+        module.check_data(data)
