@@ -3,10 +3,11 @@
     python benchmarks/moe_ops.py RESULTS.json [--shapes mixtral] [--only product] [--skewed] [--sweep] [--small]
 
 Parts are: the router, its statistics, finding the rows, permuting and unpermuting, weighted SwiGLU, the four grouped
-products, and both weight gradients, written and added. A way whose result differs from the first one's is reported and
-not timed. Times are medians of CUDA graph replays, so the host's work does not count. `floor` is the time for the bytes
-at 4.3 TB/s or the operations at 667 TFLOP/s, whichever is longer (measured limits of an H200). `--skewed` gives the
-experts different numbers of tokens. `--sweep` also tries other tiles of the Triton kernels.
+products, both weight gradients, written and added, and all three products of each stack in 16 and in 8 bits, with
+casts of tokens and gradients (those of weights are once a step). A way whose result differs from the first one's is
+reported and not timed. Times are medians of CUDA graph replays, so the host's work does not count. `floor` is the
+time for the bytes at 4.3 TB/s or the operations at 667 TFLOP/s, whichever is longer (measured limits of an H200).
+`--skewed` gives the experts different numbers of tokens. `--sweep` also tries other tiles of the Triton kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ from benchmarks.roofline import RATES
 from megalight.errors import MegalightError
 from megalight.imports import has, version
 from megalight.ops.activation import gated
-from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec
+from megalight.ops.grouped_linear import PRODUCT, WGRAD, Spec, grouped_linear
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.together import Together
+from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.parameter import state_of
 from megalight.ops.permute import permutation, permute, unpermute
+from megalight.ops.quantize.recipes import recipe
 from megalight.ops.router import Rule, route, statistics
 
 TOLERANCE = 2e-2
@@ -218,12 +224,42 @@ class Layer:
                 # what is added grows from way to way: only what is written can be compared
                 yield Part(f"weight gradient {name}, {verb}", moved, operations, ordered(ways), ("WGRAD", "PAIR"))
 
+    def stacks(self) -> Iterator[Part]:
+        shape, offsets = self.shape, self.where.offsets
+        for name, out, width in (("up", 2 * shape.ffn, shape.hidden), ("down", shape.hidden, shape.ffn)):
+            values, x = self.random(shape.experts, out, width) * width**-0.5, self.random(shape.rows, width)
+            grad = self.random(shape.rows, out)
+            operations, moved = 6.0 * shape.rows * out * width, 6.0 * (shape.rows * (out + width) + values.numel())
+
+            def way(
+                precision: StackPrecision | None, values: Tensor = values, x: Tensor = x, grad: Tensor = grad
+            ) -> Callable[[], Any]:
+                weight, leaf = values.clone().requires_grad_(), x.clone().requires_grad_()
+                state_of(weight).stack_precision = precision
+
+                def run() -> Any:
+                    y = grouped_linear(leaf, weight, offsets, self.sizes)
+                    return y, *torch.autograd.grad(y, (leaf, weight), grad)
+
+                return run
+
+            yield Part(f"stack {name}, 16 bits", moved, operations, {"grouped": way(None)})
+            for kind in ("tensorwise", "rowwise"):
+                session, emulate = Session(), self.device == "cpu"
+                session.inside = True  # as in a step, after the first micro-batch
+                one = OneByOne([LowPrecision(recipe(kind), session, emulate=emulate) for _ in range(shape.experts)])
+                ways = {"one by one": way(one)}
+                if Together.why_not(values, recipe(kind), emulate) is None:
+                    ways["together"] = way(Together(recipe(kind), session, count=shape.experts, emulate=emulate))
+                yield Part(f"stack {name}, {kind}", moved, operations, ways)
+
     def parts(self) -> Iterator[Part]:
         yield from self.router()
         yield from self.movement()
         yield from self.activation()
         yield from self.products()
         yield from self.weight_gradients()
+        yield from self.stacks()
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

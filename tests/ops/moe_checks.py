@@ -23,9 +23,9 @@ RULES = [
     Rule(3),
     Rule(4, pre_softmax=True, scale=2.5),
     Rule(4, "sigmoid", scale=0.5),
-    Rule(4, "sigmoid", num_groups=4, group_topk=2, scale=2.5),
-    Rule(6, num_groups=4, group_topk=3),
-    Rule(4, pre_softmax=True, num_groups=8, group_topk=4),
+    Rule(4, "sigmoid", num_groups=4, group_top_k=2, scale=2.5),
+    Rule(6, num_groups=4, group_top_k=3),
+    Rule(4, pre_softmax=True, num_groups=8, group_top_k=4),
 ]
 """For 16 experts."""
 

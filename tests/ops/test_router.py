@@ -23,12 +23,12 @@ def loop(logits: Tensor, rule: Rule, bias: Tensor | None) -> tuple[Tensor, list[
             scores = row.exp() / row.exp().sum() if rule.pre_softmax else row
         choice = [float(s.detach()) + (0 if bias is None else float(bias[e])) for e, s in enumerate(scores)]
         allowed = list(range(len(choice)))
-        if rule.num_groups is not None and rule.group_topk is not None:
+        if rule.num_groups is not None and rule.group_top_k is not None:
             size = len(choice) // rule.num_groups
             groups = [allowed[g * size : (g + 1) * size] for g in range(rule.num_groups)]
-            count = rule.k // rule.group_topk
+            count = rule.k // rule.group_top_k
             totals = [sum(sorted((choice[e] for e in group), reverse=True)[:count]) for group in groups]
-            kept = sorted(range(rule.num_groups), key=lambda g: -totals[g])[: rule.group_topk]
+            kept = sorted(range(rule.num_groups), key=lambda g: -totals[g])[: rule.group_top_k]
             allowed = sorted(e for g in kept for e in groups[g])
         chosen = sorted(allowed, key=lambda e: -choice[e])[: rule.k]
         p = scores[torch.tensor(chosen)]
@@ -62,7 +62,7 @@ def test_route_equals_a_loop(rule: Rule, biased: bool) -> None:
 
 def test_equal_scores_choose_the_lower_index() -> None:
     assert route(torch.zeros(3, 8), Rule(3)).experts.tolist() == [[0, 1, 2]] * 3
-    grouped = Rule(4, "sigmoid", num_groups=4, group_topk=2)
+    grouped = Rule(4, "sigmoid", num_groups=4, group_top_k=2)
     assert route(torch.zeros(3, 8), grouped).experts.tolist() == [[0, 1, 2, 3]] * 3
 
 
@@ -76,7 +76,7 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
 
 def test_groups_are_masked_with_minus_infinity() -> None:
     """Biased scores may all be negative; experts of other groups must not win with zeros."""
-    found = route(torch.zeros(1, 8), Rule(2, "sigmoid", num_groups=4, group_topk=1), torch.full((8,), -9.0))
+    found = route(torch.zeros(1, 8), Rule(2, "sigmoid", num_groups=4, group_top_k=1), torch.full((8,), -9.0))
     assert found.experts.tolist() == [[0, 1]]
 
 
@@ -123,7 +123,7 @@ def test_balanced_routing_gives_a_loss_of_one() -> None:
 @pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool)])
 def test_no_tokens(mask: Tensor | None) -> None:
     logits = torch.zeros(0, 8, requires_grad=True)
-    assert route(logits, Rule(4, num_groups=4, group_topk=2)).experts.shape == (0, 4)
+    assert route(logits, Rule(4, num_groups=4, group_top_k=2)).experts.shape == (0, 4)
     found = route(logits, Rule(2))
     assert found.probs.shape == found.experts.shape == (0, 2)
     sums = statistics(logits, 2, mask=mask)
@@ -139,10 +139,10 @@ def test_no_tokens(mask: Tensor | None) -> None:
         (Rule(9), "k=9 of 8 experts"),
         (Rule(0), "k=0 of 8 experts"),
         (Rule(2, num_groups=2), "set both of them"),
-        (Rule(2, num_groups=3, group_topk=1), "8 experts do not divide into num_groups=3"),
-        (Rule(2, num_groups=2, group_topk=3), "group_topk=3 must be from 1 to num_groups=2"),
-        (Rule(5, num_groups=4, group_topk=2), "k=5 experts cannot come from group_topk=2 groups of 2"),
-        (Rule(1, num_groups=4, group_topk=2), "group_topk=2 is more than k=1"),
+        (Rule(2, num_groups=3, group_top_k=1), "8 experts do not divide into num_groups=3"),
+        (Rule(2, num_groups=2, group_top_k=3), "group_top_k=3 must be from 1 to num_groups=2"),
+        (Rule(5, num_groups=4, group_top_k=2), "k=5 experts cannot come from group_top_k=2 groups of 2"),
+        (Rule(1, num_groups=4, group_top_k=2), "group_top_k=2 is more than k=1"),
     ],
 )
 def test_impossible_rules(rule: Rule, says: str) -> None:

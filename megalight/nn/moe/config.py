@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from math import ceil
+from math import ceil, isfinite
 from typing import Literal
 
 from megalight.errors import ConfigurationError
 from megalight.ops.router import SCORES, Rule
+
+EXPERT_BIAS_RATE = 1e-3
+"""The default step of an expert's bias (https://arxiv.org/abs/2408.15664)."""
 
 
 def _require(good: bool, message: str) -> None:
@@ -54,12 +57,19 @@ class RouterConfig:
     bias: bool = False
     jitter: float = 0.0
     expert_bias: bool = False
-    expert_bias_rate: float = 1e-3
+    expert_bias_rate: float = EXPERT_BIAS_RATE
     sinkhorn: bool = False
     force_balance: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.top_k >= 1, f"moe.router.top_k is {self.top_k}; it must be at least 1.")
+        _require(
+            isinstance(self.top_k, int) and self.top_k >= 1,
+            f"moe.router.top_k is {self.top_k}; it must be a whole number, at least 1.",
+        )
+        _require(
+            isfinite(self.scale) and self.scale > 0,
+            f"moe.router.scale is {self.scale}; it must be finite and above 0. 1 leaves weights as they are.",
+        )
         _require(self.score in SCORES, f"moe.router.score is {self.score!r}; it must be one of {', '.join(SCORES)}.")
         _require(
             self.dtype in ("float32", "float64", None),
@@ -82,6 +92,11 @@ class RouterConfig:
         )
         rate = self.expert_bias_rate
         _require(rate >= 0, f"moe.router.expert_bias_rate is {rate}; it must be at least 0.")
+        _require(
+            self.expert_bias or rate == EXPERT_BIAS_RATE,
+            f"moe.router.expert_bias_rate={rate} without a bias does nothing. Set moe.router.expert_bias=true, or "
+            "leave the rate out.",
+        )
         _require(
             not self.sinkhorn or (self.score == "softmax" and self.pre_softmax and self.num_groups is None),
             "moe.router.sinkhorn=true weighs by a softmax over all experts. Set moe.router.score=softmax and "
@@ -136,7 +151,10 @@ class CapacityConfig:
     pad: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.factor > 0, f"moe.capacity.factor is {self.factor}; it must be above 0.")
+        _require(
+            isfinite(self.factor) and self.factor > 0,
+            f"moe.capacity.factor is {self.factor}; it must be finite and above 0. Leave capacity out to drop none.",
+        )
         _require(
             self.keep in ("probs", "position"), f"moe.capacity.keep is {self.keep!r}; it must be probs or position."
         )

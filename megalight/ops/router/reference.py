@@ -21,12 +21,12 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 
 def keep_groups(scores: Tensor, rule: Rule) -> Tensor:
-    """Return the scores ``[T, E]`` with -inf for experts outside the ``group_topk`` best groups."""
+    """Return the scores ``[T, E]`` with -inf for experts outside the ``group_top_k`` best groups."""
     assert rule.num_groups is not None
-    assert rule.group_topk is not None
+    assert rule.group_top_k is not None
     groups = scores.view(len(scores), rule.num_groups, scores.shape[1] // rule.num_groups)
     totals = groups.sort(dim=-1, descending=True).values[..., : rule.best_of_group].sum(-1)
-    kept = torch.zeros_like(totals, dtype=torch.bool).scatter(-1, best(totals, rule.group_topk), True)
+    kept = torch.zeros_like(totals, dtype=torch.bool).scatter(-1, best(totals, rule.group_top_k), True)
     # minus infinity, not zero: biased scores may be negative
     return groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).view_as(scores)
 

@@ -22,8 +22,8 @@ class Rule:
         score: a name in :data:`SCORES`. Sigmoid scores of the chosen experts are divided by their sum if ``k > 1``.
         pre_softmax: softmax over all experts before the choice. Otherwise softmax over the ``k`` chosen logits.
         num_groups: divide the experts into as many groups of neighbours, and choose groups first
-            (https://arxiv.org/abs/2412.19437). A group's score is the sum of its ``k // group_topk`` best scores.
-        group_topk: number of groups whose experts a token may choose.
+            (https://arxiv.org/abs/2412.19437). A group's score is the sum of its ``k // group_top_k`` best scores.
+        group_top_k: number of groups whose experts a token may choose.
         scale: factor of the probabilities.
     """
 
@@ -31,7 +31,7 @@ class Rule:
     score: str = "softmax"
     pre_softmax: bool = False
     num_groups: int | None = None
-    group_topk: int | None = None
+    group_top_k: int | None = None
     scale: float = 1.0
 
     def check(self, num_experts: int) -> None:
@@ -42,32 +42,32 @@ class Rule:
             )
         if not 1 <= self.k <= num_experts:
             raise ValueError(f"k={self.k} of {num_experts} experts cannot be chosen; set k from 1 to {num_experts}.")
-        if (self.num_groups is None) != (self.group_topk is None):
+        if (self.num_groups is None) != (self.group_top_k is None):
             raise ValueError(
-                f"num_groups={self.num_groups} and group_topk={self.group_topk}; set both of them, or neither."
+                f"num_groups={self.num_groups} and group_top_k={self.group_top_k}; set both of them, or neither."
             )
-        if self.num_groups is None or self.group_topk is None:
+        if self.num_groups is None or self.group_top_k is None:
             return
         if self.num_groups < 1 or num_experts % self.num_groups:
             raise ValueError(f"{num_experts} experts do not divide into num_groups={self.num_groups}.")
-        if not 1 <= self.group_topk <= self.num_groups:
-            raise ValueError(f"group_topk={self.group_topk} must be from 1 to num_groups={self.num_groups}.")
+        if not 1 <= self.group_top_k <= self.num_groups:
+            raise ValueError(f"group_top_k={self.group_top_k} must be from 1 to num_groups={self.num_groups}.")
         size = num_experts // self.num_groups
         # Enough experts in the groups that may be chosen, and enough in each for its score.
-        if self.k > self.group_topk * size or self.best_of_group > size:
+        if self.k > self.group_top_k * size or self.best_of_group > size:
             raise ValueError(
-                f"k={self.k} experts cannot come from group_topk={self.group_topk} groups of {size}; "
-                "raise group_topk or lower num_groups."
+                f"k={self.k} experts cannot come from group_top_k={self.group_top_k} groups of {size}; "
+                "raise group_top_k or lower num_groups."
             )
         # A group's score would sum no expert.
-        if self.k < self.group_topk:
-            raise ValueError(f"group_topk={self.group_topk} is more than k={self.k}; lower it to {self.k}.")
+        if self.k < self.group_top_k:
+            raise ValueError(f"group_top_k={self.group_top_k} is more than k={self.k}; lower it to {self.k}.")
 
     @property
     def best_of_group(self) -> int:
         """Number of experts whose scores a group's score sums."""
-        assert self.group_topk is not None
-        return self.k // self.group_topk
+        assert self.group_top_k is not None
+        return self.k // self.group_top_k
 
 
 class Routes(NamedTuple):

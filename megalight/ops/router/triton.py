@@ -279,7 +279,7 @@ class _Route(torch.autograd.Function):
                 BIAS=bias is not None,
                 GROUPS=rule.num_groups or 1,
                 BEST=1 if rule.num_groups is None else rule.best_of_group,
-                KEPT=rule.group_topk or 1,
+                KEPT=rule.group_top_k or 1,
                 K=rule.k,
                 WIDTH=next_power(rule.k),
                 **tile,

@@ -167,7 +167,11 @@ def test_the_bias_stays_in_float32() -> None:
     ("router_options", "options", "message"),
     [
         ({"top_k": 9}, {}, "moe.router.top_k=9 is above moe.num_experts=8"),
-        ({"top_k": 0}, {}, "moe.router.top_k is 0; it must be at least 1"),
+        ({"top_k": 0}, {}, "moe.router.top_k is 0; it must be a whole number, at least 1"),
+        ({"top_k": 2.5}, {}, "moe.router.top_k is 2.5; it must be a whole number"),
+        ({"scale": 0.0}, {}, "moe.router.scale is 0.0; it must be finite and above 0"),
+        ({"scale": float("nan")}, {}, "moe.router.scale is nan"),
+        ({"expert_bias_rate": 0.1}, {}, "moe.router.expert_bias_rate=0.1 without a bias does nothing"),
         ({"top_k": 1}, {}, "Set moe.router.pre_softmax=true"),
         ({"score": "tanh"}, {}, "moe.router.score is 'tanh'; it must be one of softmax, sigmoid"),
         ({"score": "sigmoid", "pre_softmax": True}, {}, "sigmoid scores have no softmax"),
@@ -176,7 +180,7 @@ def test_the_bias_stays_in_float32() -> None:
         ({"expert_bias_rate": -1.0}, {}, "moe.router.expert_bias_rate is -1.0"),
         ({"jitter": 1.0}, {}, "moe.router.jitter is 1.0"),
         ({"num_groups": 3, "group_top_k": 1}, {}, "moe.router: 8 experts do not divide into num_groups=3"),
-        ({"num_groups": 4}, {}, "moe.router: num_groups=4 and group_topk=None; set both"),
+        ({"num_groups": 4}, {}, "moe.router: num_groups=4 and group_top_k=None; set both"),
         ({"sinkhorn": True}, {}, "Set moe.router.score=softmax and moe.router.pre_softmax=true"),
         (
             {"sinkhorn": True, "pre_softmax": True},
@@ -203,8 +207,9 @@ def test_configurations_that_cannot_work(router_options: Any, options: Any, mess
 def test_coefficients_and_capacities_that_cannot_work() -> None:
     with pytest.raises(ConfigurationError, match=r"moe.balance.seq_aux_loss is -1; it must be at least 0"):
         BalanceConfig(seq_aux_loss=-1)
-    with pytest.raises(ConfigurationError, match=r"moe.capacity.factor is 0; it must be above 0"):
-        CapacityConfig(factor=0)
+    for factor in (0, float("inf")):
+        with pytest.raises(ConfigurationError, match=rf"capacity.factor is {factor}; it must be finite and above 0"):
+            CapacityConfig(factor=factor)
     with pytest.raises(ConfigurationError, match=r"moe.shared.ffn_hidden_size is 0; it must be at least 1"):
         SharedConfig(ffn_hidden_size=0)
     with pytest.raises(ConfigurationError, match=r"moe.capacity.keep is 'last'"):
