@@ -71,9 +71,6 @@ class InnerAttention(nn.Module):
         if state is not None:
             # Keys are stored after their rotation, so that earlier tokens need no table.
             k, v = state.append(k, v)
-        if self.softmax == "off-by-one":
-            # In the dtype of the queries, like a learned sink.
-            sink = q.new_zeros(q.shape[1])  # e^0 = 1
         return attention(
             q,
             k,
@@ -86,9 +83,14 @@ class InnerAttention(nn.Module):
             softcap=self.softcap,
             # The op knows no modes, and dropout is for training only.
             dropout=self.dropout if self.training else 0.0,
-            sink=sink,
+            sink=self.sinks(q, sink),
             backend=self.backend,
         )
+
+    def sinks(self, q: Tensor, learned: Tensor | None) -> Tensor | None:
+        """Return the sinks ``[H]`` of the heads in ``q [T, H, D]``; None: they have none."""
+        # In the dtype of the queries, like learned ones. e^0 = 1
+        return q.new_zeros(q.shape[1]) if self.softmax == "off-by-one" else learned
 
     def extra_repr(self) -> str:
         """Return the options that are set, for printing."""

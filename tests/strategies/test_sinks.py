@@ -7,14 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from megalight.errors import LayoutError
-from megalight.models.gpt import GPT, AttentionConfig, PositionConfig, TemperatureConfig
-from megalight.models.gpt.plan import gpt_plan
-from megalight.parallel.apply import parallelize
+from megalight.models.gpt import AttentionConfig, PositionConfig, TemperatureConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import Recompute
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.workers import run
@@ -29,11 +24,13 @@ ONE = replace(
         softmax="off-by-one", output_gate=True, temperature=TemperatureConfig(length=4, scale=0.5)
     ),
 )
-MODELS = [LEARNED, ONE]
+WHOLE = replace(LEARNED, attention=AttentionConfig(softmax="learnable", qkv_bias=True))  # the ring has no windows
+MODELS = [LEARNED, ONE, WHOLE]
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[Any] = [
     (LEARNED, 2, {**SP, "recompute": Recompute(granularity="selective", modules=("core_attn",))}),
     (LEARNED, 2, {"context_parallel": 2}),
+    (WHOLE, 2, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
     *[
         pytest.param(*row, marks=pytest.mark.full)
         for row in [
@@ -42,6 +39,11 @@ LAYOUTS: list[Any] = [
             (ONE, 2, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
             (LEARNED, 2, {"pipeline_parallel": 2, "micro_batch_size": 1, "recompute": Recompute(granularity="full")}),
             (LEARNED, 4, {**SP, "context_parallel": 2}),
+            (LEARNED, 2, {"context_parallel": 2, "context": ContextOptions(kind="all_gather")}),
+            (ONE, 2, {"context_parallel": 2, "context": ContextOptions(kind="ring")}),
+            (WHOLE, 4, {**SP, "context_parallel": 2, "context": ContextOptions(kind="ring")}),
+            (WHOLE, 4, {"context_parallel": 4, "context": ContextOptions(kind="all_to_all_ring", inner=2)}),
+            (ONE, 4, {"context_parallel": 4, "context": ContextOptions(kind="all_to_all_ring", inner=2)}),
             (LEARNED, 2, {"tensor_parallel": 2}),
         ]
     ],
@@ -60,17 +62,3 @@ def _rank(config: Any, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("config", "ranks", "options"), LAYOUTS)
 def test_layout_trains_the_same_model(config: Any, ranks: int, options: dict[str, Any]) -> None:
     assert_same_run(run(_rank, ranks, config, options)[0], expected(MODELS.index(config)))
-
-
-@pytest.mark.parametrize(
-    ("config", "kind", "reason"),
-    [
-        (ONE, "ring", "has no sinks"),
-        (LEARNED, "all_to_all", "does not exchange learned sinks"),
-    ],
-)
-def test_kinds_without_sinks_are_refused(config: Any, kind: str, reason: str) -> None:
-    with torch.device("meta"):
-        model = GPT(config)
-    with pytest.raises(LayoutError, match=reason):
-        parallelize(model, gpt_plan(model), ParallelMesh(2, 0, cp=2), context=ContextOptions(kind=kind))

@@ -22,8 +22,6 @@ from megalight.types import PackedSequences
 
 def why_not(spec: ContextSpec) -> str | None:
     """Return why it cannot serve a layer, or None: the ranks must divide the heads."""
-    if spec.softmax == "learnable":
-        return "does not exchange learned sinks with their heads"
     return heads_why_not(spec, spec.cp)
 
 
@@ -43,9 +41,15 @@ def copies_of(kv_heads: int, ranks: int) -> int:
 
 
 def attend(
-    inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
+    inner: InnerAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    groups: ContextGroups,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``.
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D], sink [H] -> [T, H, D]``.
 
     Padding is removed on the way, so bidirectional attention needs no mask.
     """
@@ -53,7 +57,14 @@ def attend(
     assert share is not None and groups.all is not None
     whole = trade_tokens(q, k, v, share.order, groups.all)
     # `share.real` has no padding, so the mask of the plain attention is right.
-    return trade_heads(inner(*whole, share.real), share.order, len(q), groups.all)
+    out = inner(*whole, share.real, None, sinks_of(sink, groups.all))
+    return trade_heads(out, share.order, len(q), groups.all)
+
+
+def sinks_of(sink: Tensor | None, group: ProcessGroup) -> Tensor | None:
+    """Return the sinks of the heads that :func:`trade_tokens` gives to this rank."""
+    # Gradients of the others are 0 here: ranks along `cp` add theirs up, as for every parameter.
+    return None if sink is None else sink.view(group.size(), -1)[group.rank()]
 
 
 def trade_tokens(q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,8 +36,6 @@ def why_not(spec: ContextSpec) -> str | None:
         return "has no soft cap on scores"
     if spec.dropout:
         return "has no dropout of attention weights"
-    if spec.softmax != "vanilla":
-        return "has no sinks"
     # Before any call: a misspelt backend would else be found in the first step.
     for registry in REGISTRIES:
         if spec.backend not in ("auto", *registry.names):
@@ -47,10 +45,26 @@ def why_not(spec: ContextSpec) -> str | None:
 
 
 def attend(
-    inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
+    inner: InnerAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    groups: ContextGroups,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
-    return ring_attention(q, k, v, sequences, groups.all, causal=inner.causal, scale=inner.scale, backend=inner.backend)
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D], sink [H] -> [T, H, D]``."""
+    return ring_attention(
+        q,
+        k,
+        v,
+        sequences,
+        groups.all,
+        causal=inner.causal,
+        scale=inner.scale,
+        sink=inner.sinks(q, sink),
+        backend=inner.backend,
+    )
 
 
 def ring_attention(
@@ -62,6 +76,7 @@ def ring_attention(
     *,
     causal: bool,
     scale: float | None = None,
+    sink: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` within each sequence, whose tokens are divided over the ranks of a group.
@@ -74,6 +89,7 @@ def ring_attention(
         group: the ranks, in the order of their shares. None: one rank.
         causal: whether a query sees no later key.
         scale: factor on scores; ``1 / sqrt(D)`` by default.
+        sink: ``[H]``: the denominator of the softmax has one more term, ``e^sink``.
         backend: backend of :func:`megalight.ops.attention_block.block_attention`.
 
     Returns:
@@ -93,7 +109,7 @@ def ring_attention(
         )
     ring = _Ring(group, blocks_of(sequences, causal), scale, backend)
     # Keys and values side by side: one message per step.
-    out: Tensor = _RingAttention.apply(q, torch.cat((k, v), -1), ring)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(q, torch.cat((k, v), -1), sink, ring)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -201,10 +217,14 @@ class _Output:
 
 
 class _RingAttention(torch.autograd.Function):
-    """``q [T, H, D], kv [T, Hkv, D + Dv] -> [T, H, Dv]``. Keys and values are one tensor, so one message sends both."""
+    """``q [T, H, D], kv [T, Hkv, D + Dv], sink [H] -> [T, H, Dv]``.
+
+    Keys and values are one tensor, so one message sends both. The sink is merged last, on each rank for its queries, as
+    a block with one key whose value is 0; see :mod:`megalight.ops.attention.sink`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, sink: Tensor | None, ring: _Ring) -> Tensor:
         steps, last, here = ring.blocks.steps, len(ring.blocks.steps) - 1, kv
         query = ring.fold(q)
         queries = _Taken(query)
@@ -219,14 +239,18 @@ class _RingAttention(torch.autograd.Function):
             if flight is not None:
                 here = flight.wait()
         out, lse = output.result()
-        ctx.save_for_backward(q, kv, out, lse)
+        if sink is not None:
+            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+            out = (out * (lse - total).exp().mT[..., None]).to(q.dtype)
+            lse = total  # with it and the smaller output, the gradients of all blocks are right
+        ctx.save_for_backward(q, kv, sink, out, lse)
         ctx.ring = ring
         return out.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, sink, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         steps, last, here = ring.blocks.steps, len(ring.blocks.steps) - 1, kv
         # Everything that the backward selects by queries, so that one selection serves all four.
@@ -260,7 +284,12 @@ class _RingAttention(torch.autograd.Function):
         if last:  # the sums are complete; no computation hides this last message, so send the narrower dtype
             grad_kv = ring.send(grad_kv).wait()
         assert grad_q is not None
-        return grad_q.flatten(0, 1).to(q.dtype), grad_kv, None
+        grad_sink = None
+        if sink is not None and ctx.needs_input_grad[2]:
+            pulled = (ring.fold(grad).to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [B, S, H]
+            weight = (sink.to(lse.dtype)[:, None] - lse).exp()  # [B, H, S], that of the sink in the softmax
+            grad_sink = -(weight.mT * pulled).sum((0, 1)).to(sink.dtype)
+        return grad_q.flatten(0, 1).to(q.dtype), grad_kv, grad_sink, None
 
 
 def _add(total: Tensor | None, like: Tensor, block: Block, part: Tensor) -> Tensor:

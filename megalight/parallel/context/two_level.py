@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalight.nn import InnerAttention
 from megalight.parallel.context import ring
-from megalight.parallel.context.exchange import heads_why_not, trade_heads, trade_tokens
+from megalight.parallel.context.exchange import heads_why_not, sinks_of, trade_heads, trade_tokens
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import ContextShare, PackedSequences
 
@@ -29,16 +29,30 @@ def why_not(spec: ContextSpec) -> str | None:
 
 
 def attend(
-    inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, groups: ContextGroups
+    inner: InnerAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: PackedSequences,
+    groups: ContextGroups,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``."""
+    """Attention of this rank's share: ``q [T, H, D], k, v [T, Hkv, D], sink [H] -> [T, H, D]``."""
     share = sequences.context
     assert share is not None and groups.inner is not None
     size = groups.inner.size()
     joint, order = share.once(("two_level", size), _joint, share, size)
     # After it, a rank holds all tokens of its run of neighbours, of its heads only: `[inner T, H / inner, D]`.
     mine = trade_tokens(q, k, v, order, groups.inner)
-    out = ring.ring_attention(*mine, joint, groups.outer, causal=inner.causal, scale=inner.scale, backend=inner.backend)
+    out = ring.ring_attention(
+        *mine,
+        joint,
+        groups.outer,
+        causal=inner.causal,
+        scale=inner.scale,
+        sink=inner.sinks(mine[0], sinks_of(sink, groups.inner)),
+        backend=inner.backend,
+    )
     return trade_heads(out, order, len(q), groups.inner)
 
 
