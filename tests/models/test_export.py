@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForPreTraining", BERT),
     "bert_masked": ("BertForMaskedLM", BERT),
     "bert_untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
+    "bert_bare": ("BertModel", BERT),
 }
 
 
@@ -82,6 +83,8 @@ def tensors(model: Any) -> dict[str, Tensor]:
 
 
 def auto(name: str) -> Any:
+    if name == "bert_bare":
+        return transformers.AutoModel
     return transformers.AutoModelForMaskedLM if name.startswith("bert_") else (
         transformers.AutoModelForPreTraining if name == "bert" else transformers.AutoModelForCausalLM
     )  # fmt: skip

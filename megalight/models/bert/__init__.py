@@ -7,7 +7,12 @@ from megalight.models.bert.config import BackendConfig as BackendConfig
 from megalight.models.bert.config import BertConfig as BertConfig
 from megalight.models.bert.config import DropoutConfig as DropoutConfig
 from megalight.models.bert.config import InitConfig as InitConfig
-from megalight.models.bert.hugging_face import config_from_transformers, config_to_transformers, weight_map
+from megalight.models.bert.hugging_face import (
+    config_from_transformers,
+    config_to_transformers,
+    weight_map,
+    without_pooler,
+)
 from megalight.models.bert.model import Bert as Bert
 from megalight.models.bert.model import Output as Output
 from megalight.models.bert.plan import bert_plan as bert_plan
@@ -22,7 +27,7 @@ register(
         plan=bert_plan,
         presets=PRESETS,
         module=lambda: import_module("megalight.models.bert.module").BertModule,
-        weights=Weights(("bert",), config_from_transformers, weight_map, config_to_transformers),
+        weights=Weights(("bert",), config_from_transformers, weight_map, config_to_transformers, without_pooler),
     )
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
@@ -40,6 +41,8 @@ class BertConfig(ModelConfig):
         norm_eps: added to the variance in norms.
         sentence_order: whether the model also predicts the order of the two segments, from the first token.
         tie_embeddings: whether the masked-LM head and the word embedding share one weight.
+        head: ``pretraining``: masked tokens, and the order of segments. ``pooler``: a row for each sequence, from its
+            first token. ``none``: hidden states alone. The last two are encoders that others train on.
 
     Raises:
         ConfigurationError: sizes do not divide, or a value is out of range.
@@ -52,6 +55,7 @@ class BertConfig(ModelConfig):
     norm_eps: float = 1e-12
     sentence_order: bool = True
     tie_embeddings: bool = True
+    head: Literal["pretraining", "pooler", "none"] = "pretraining"
     init: InitConfig = field(default_factory=_flat_init)
     backends: BackendConfig = field(default_factory=BackendConfig)
 
@@ -61,6 +65,14 @@ class BertConfig(ModelConfig):
         require(
             self.hidden_size % self.num_heads == 0,
             f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one of them.",
+        )
+        require(
+            self.head in ("pretraining", "pooler", "none"),
+            f"head is {self.head!r}; it must be pretraining, pooler or none.",
+        )
+        require(
+            self.head == "pretraining" or not self.sentence_order,
+            f"sentence_order=True needs head='pretraining', and head is {self.head!r}; set sentence_order=False.",
         )
         require(self.norm_eps > 0, f"norm_eps is {self.norm_eps}; it must be above 0.")
         require(

@@ -19,8 +19,11 @@ def num_parameters(config: BertConfig) -> int:
     rows = config.vocab_size + config.max_sequence_length + config.num_token_types
     # Biases of attention and MLP are the term in brackets.
     layer = _layer_matmul_parameters(config) + (4 * h + config.ffn_hidden_size + h) + 2 * norm
-    head = (h + 1) * h + norm + config.vocab_size * (1 if config.tie_embeddings else h + 1)
-    order = (h + 1) * h + 2 * (h + 1) if config.sentence_order else 0
+    dense = (h + 1) * h
+    if config.head != "pretraining":
+        return rows * h + norm + config.num_layers * layer + (dense if config.head == "pooler" else 0)
+    head = dense + norm + config.vocab_size * (1 if config.tie_embeddings else h + 1)
+    order = dense + 2 * (h + 1) if config.sentence_order else 0
     return rows * h + norm + config.num_layers * layer + head + order
 
 
@@ -33,6 +36,6 @@ def flops_per_token(config: BertConfig, sequence_length: int) -> float:
     """
     h = config.hidden_size
     # Only masked tokens pass the head. They are chosen before it.
-    head = MASKED * (h * h + config.vocab_size * h)
+    head = MASKED * (h * h + config.vocab_size * h) if config.head == "pretraining" else 0.0
     matmul = config.num_layers * _layer_matmul_parameters(config) + head
     return 6.0 * matmul + 12.0 * config.num_layers * h * sequence_length

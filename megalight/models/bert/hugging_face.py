@@ -5,7 +5,8 @@ Our names are canonical: ``layers.0.attention.q.weight``, not the fused ``qkv``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,7 @@ PLACES = {
     "head.masked.lm.output_layer": "cls.predictions.decoder",
     "head.order.pooler.dense": "bert.pooler.dense",
     "head.order.output": "cls.seq_relationship",
+    "head.pooler.dense": "bert.pooler.dense",
 }
 """Our module -> their module. ``N`` stands for a layer's index."""
 
@@ -49,6 +51,8 @@ BIAS = "cls.predictions.bias"
 """The decoder's bias in files with a tied decoder weight. It is not read if the weight is not tied."""
 
 WITH_ORDER = ("BertForPreTraining", "BertForNextSentencePrediction")
+BARE = "BertModel"
+"""The architecture without heads. Its names lack the prefix of the others."""
 
 
 def weight_map(config: BertConfig) -> WeightMap:
@@ -56,7 +60,10 @@ def weight_map(config: BertConfig) -> WeightMap:
 
     Without ``sentence_order``, pooler and sentence-order head are not read. A tied decoder weight is not read either.
     """
-    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+    if config.head != "pretraining":
+        return _bare_map(config)
+    # The pooler belongs to the head for the order here.
+    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items() if ours != "head.pooler.dense"}
     # `transformers` has the bias under two names. Files hold the first, the second, or both.
     copies, doubles = {BIAS: f"{DECODER}.bias"}, {f"{DECODER}.bias": (BIAS,)}
     if config.tie_embeddings:
@@ -72,6 +79,25 @@ def weight_map(config: BertConfig) -> WeightMap:
         respelt={r"\.gamma$": ".weight", r"\.beta$": ".bias"},  # names in the first published files
         doubles=doubles,
     )
+
+
+def _bare_map(config: BertConfig) -> WeightMap:
+    """Return the table of a model without heads, which reads folders of models with heads, too."""
+    places = {ours: Theirs(theirs.removeprefix("bert.")) for ours, theirs in PLACES.items() if "head." not in ours}
+    left_out = r"cls\..*|embeddings\.(position_ids|token_type_ids)"
+    if config.head == "pooler":
+        places["head.pooler.dense"] = Theirs("pooler.dense")
+    else:
+        left_out += r"|pooler\..*"
+    respelt = {r"^bert\.": "", r"\.gamma$": ".weight", r"\.beta$": ".bias"}
+    return WeightMap(places, left_out=left_out, respelt=respelt)
+
+
+def without_pooler(config: BertConfig, names: Callable[[], Collection[str]]) -> BertConfig:
+    """Return the configuration of a bare model without its pooler, if the folder has no such tensors."""
+    if config.head == "pooler" and not any(name.endswith("pooler.dense.weight") for name in names()):
+        return replace(config, head="none")
+    return config
 
 
 def from_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
@@ -117,6 +143,7 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
     # Weights say it too, but they are not read here.
     if sentence_order is None:
         sentence_order = any(kind in WITH_ORDER for kind in values.get("architectures") or ())
+    bare = values.get("architectures") == [BARE]
     dropout = values.get("hidden_dropout_prob", 0.1)
     return BertConfig(
         num_layers=values["num_hidden_layers"],
@@ -130,6 +157,7 @@ def config_from_transformers(values: Mapping[str, Any], sentence_order: bool | N
         norm_eps=values.get("layer_norm_eps", 1e-12),
         sentence_order=sentence_order,
         tie_embeddings=bool(values.get("tie_word_embeddings", True)),
+        head="pooler" if bare else "pretraining",
         dropout=DropoutConfig(
             hidden=dropout, embedding=dropout, attention=values.get("attention_probs_dropout_prob", 0.1)
         ),
@@ -153,7 +181,7 @@ def config_to_transformers(config: BertConfig, model_type: str | None = None) ->
         )
     return {
         "model_type": "bert",
-        "architectures": ["BertForPreTraining" if config.sentence_order else "BertForMaskedLM"],
+        "architectures": [_architecture(config)],
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_heads,
@@ -168,3 +196,9 @@ def config_to_transformers(config: BertConfig, model_type: str | None = None) ->
         "attention_probs_dropout_prob": config.dropout.attention,
         "initializer_range": config.init.std,
     }
+
+
+def _architecture(config: BertConfig) -> str:
+    if config.head != "pretraining":
+        return BARE
+    return "BertForPreTraining" if config.sentence_order else "BertForMaskedLM"

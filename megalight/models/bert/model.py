@@ -34,17 +34,37 @@ class Output:
     """The output of a BERT or of a part of it: hidden states, or the results of the head.
 
     Attributes:
-        hidden: ``[T, h]``, if this part has no head.
+        hidden: ``[T, h]``, if this part has no head, or one that only pools.
         losses: ``[T]``, or ``[M]`` for chosen rows, if labels are given. Negative labels give 0.
         logits: ``[T, V]`` or ``[M, V]``, if no labels are given.
         order: ``[n, 2]`` logits for "in order" and "swapped", one row for each sequence, also for the dummy sequence of
             padding. None if the model has no such head.
+        pooled: ``[n, h]``, a row for each sequence, if the head only pools.
     """
 
     hidden: Tensor | None = None
     losses: Tensor | None = None
     logits: Tensor | None = None
     order: Tensor | None = None
+    pooled: Tensor | None = None
+
+
+class PoolerHead(nn.Module):
+    """Gives the hidden states, and a row for each sequence.
+
+    Args:
+        pooler: from hidden states to one row per sequence.
+    """
+
+    def __init__(self, pooler: Pooler) -> None:
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(
+        self, hidden: Tensor, sequences: PackedSequences, labels: Tensor | None = None, rows: Tensor | None = None
+    ) -> Output:
+        """From ``[T, h]`` to the fields ``hidden`` and ``pooled`` of :class:`Output`. There is nothing to label."""
+        return Output(hidden=hidden, pooled=self.pooler(hidden, sequences))
 
 
 class BertHead(nn.Module):
@@ -110,9 +130,11 @@ def build_layer(config: BertConfig) -> PostNormLayer:
     return PostNormLayer(attention, build_norm(config), mlp, build_norm(config), dropout=config.dropout.hidden)
 
 
-def build_head(config: BertConfig) -> BertHead:
+def build_head(config: BertConfig) -> BertHead | PoolerHead | None:
     """Build the masked-LM head and, if configured, the pooler and the head for the order of segments."""
     size, std = config.hidden_size, config.init.std
+    if config.head != "pretraining":
+        return PoolerHead(Pooler(Linear(size, size, bias=True, std=std))) if config.head == "pooler" else None
     output_layer = Linear(size, config.vocab_size, bias=True, std=std)
     masked = MaskedLMHead(
         Linear(size, size, bias=True, std=std),
@@ -143,8 +165,8 @@ class Bert(nn.Module):
         self.embed: TokenEmbedding | None = build_embedding(config)
         # Keys are global indices, which a part of the model keeps.
         self.layers = nn.ModuleDict({str(i): build_layer(config) for i in range(config.num_layers)})
-        self.head: BertHead | None = build_head(config)
-        if config.tie_embeddings:
+        self.head: BertHead | PoolerHead | None = build_head(config)
+        if config.tie_embeddings and isinstance(self.head, BertHead):
             # The same parameter object at both ends: one set of values, and gradients of both uses are summed.
             self.head.masked.lm.output_layer.weight = self.embed.word.weight
 

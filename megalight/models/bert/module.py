@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.data.bert.batch import BertBatch
+from megalight.errors import ConfigurationError
 from megalight.models.bert.config import BertConfig
 from megalight.models.bert.flops import flops_per_token
 from megalight.models.family.module import FamilyModule
@@ -44,6 +45,11 @@ class BertModule(FamilyModule[BertConfig]):
         weights: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(config, optimizer, seed, weights)
+        if self.config.head != "pretraining":
+            raise ConfigurationError(
+                f"head is {self.config.head!r}: such a model predicts nothing that BertModule could train. Give a "
+                "config with head='pretraining', or use megalight.models.bert.Bert in a module of your own."
+            )
 
     def forward_step(self, model: nn.Module, batch: BertBatch, carry: Carry | None = None) -> Carry:
         """From tokens or the carry's ``hidden [T, h]`` to ``hidden``; last chunk: to ``losses``, ``order [n, 2]``."""

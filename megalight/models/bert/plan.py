@@ -33,6 +33,7 @@ RULES = Plan(
         "*head.masked.dense": Replicated(),
         "*head.masked.lm.norm": Replicated(),
         "*head.order.pooler.dense": Replicated(),
+        "*head.pooler.dense": Replicated(),
         "*head.order.output": Replicated(),
         LMHead: VocabHead(tokens="whole"),
         LayerNorm: SequenceRegion(),
