@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,26 +34,35 @@ class Preemption(pl.Callback):
         every_n_steps: optimizer steps between checks. Together with one save, they must fit into the grace period of
             the cluster.
         dirpath: folder to save to. None: the folder of ModelCheckpoint, else ``checkpoints`` in the log folder.
+        after_minutes: stop as if by a signal, so long after this object was made: for clusters that end a job at its
+            time limit without one. Leave room for ``every_n_steps`` steps and one save. None: no limit.
 
     Attributes:
-        preempted: whether a signal stopped training.
+        preempted: whether a signal or the limit stopped training.
         saved: path of the checkpoint, or None.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` is below 1, or a signal is unknown.
+        ConfigurationError: ``every_n_steps`` is below 1, ``after_minutes`` is not above 0, or a signal is unknown.
     """
 
     def __init__(
-        self, signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 10, dirpath: str | None = None
+        self,
+        signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1"),
+        every_n_steps: int = 10,
+        dirpath: str | None = None,
+        after_minutes: float | None = None,
     ) -> None:
         if every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps is {every_n_steps}; it must be at least 1.")
+        if after_minutes is not None and after_minutes <= 0:
+            raise ConfigurationError(f"after_minutes is {after_minutes}; it must be above 0, or null for no limit.")
         unknown = [name for name in signals if name not in signal.Signals.__members__]
         if unknown:
             raise ConfigurationError(f"signals has {unknown[0]!r}, which is no signal; use names such as SIGTERM.")
         self.signals = tuple(signal.Signals[name] for name in signals)
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
+        self._end = None if after_minutes is None else time.monotonic() + 60 * after_minutes
         self.preempted = False
         self.saved: str | None = None
         self._told = False
@@ -97,7 +107,8 @@ class Preemption(pl.Callback):
         self._limit_val_batches = trainer.limit_val_batches
         trainer.limit_val_batches = 0  # Lightning validates when it stops; there is no time for that
         if trainer.is_global_zero:
-            log.warning("stopped by a signal: saved %s; resume with --ckpt_path=last or with this path.", self.saved)
+            why = "a signal" if self._told else "a signal to another rank, or the time limit"
+            log.warning("stopped by %s: saved %s; resume with --ckpt_path=last or with this path.", why, self.saved)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the signal handlers."""
@@ -120,9 +131,11 @@ class Preemption(pl.Callback):
         self._before = {}
 
     def _agree(self, trainer: pl.Trainer) -> bool:
+        # Clocks differ, but ranks agree: the first one whose time is over stops all.
+        mine = self._told or (self._end is not None and time.monotonic() >= self._end)
         if trainer.world_size == 1:
-            return self._told
-        told = torch.tensor(int(self._told))
+            return mine
+        told = torch.tensor(int(mine))
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
         return bool(told)
 

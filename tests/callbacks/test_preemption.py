@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -49,6 +50,25 @@ def test_a_signal_saves_and_stops_at_the_next_agreement(number, tmp_path):
     resumed = tiny_trainer(callbacks=[ModelCheckpoint(dirpath=tmp_path, save_top_k=0)], enable_checkpointing=True)
     resumed.fit(Tiny(), ckpt_path="last")
     assert resumed.global_step == 12
+
+
+class Late(pl.Callback):
+    """Lets the time limit come at a step."""
+
+    def on_train_batch_start(self, trainer, *args):
+        for callback in trainer.callbacks:
+            if trainer.global_step == 5 and isinstance(callback, Preemption):
+                assert 240 < callback._end - time.monotonic() <= 300
+                callback._end -= 300
+
+
+def test_a_time_limit_saves_and_stops(tmp_path):
+    preemption = Preemption(every_n_steps=4, dirpath=str(tmp_path), after_minutes=5)
+    runner = tiny_trainer(callbacks=[preemption, Late()])
+    runner.fit(Tiny())
+    assert runner.global_step == 8
+    assert preemption.preempted
+    assert Path(preemption.saved) == tmp_path / "last-preempted-step=8.ckpt"
 
 
 def test_without_a_signal_nothing_happens(tmp_path):
@@ -108,3 +128,5 @@ def test_unknown_signals_and_intervals_are_refused():
         Preemption(signals=("SIGFOO",))
     with pytest.raises(ConfigurationError, match="at least 1"):
         Preemption(every_n_steps=0)
+    with pytest.raises(ConfigurationError, match="above 0"):
+        Preemption(after_minutes=0)
