@@ -71,7 +71,8 @@ def use_everything(path: Path) -> None:
     simple.step_of(path)
 
 
-def damaged(directory: Path, rounds: int) -> None:
+def damaged(directory: Path, rounds: int, seed: int) -> None:
+    random.seed(seed)
     good = directory / "good.ckpt"
     simple.save(good, 1)
     names = [str(file.relative_to(good)) for file in good.rglob("*") if file.is_file()]
@@ -95,12 +96,14 @@ def damaged(directory: Path, rounds: int) -> None:
 
 
 def test_damage_is_detected_before_use(tmp_path: Path) -> None:
-    damaged(tmp_path, 56)
+    damaged(tmp_path, 56, 0)
 
 
 @pytest.mark.full
-def test_much_damage_is_detected_before_use(tmp_path: Path) -> None:
-    damaged(tmp_path, 1000)
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_much_damage_is_detected_before_use(seed: int, tmp_path: Path) -> None:
+    """1,000 mutations in all."""
+    damaged(tmp_path, 100, seed)
 
 
 def test_each_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
