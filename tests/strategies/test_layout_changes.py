@@ -16,12 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from megalight import checkpoint
+from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
 from tests.environment import trainer
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
 from tests.workers import run
 
+EXPERTS = replace(CONFIGS["gqa"], num_layers=4, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
 CONFIG = replace(CONFIGS["tied"], num_layers=4)  # tied across the ends; 101 tokens: two ranks hold a padded vocabulary
 AT, STEPS = 2, 4
 
@@ -42,6 +45,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "both4": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)}),
     "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
 }
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts": (1, {}),
+    "experts dp2": (2, {"data_parallel": DataParallel(level="no_shard")}),
+    "experts ep2": (2, {"expert_parallel": 2}),
+    "experts ep2 gathered": (2, {"expert_parallel": 2, "expert": ExpertOptions("all_gather")}),
+    "experts ep4": (4, {"expert_parallel": 4}),
+    "experts ep2edp2": (4, {"expert_parallel": 2}),
+    "experts etp2": (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
+    "experts tp2ep2": (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
+    "experts ep2etp2": (4, {"expert_parallel": 2, "expert_tensor_parallel": 2}),
+    "experts tp2dp2ep4": (4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4}),
+    "experts pp2": (2, {"pipeline_parallel": 2}),
+    "experts pp2vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "experts pp2ep2": (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
+    "experts cp2ep2": (2, {"context_parallel": 2, "expert_parallel": 2}),
+}
+"""The same with stacks of experts. In checkpoints each expert has a name of its own."""
 COVER = {
     "one": ["pp2vpp2", "tp2pp2", "ends"],
     "ends": ["pp2"],
@@ -62,6 +82,10 @@ COVER = {
 """What each layout loads: every layout is saved and loaded once at least, and kinds of layouts meet."""
 
 
+def every() -> dict[str, tuple[int, dict[str, Any]]]:
+    return {**LAYOUTS, **EXPERT_LAYOUTS}
+
+
 class Again(pl.Callback):
     """Saves what was loaded before anything is done with it."""
 
@@ -73,9 +97,9 @@ class Again(pl.Callback):
 
 
 def _fit(layout: str, stop: int, resume: str | None, save: str, then: str | None) -> tuple[list[float], dict[str, Any]]:
-    strategy = MegatronStrategy(micro_batch_size=1, **LAYOUTS[layout][1])
+    strategy = MegatronStrategy(micro_batch_size=1, **every()[layout][1])
     losses = Losses()
-    module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    module = WithData(EXPERTS if layout in EXPERT_LAYOUTS else CONFIG, optimizer=ADAM, seed=SEED)
     module.steps = STEPS
     runner = trainer(
         strategy,
@@ -103,7 +127,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     @functools.cache
     def save(layout: str) -> str:
         path = str(folder / f"{layout}.ckpt")
-        run(_fit, LAYOUTS[layout][0], layout, AT, None, path, None)
+        run(_fit, every()[layout][0], layout, AT, None, path, None)
         return path
 
     yield save
@@ -111,8 +135,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @functools.cache
-def undisturbed() -> tuple[list[float], dict[str, Any]]:
-    found: tuple[list[float], dict[str, Any]] = run(_fit, 1, "one", STEPS, None, "", None)[0]
+def undisturbed(layout: str) -> tuple[list[float], dict[str, Any]]:
+    found: tuple[list[float], dict[str, Any]] = run(_fit, 1, layout, STEPS, None, "", None)[0]
     return found
 
 
@@ -132,9 +156,9 @@ def contents(path: str) -> dict[str, torch.Tensor]:
 
 
 def check(layout: str, sources: list[str], saved: Any, folder: Path) -> None:
-    losses, weights = undisturbed()
+    losses, weights = undisturbed("experts" if layout in EXPERT_LAYOUTS else "one")
     paths = [saved(source) for source in sources]
-    found = run(_load_each, LAYOUTS[layout][0], layout, paths, str(folder), timeout=300)
+    found = run(_load_each, every()[layout][0], layout, paths, str(folder), timeout=300)
     for number, (source, path) in enumerate(zip(sources, paths, strict=True)):
         before, after = contents(path), contents(f"{folder}/{number}.ckpt")
         assert before.keys() == after.keys()
@@ -158,6 +182,13 @@ def test_a_layout_goes_on_from_another(layout: str, saved: Any, tmp_path: Path) 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_goes_on_from_every_layout(layout: str, saved: Any, tmp_path: Path) -> None:
     check(layout, list(LAYOUTS), saved, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_go_on_from_every_layout(layout: str, saved: Any, tmp_path: Path) -> None:
+    """14 x 14 pairs, like the test above."""
+    check(layout, list(EXPERT_LAYOUTS), saved, tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["pp2vpp2", pytest.param("pp2zb", marks=pytest.mark.full)])
