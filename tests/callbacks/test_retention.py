@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from megalight import checkpoint
 from megalight.callbacks import Retention
 from megalight.callbacks.retention import ENTRY
 from megalight.checkpoint.disk import manifest as manifests
+from megalight.checkpoint.disk import publish
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_transformers_export import pl_trainer
+from tests.checkpoint import simple
 from tests.strategies.test_weights import OPTIONS
 from tests.strategies.training import ADAM, BASE, WithData
 
@@ -98,6 +103,85 @@ def test_a_checkpoint_that_is_read_is_not_removed(folder: Path) -> None:
     assert not checkpoint.remove(folder / "step=2.ckpt")
     opened.release()
     assert checkpoint.remove(folder / "step=2.ckpt")
+
+
+SAVER = """
+import sys
+from itertools import count
+import torch
+from megalight import checkpoint
+from megalight.callbacks import Retention
+from megalight.checkpoint.disk.publish import place
+from tests.checkpoint import simple
+torch.set_num_threads(1)
+folder = place(sys.argv[1])
+newest = checkpoint.latest(folder)
+for step in count(simple.step_of(newest) + 1 if newest else 1):
+    simple.save(folder / f"step={step}.ckpt", step)
+    for each in Retention(last=2).removable(folder):
+        checkpoint.remove(each.path)
+    print(step, flush=True)
+"""
+READERS = """
+import sys
+import torch
+from megalight import checkpoint
+from megalight.checkpoint.disk.publish import place
+from megalight.errors import CheckpointError
+from tests.checkpoint import simple
+torch.set_num_threads(1)
+folder, local = place(sys.argv[1]), "://" not in sys.argv[1]
+while True:
+    for path in checkpoint.finished(folder):
+        try:
+            assert simple.step_of(path) == int(path.name[5:-5])
+        except CheckpointError as error:
+            # What is removed between the listing and the lock is missing. Without locks it may go while it is read.
+            assert not local or "nothing is there" in str(error) or "missing" in str(error), error
+        print("read", flush=True)
+"""
+
+
+def churn(folder: str, rounds: int, seed: int) -> None:
+    """Two readers go on while a process that saves and removes is killed again and again."""
+    draw = random.Random(seed)
+    words = [sys.executable, "-c", READERS, folder]
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            for _ in range(2)
+        ]
+        stack.callback(lambda: [reader.kill() for reader in readers])
+        for _ in range(rounds):
+            saver = [sys.executable, "-c", SAVER, folder]
+            with subprocess.Popen(saver, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+                assert child.stdout is not None
+                safe = int(child.stdout.readline())
+                time.sleep(draw.uniform(0, 0.5))
+                child.kill()
+                rest, errors = child.communicate()
+            assert not errors
+            safe = max([safe, *map(int, rest.split())])
+            newest = checkpoint.latest(folder)
+            assert newest is not None
+            assert simple.step_of(newest) >= safe
+        for reader in readers:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "read\n"
+            assert reader.poll() is None
+            reader.kill()
+            assert not reader.communicate()[1]
+    # Nobody reads any more: what was kept for a reader goes.
+    for each in Retention(last=2).removable(publish.place(folder)):
+        assert checkpoint.remove(each.path)
+    assert len(checkpoint.finished(folder)) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(5))
+def test_readers_and_kills_beside_removals(seed: int, tmp_path: Path) -> None:
+    """50 kills."""
+    churn(str(tmp_path), 10, seed)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:You.re resuming from a checkpoint")

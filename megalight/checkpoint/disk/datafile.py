@@ -69,7 +69,10 @@ class OpenFile:
         self.count = 0
 
     def __enter__(self) -> Self:
-        self._reader = opened(self.path)
+        try:
+            self._reader = opened(self.path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.what} is missing; perhaps it was removed while it was read.") from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -80,10 +80,13 @@ def read(root: Place) -> Manifest:
         error = CheckpointError if root.exists() else MissingCheckpointError
         raise error(f"{root} is not a finished Megalight checkpoint: {_guess(root)}")
     path = located(root, NAME)
-    # A damaged file of any size must not fill the memory.
-    if path.stat().st_size > MAX_SIZE:
-        raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")
-    data = path.read_bytes()
+    try:
+        # A damaged file of any size must not fill the memory.
+        if path.stat().st_size > MAX_SIZE:
+            raise CheckpointError(f"{path} is larger than any manifest ({MAX_SIZE} bytes).")
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"{root} was removed while it was opened.") from error
     prefix, body = data[: len(_SEAL % ("0" * 16))], data[len(_SEAL % ("0" * 16)) :]
     # Before it is parsed: what a torn file says is worth nothing.
     if prefix != (_SEAL % checksum(body)).encode():

@@ -497,3 +497,30 @@ def _kills(folder: Address, rounds: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_kills_at_random_moments(objects: Address, seed: int) -> None:
     _kills(objects, 8, seed)
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+@pytest.mark.parametrize("question", ["info", "cat_file", "size"])
+def test_a_checkpoint_that_goes_while_it_is_read_is_an_error_of_ours(
+    folder: Address, question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store has no locks. Whatever is asked when it has gone, the answer is no raw error of the store."""
+    for at in range(1, 40):
+        simple.save(folder / "a.ckpt", 1)
+        asked, ask = 0, Address.ask
+
+        def goes(self: Address, what: str, *args: Any, ask: Any = ask, at: int = at, **options: Any) -> Any:
+            nonlocal asked
+            asked += what == question
+            if asked == at and what == question:
+                publish.delete(folder)
+            return ask(self, what, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Address, "ask", goes)
+            try:
+                simple.step_of(folder / "a.ckpt")
+            except CheckpointError:
+                continue
+        break
+    assert 1 < at < 39
