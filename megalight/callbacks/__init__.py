@@ -8,6 +8,7 @@ from megalight.callbacks.expert_loads import ExpertLoads
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.graphs.automatic import AutomaticCUDAGraph
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
+from megalight.callbacks.modelopt import ModelOptQuantization
 from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
 from megalight.callbacks.profiling.memory_snapshot import MemorySnapshot
@@ -34,6 +35,7 @@ __all__ = [
     "ExpertLoads",
     "GarbageCollection",
     "MemorySnapshot",
+    "ModelOptQuantization",
     "NsysWindow",
     "OptimizerMonitor",
     "Preemption",

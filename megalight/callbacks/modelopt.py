@@ -1,0 +1,111 @@
+"""Post-training quantization and quantization-aware training with ModelOpt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.models.module import MegalightModule
+from megalight.plugins.modelopt import Calibration, Quantizers, uncalibrated
+
+
+class ModelOptQuantization(pl.Callback):
+    """Quantizes linear layers with a preset of ModelOpt, calibrated on validation batches.
+
+    ``trainer.validate`` calibrates in its first run, which reports the loss without quantization; later runs report the
+    loss with it. ``trainer.fit`` calibrates in its sanity check and then trains with rounded weights and inputs
+    (quantization-aware training). A checkpoint that holds calibrated quantizers needs no calibration.
+
+    Args:
+        preset: name of a preset in ``modelopt.torch.quantization``.
+        head: also quantize the output layer, which presets leave out.
+        save_to: folder for a checkpoint of the calibrated model; None: none is written here.
+
+    Raises:
+        ConfigurationError: before processes start: the preset is unknown, not supported, or names no layer of the
+            model; the module is no MegalightModule. In set-up: the trainer has no batches to calibrate on.
+        MissingPackageError: ModelOpt is not installed.
+    """
+
+    def __init__(
+        self, preset: str = "FP8_DEFAULT_CFG", head: bool = False, save_to: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.transform = Quantizers(preset, head)
+        self.save_to = save_to
+        self._calibration: Calibration | None = None
+
+    def attach(self, module: pl.LightningModule) -> None:
+        """Add the transform to the model that the module will build. Called before processes start."""
+        if not isinstance(module, MegalightModule):
+            raise ConfigurationError(
+                f"{type(module).__name__} is a plain LightningModule, which has built its layers already; "
+                "quantization needs a MegalightModule, whose build_model makes the model. Derive from it, or leave "
+                "ModelOptQuantization out."
+            )
+        # Called before processes start, and again in each of them.
+        if self.transform not in module.transforms:
+            module.transforms.append(self.transform)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Add the transform before the model is built."""
+        if stage == "validate" and trainer.limit_val_batches == 0:
+            raise ConfigurationError(
+                "ModelOptQuantization calibrates on validation batches, and limit_val_batches is 0. Raise it; some "
+                "hundred sequences are usual."
+            )
+        # For trainers without our strategy's early checks.
+        self.attach(pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to calibrate, unless a checkpoint has brought what calibration finds."""
+        model = _parallel_model(trainer)
+        # Of all ranks: a pipeline stage without quantized layers takes part in the messages of the others.
+        if trainer.strategy.any_rank(bool(uncalibrated(model))):  # type: ignore[attr-defined]
+            self._calibration = Calibration(model)
+            self._calibration.begin()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End calibration, and write the checkpoint if one is wanted."""
+        if self._calibration is None:
+            return
+        calibration, self._calibration = self._calibration, None
+        calibration.finish()
+        if self.save_to is not None:
+            trainer.save_checkpoint(Path(self.save_to))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse to train a model that was not calibrated: its quantizers would return NaN."""
+        model = _parallel_model(trainer)
+        if trainer.strategy.any_rank(bool(uncalibrated(model))):  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                f"the quantizers are not calibrated: num_sanity_val_steps={trainer.num_sanity_val_steps}, or there is "
+                "no validation data. Set num_sanity_val_steps to the number of batches to calibrate on, or go on from "
+                "a checkpoint of a calibrated model (megalight quantize)."
+            )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse an empty validation, after which the model is as it was.
+
+        Raises:
+            DataError: there was no batch.
+        """
+        # Lightning calls no hook of validation then, and the run would end as if all were well.
+        if stage == "validate" and not any(trainer.num_val_batches):
+            raise DataError(
+                "there is no validation batch, so nothing was calibrated and nothing was saved. Give data.split a "
+                "second part that holds documents."
+            )
+
+
+def _parallel_model(trainer: pl.Trainer) -> Any:
+    model = getattr(trainer.strategy, "parallel_model", None)
+    if model is None:
+        raise ConfigurationError(
+            f"ModelOptQuantization needs a strategy of Megalight; {type(trainer.strategy).__name__} does not apply "
+            "transforms to split models. Use MegatronStrategy."
+        )
+    return model

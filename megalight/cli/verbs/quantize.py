@@ -1,0 +1,40 @@
+"""``megalight quantize OUTPUT -- -c RECIPE ...``: calibrate quantizers on validation data and save them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megalight.errors import ConfigurationError
+
+
+def describe() -> str:
+    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
+    return (
+        "quantize a model with ModelOpt, calibrated on validation data\n\n"
+        "Options come first, then the output. The arguments after -- are those of\n"
+        "megalight validate: the recipe, the weights (model.weights), the layout, the number of batches\n"
+        "(--trainer.limit_val_batches)."
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("output", type=Path, help="the checkpoint to write")
+    parser.add_argument("--preset", default="FP8_DEFAULT_CFG", help="preset of ModelOpt (default: FP8_DEFAULT_CFG)")
+    parser.add_argument("--head", action="store_true", help="also quantize the output layer")
+    parser.add_argument("validate", nargs="*", help="arguments of megalight validate, after --")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate in a validation run, which writes the checkpoint."""
+    from megalight.cli.main import main
+
+    if arguments.output.exists():
+        # Before data is read: calibration takes minutes, and checkpoints are not overwritten.
+        raise ConfigurationError(f"{arguments.output} exists already; give a folder that does not.")
+    values = {"preset": arguments.preset, "head": arguments.head, "save_to": str(arguments.output)}
+    callback = {"class_path": "megalight.callbacks.ModelOptQuantization", "init_args": values}
+    # Launched ranks run this same command, so each adds the callback.
+    return main(["validate", *arguments.validate, f"--trainer.callbacks+={json.dumps(callback)}"])

@@ -1,0 +1,16 @@
+"""ModelOpt: fake quantization of linear layers, calibrated over all ranks.
+
+Importing this folder does not import the package: that happens when a model is quantized.
+"""
+
+from __future__ import annotations
+
+from megalight.parallel.transform import register as register_transform
+from megalight.plugins.modelopt.calibration import Calibration as Calibration
+from megalight.plugins.modelopt.calibration import uncalibrated as uncalibrated
+from megalight.plugins.modelopt.quantizers import Quantizers as Quantizers
+
+
+def register() -> None:
+    """Add the transform, so that checkpoints of quantized models can be loaded."""
+    register_transform(Quantizers)

@@ -1,0 +1,100 @@
+"""Calibration: find the largest magnitude that each quantizer sees, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.errors import ConfigurationError, DataError
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.plugins.modelopt.quantizers import amaxes, per_row, quantized, rows_are_split, static_quantizers
+
+
+def uncalibrated(model: ParallelModel) -> list[str]:
+    """Return the quantizers of this rank whose ``amax`` is not known. The host waits for the device."""
+    found = list(amaxes(model.root))
+    if not found:
+        return []
+    known = torch.stack([amax.isfinite().all() for *_, amax in found]).tolist()
+    return [f"{path}.{kind}" for (path, kind, *_), good in zip(found, known, strict=True) if not good]
+
+
+class Calibration:
+    """Collects magnitudes between :meth:`begin` and :meth:`finish`; the forward passes between them round nothing.
+
+    All ranks call both together. Weights are read at the beginning, inputs in the forward passes.
+
+    Args:
+        model: a model with :class:`~megalight.plugins.modelopt.quantizers.Quantizers`, and with values.
+
+    Raises:
+        ConfigurationError: the model has no quantizers, or its parameters are sharded.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        if model.shards is not None:
+            raise ConfigurationError(
+                "calibration reads whole weights, and data_parallel.level='optim_grads_params' shards them. Use level "
+                "'optim_grads' for it; the checkpoint loads under any level."
+            )
+        self.model = model
+
+    def begin(self) -> None:
+        """Read the weights, and watch the inputs from now on."""
+        for _, layer in quantized(self.model.root):
+            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
+                # Those without an `amax` too: what later layers see must not be rounded.
+                quantizer.disable_quant()
+            for kind, quantizer in static_quantizers(layer):
+                quantizer.enable_calib()
+                if kind == "weight_quantizer":
+                    quantizer(layer.weight.detach())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Agree on each ``amax`` over the ranks, and round from now on.
+
+        Raises:
+            DataError: a layer saw no data.
+        """
+        inputs, whole_weights = [], []
+        for path, kind, quantizer, amax in amaxes(self.model.root):
+            seen = quantizer._calibrator.compute_amax()
+            amax.copy_(torch.full_like(amax, -1) if seen is None else seen.to(amax).view_as(amax))
+            quantizer._calibrator.reset()
+            # Weight forwards of the passes were watched too, and gave the same number again.
+            quantizer.disable_calib()
+            if kind == "input_quantizer":
+                inputs.append(amax)
+            elif not (per_row(quantizer) and rows_are_split(self.model.specs[f"{path}.weight"])):
+                whole_weights.append(amax)
+        for _, layer in quantized(self.model.root):
+            for quantizer in (layer.input_quantizer, layer.weight_quantizer):
+                quantizer.enable_quant()
+        mesh = self.model.mesh
+        # Tensor-parallel ranks see other features (row) or other tokens (column), the others see other tokens.
+        _largest(inputs, mesh, ("tp", "cp", "dp"))
+        # Replicas hold the same weights.
+        _largest(whole_weights, mesh, ("tp",))
+        unseen = [f"{path}.{kind}" for path, kind, _, amax in amaxes(self.model.root) if bool((amax < 0).any())]
+        if unseen:
+            raise DataError(
+                f"calibration gave no data to {len(unseen)} quantizers ({', '.join(unseen[:3])}). Give at least one "
+                "batch; a layer that its model does not call cannot be quantized."
+            )
+
+
+def _largest(found: Sequence[Tensor], mesh: ParallelMesh, axes: Sequence[str]) -> None:
+    """Take the maximum of each tensor over the ranks of these axes, in one message per axis."""
+    if not found:
+        return
+    flat = torch.cat([amax.flatten() for amax in found])
+    for axis in axes:
+        if mesh.size(axis) > 1:
+            dist.all_reduce(flat, dist.ReduceOp.MAX, mesh.group(axis))
+    for amax, part in zip(found, torch.split(flat, [amax.numel() for amax in found]), strict=True):
+        amax.copy_(part.view_as(amax))

@@ -1,0 +1,57 @@
+"""Our linear layers and heads as layers that ModelOpt can quantize."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from megalight.nn import Linear
+from megalight.nn.head import LMHead
+from megalight.parallel.tensor.column import ColumnLinear
+from megalight.parallel.tensor.head import VocabHead, VocabLinear
+from megalight.parallel.tensor.row import RowLinear
+from megalight.plugins.modelopt.package import modelopt
+
+LINEARS: tuple[type[nn.Module], ...] = (nn.Linear, Linear, ColumnLinear, RowLinear, VocabLinear)
+HEADS: tuple[type[nn.Module], ...] = (LMHead, VocabHead)
+
+
+@functools.cache
+def register_layers() -> None:
+    """Tell ModelOpt of our layers, once per process; it gives a layer the class of its quantized kind."""
+    modules = modelopt("torch.quantization.nn.modules.quant_module")
+    base: Any = modules.QuantLinearConvBase
+    distributed = modelopt("torch.utils.distributed")
+
+    class QuantizedLinear(base):  # type: ignore[misc]
+        """Rounds its input and its weight, then runs as before."""
+
+        def _setup(self) -> None:
+            # No groups: ModelOpt would sync over all ranks of the world. `Calibration` knows the right ones.
+            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+            super()._setup()
+
+    class QuantizedHead(modules.QuantModule):  # type: ignore[misc, name-defined]
+        """With labels, heads pass the weight of their output layer to the loss, past the layer's own forward."""
+
+        def _setup(self) -> None:
+            self.parallel_state = distributed.ParallelState(-1, -1, -1)
+
+        def forward(self, hidden: Tensor, labels: Tensor | None = None, *, normed: bool = False) -> Tensor:
+            if labels is None:
+                logits: Tensor = super().forward(hidden, normed=normed)
+                return logits
+            output: Any = self.output_layer
+            hidden = output.input_quantizer(hidden if normed else self.norm(hidden))
+            with output.quantize_weight():
+                losses: Tensor = super().forward(hidden, labels, normed=True)
+            return losses
+
+    registry = modules.QuantModuleRegistry
+    for kind in LINEARS:
+        if kind not in registry:  # ModelOpt has nn.Linear itself
+            registry.register({kind: kind.__name__})(QuantizedLinear)
+    for kind in HEADS:
+        registry.register({kind: kind.__name__})(QuantizedHead)

@@ -1,0 +1,168 @@
+"""Quantizers of linear layers, by a preset of ModelOpt, as a transform of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.nn import Linear
+from megalight.nn.embedding import Embedding, TokenEmbedding
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.shard import Piece, ShardSpec
+from megalight.parallel.transform import ModelTransform
+from megalight.plugins.modelopt.layers import HEADS, LINEARS, register_layers
+from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.presets import Preset
+
+NAMED = "megalight_quantized"
+"""Attribute of a model: the paths of the linear layers whose weights the preset names."""
+
+
+@dataclass(frozen=True)
+class Quantizers(ModelTransform):
+    """Rounds inputs and weights of linear layers to the values of a narrow format (fake quantization).
+
+    Each quantizer keeps ``amax``, the largest magnitude that it represents. It is NaN until calibration, so a model
+    that was not calibrated computes no numbers. Gradients pass as if nothing were rounded (straight-through).
+
+    Args:
+        preset: a preset of ModelOpt, for example ``FP8_DEFAULT_CFG``.
+        head: also quantize the output layer, which presets leave out.
+    """
+
+    name: ClassVar[str] = "modelopt"
+
+    preset: str = "FP8_DEFAULT_CFG"
+    head: bool = False
+
+    def change(self, model: nn.Module) -> None:
+        """Note the layers that the preset names. The quantizers themselves come after the split.
+
+        Raises:
+            ConfigurationError: the preset is unknown or not supported, names no layer, or names one that cannot be
+                quantized.
+            MissingPackageError: ModelOpt is not installed.
+        """
+        preset = Preset.read(self.preset, self.head)
+        named, others = set(), []
+        for path, module in model.named_modules():
+            if not preset.names(f"{path}.weight_quantizer"):
+                continue
+            if isinstance(module, nn.Linear | Linear):
+                named.add(path)
+            elif not isinstance(module, nn.Embedding | Embedding | TokenEmbedding):
+                matrices = [name for name, tensor in module.named_parameters(recurse=False) if tensor.dim() > 1]
+                others += [f"{path} ({type(module).__name__})"] * bool(matrices)
+        if others:
+            # A layer left out in silence would be a model that is quantized in part.
+            raise ConfigurationError(
+                f"preset {self.preset!r} names layers that cannot be quantized here: {', '.join(others[:4])}"
+                f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}. Only linear layers can."
+            )
+        if not named:
+            raise ConfigurationError(
+                f"preset {self.preset!r} names no linear layer of {type(model).__name__}; give it a model whose layers "
+                "it does not leave out."
+            )
+        model.__dict__[NAMED] = frozenset(named)
+
+    def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
+        """Put quantizers into this rank's layers; return what their ``amax`` hold.
+
+        Raises:
+            ConfigurationError: a layer that the preset names got no quantizer.
+        """
+        preset = Preset.read(self.preset, self.head)
+        register_layers()
+        conversion = modelopt("torch.quantization.conversion")
+        replacement = modelopt("torch.quantization.nn.modules.quant_module").QuantModuleRegistry
+        named = model.root.__dict__[NAMED]
+        modules = dict(model.root.named_modules())
+        here = {path for path in named if path in modules}
+        for path in here:
+            # Only layers that are named: ModelOpt would convert norms and embeddings too.
+            if type(modules[path]) not in LINEARS:
+                raise ConfigurationError(
+                    f"preset {self.preset!r} names {path}, which was split into a {type(modules[path]).__name__}: that "
+                    "kind cannot be quantized. Use another layout, or a preset without it."
+                )
+            replacement.convert(modules[path])
+        for path, module in modules.items():
+            if type(module) in HEADS and f"{path}.output_layer" in here:
+                replacement.convert(module)
+        conversion.set_quantizer_by_cfg(model.root, [dict(rule) for rule in preset.rules])
+        found = {path for path, layer in quantized(model.root) if layer.weight_quantizer.is_enabled}
+        if found != here:
+            raise ConfigurationError(
+                f"preset {self.preset!r} names {len(here)} layers on this rank, and ModelOpt quantizes {len(found)}; "
+                f"they differ in {', '.join(sorted(found ^ here)[:4])}. This is a defect: please report it."
+            )
+        specs: dict[str, ShardSpec] = {}
+        for path, layer in quantized(model.root):
+            for kind, quantizer in static_quantizers(layer):
+                spec = _spec(model, path, layer, kind, quantizer)
+                # NaN, and not 0: a layer without calibration must not pass for one.
+                quantizer.amax = torch.full(spec.shape, torch.nan, device=layer.weight.device)
+                specs[f"{path}.{kind}._amax"] = spec
+        return specs
+
+
+def quantized(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each quantized linear layer, and the layer."""
+    for path, module in root.named_modules():
+        if hasattr(module, "weight_quantizer"):
+            yield path, module
+
+
+def static_quantizers(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield kind and quantizer of those with an ``amax``: not those that find it anew for each token."""
+    for kind in ("input_quantizer", "weight_quantizer"):
+        quantizer = getattr(layer, kind)
+        if quantizer.is_enabled and not quantizer._dynamic and quantizer.block_sizes is None:
+            yield kind, quantizer
+
+
+def per_row(quantizer: Any) -> bool:
+    """Return whether each row of the weight has an ``amax`` of its own."""
+    return quantizer.axis is not None
+
+
+def rows_are_split(spec: ShardSpec) -> bool:
+    """Return whether ranks hold different rows of this weight."""
+    return any(piece.size[0] != piece.shape[0] for piece in spec.pieces)
+
+
+def _spec(model: ParallelModel, path: str, layer: Any, kind: str, quantizer: Any) -> ShardSpec:
+    first = model.mesh.rank("tp") == 0
+    if kind == "input_quantizer" or not per_row(quantizer):
+        return ShardSpec.replicated(f"{model.prefix}{path}.{kind}.amax", (), owner=first)
+    weight = model.specs[f"{path}.weight"]
+    width = weight.shape[1]
+
+    def rows(piece: Piece) -> Piece:
+        # Ranks with other columns of the same rows have the same `amax`, so only one may own it.
+        whole = piece.size[1] == piece.shape[1]
+        return replace(
+            piece,
+            name=f"{piece.name}_quantizer.amax",
+            shape=(piece.shape[0], 1),
+            offset=(piece.offset[0], 0),
+            size=(piece.size[0], 1),
+            start=piece.start // width,
+            partial=(),
+            owner=piece.owner if whole else first,
+        )
+
+    return ShardSpec(tuple(map(rows, weight.pieces)), (weight.shape[0], 1), weight.data)
+
+
+def amaxes(root: nn.Module) -> Iterator[tuple[str, str, Any, Tensor]]:
+    """Yield path, kind, quantizer and ``amax`` of each quantizer that has one."""
+    for path, layer in quantized(root):
+        for kind, quantizer in static_quantizers(layer):
+            yield path, kind, quantizer, quantizer.amax

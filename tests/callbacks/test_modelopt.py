@@ -1,0 +1,228 @@
+"""Quantization by the strategy: every layout as ModelOpt itself does it to the whole model on one device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megalight.callbacks import ModelOptQuantization
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference import load_model
+from megalight.models.gpt import GPT
+from megalight.models.gpt.config import MoEConfig
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.transform import ModelTransform
+from megalight.plugins.modelopt import Quantizers
+from megalight.plugins.modelopt.layers import register_layers
+from megalight.plugins.modelopt.package import modelopt
+from megalight.plugins.modelopt.presets import HEAD
+from megalight.strategies import MegatronStrategy
+from tests.environment import trainer
+from tests.parallel.gathering import gather_canonical
+from tests.strategies.training import BASE, CONFIGS, SEED, WithData, by_hand, fit, global_batch
+from tests.workers import run
+
+pytest.importorskip("modelopt")
+CALIBRATION = 2
+"""Batches of the sanity check."""
+
+
+@dataclass(frozen=True)
+class ByModelOpt(ModelTransform):
+    """ModelOpt's own ``mtq.quantize`` of the whole model."""
+
+    name: ClassVar[str] = "by_modelopt"
+
+    preset: str
+    head: bool = False
+
+    def change(self, model: nn.Module) -> None:
+        pass
+
+    def with_values(self, model: Any) -> None:
+        mtq = modelopt()
+        register_layers()
+        config = copy.deepcopy(getattr(mtq, self.preset))
+        config["quant_cfg"] = [
+            rule for rule in config["quant_cfg"] if not (self.head and rule["quantizer_name"] in HEAD)
+        ]
+
+        def loop(root: nn.Module) -> None:
+            with torch.no_grad():
+                for step in range(CALIBRATION):
+                    batch = global_batch(step)
+                    root(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
+
+        mtq.quantize(model.root, config, loop)
+        FOUND[self] = {
+            name.replace("._amax", ".amax"): value.clone().numpy()
+            for name, value in model.root.named_buffers()
+            if name.endswith("_amax")
+        }
+
+
+FOUND: dict[ByModelOpt, dict[str, Any]] = {}
+
+
+@functools.cache
+def expected(name: str, preset: str, head: bool) -> dict[str, Any]:
+    transform = ByModelOpt(preset, head)
+    found = by_hand(CONFIGS[name], transforms=[transform])
+    return {**found, "amax": FOUND[transform]}
+
+
+class Amax(pl.Callback):
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = amax_of(trainer.strategy.parallel_model)
+
+
+def amax_of(model: ParallelModel) -> dict[str, Any]:
+    named = {name: tensor for name, tensor in model.tensors().items() if name.endswith("_amax")}
+    specs = {name: model.specs[name] for name in named}
+    return {name: value.numpy() for name, value in gather_canonical(named, specs, model.mesh).items()}
+
+
+def train(name: str, preset: str, head: bool, layout: dict[str, Any]) -> dict[str, Any]:
+    amax = Amax()
+    callback = ModelOptQuantization(preset, head)
+    found = fit(
+        CONFIGS[name],
+        trainer_options={"num_sanity_val_steps": CALIBRATION, "limit_val_batches": CALIBRATION},
+        extra_callbacks=[callback, amax],
+        **layout,
+    )
+    return {**found, "amax": amax.found}
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "preset", "head", "layout"),
+    [
+        pytest.param(1, "gqa", "FP8_DEFAULT_CFG", False, {}, marks=pytest.mark.full),
+        (2, "gqa", "FP8_DEFAULT_CFG", True, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, "gqa", "FP8_DEFAULT_CFG", True, {"pipeline_parallel": 2}),
+        pytest.param(
+            4, "gqa", "FP8_DEFAULT_CFG", True, {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(2, "gqa", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        (4, "gpt2", "INT8_DEFAULT_CFG", False, {"tensor_parallel": 2}),
+        (2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, {"context_parallel": 2}),
+    ],
+)
+def test_a_layout_finds_and_trains_what_modelopt_does(
+    world: int, name: str, preset: str, head: bool, layout: dict[str, Any]
+) -> None:
+    wanted = expected(name, preset, head)
+    found = run(train, world, name, preset, head, layout)[0]
+    assert_same_amax(found["amax"], wanted["amax"])
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-9)
+    np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-9)
+    for key, value in wanted["final"].items():
+        np.testing.assert_allclose(found["final"][key], value, rtol=1e-7, atol=1e-9, err_msg=key)
+
+
+def assert_same_amax(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Fused weights have rows of several canonical tensors."""
+    seen = 0
+    for name, value in wanted.items():
+        fused = f"model.{name}"
+        if fused in found:
+            np.testing.assert_allclose(found[fused], value, rtol=1e-12, err_msg=name)
+            seen += 1
+            continue
+        around, _, rest = fused.partition("qkv." if "qkv" in fused else "gate_up.")
+        parts = [found[f"{around}{part}.{rest}"] for part in ("qkv" if "qkv" in fused else ("gate", "up"))]
+        np.testing.assert_allclose(np.concatenate(parts), value, rtol=1e-12, err_msg=name)
+        seen += len(parts)
+    assert seen == len(found) > 8
+
+
+def calibrate(folder: str, layout: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """PTQ: a validation run that calibrates and saves, and one that measures."""
+    module = WithData(CONFIGS["gqa"], seed=SEED)
+    runner = validator(MegatronStrategy(**layout), ModelOptQuantization(save_to=folder))
+    runner.validate(module, verbose=False)
+    (metrics,) = runner.validate(module, verbose=False)
+    return amax_of(runner.strategy.parallel_model), metrics["val_loss"]
+
+
+def measure(folder: str, layout: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    runner = validator(MegatronStrategy(**layout), ModelOptQuantization())
+    (metrics,) = runner.validate(WithData(CONFIGS["gqa"], seed=SEED + 1), ckpt_path=folder, verbose=False)
+    return amax_of(runner.strategy.parallel_model), metrics["val_loss"]
+
+
+def validator(strategy: MegatronStrategy, callback: pl.Callback) -> pl.Trainer:
+    return trainer(strategy, callbacks=[callback], use_distributed_sampler=False)
+
+
+def test_a_quantized_checkpoint_loads_in_another_layout_and_alone(tmp_path: Path) -> None:
+    folder = str(tmp_path / "fp8")
+    amax, loss = run(calibrate, 2, folder, {"tensor_parallel": 2, "sequence_parallel": True})[0]
+    again, same = run(measure, 2, folder, {"pipeline_parallel": 2})[0]
+    assert_same_amax_names(amax, again)
+    assert same == pytest.approx(loss, rel=1e-9)
+    alone = load_model(folder)
+    quantizers = {name for name, _ in alone.named_buffers() if name.endswith("_amax")}
+    assert {f"model.{name}".replace("._amax", ".amax") for name in quantizers} == set(amax)
+
+
+def assert_same_amax_names(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert np.array_equal(found[name], value), name
+
+
+def change(transform: Quantizers, **config: Any) -> None:
+    with torch.device("meta"):
+        transform.change(GPT(replace(BASE, **config)))
+
+
+@pytest.mark.parametrize(
+    ("transform", "config", "message"),
+    [
+        (Quantizers("FP8_DEFAULT"), {}, r"no preset 'FP8_DEFAULT'.*FP8_DEFAULT_CFG"),
+        (Quantizers("NVFP4_DEFAULT_CFG"), {}, "has blocks of elements"),
+        (Quantizers("MAMBA_MOE_FP8_CONSERVATIVE_CFG"), {}, "names modules of other models"),
+        (Quantizers("INT4_AWQ_CFG"), {}, "calibrates by 'awq_lite'"),
+        (Quantizers("INT8_SMOOTHQUANT_CFG"), {}, "calibrates by 'smoothquant'"),
+        (Quantizers(), {"moe": MoEConfig(num_experts=4)}, r"experts.*Only linear layers"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(transform: Quantizers, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"(?s){message}"):
+        change(transform, **config)
+
+
+def test_a_preset_that_names_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="names no linear layer of Embedding"):
+        Quantizers().change(nn.Embedding(4, 4))
+
+
+def _without_data(how: str) -> str:
+    options = {"validate": {"limit_val_batches": 0}, "fit": {"num_sanity_val_steps": 0}}.get(how, {})
+    runner = trainer(MegatronStrategy(), callbacks=[ModelOptQuantization()], use_distributed_sampler=False, **options)
+    module = WithData(CONFIGS["gqa"], seed=SEED)
+    arguments = {"dataloaders": []} if how == "empty" else {}
+    with pytest.raises((ConfigurationError, DataError)) as caught:
+        getattr(runner, "validate" if how == "empty" else how)(module, **arguments)
+    return str(caught.value)
+
+
+def test_calibration_without_data_is_refused() -> None:
+    assert "limit_val_batches is 0" in run(_without_data, 1, "validate")[0]
+    assert "no validation batch" in run(_without_data, 1, "empty")[0]
+    assert "num_sanity_val_steps=0" in run(_without_data, 1, "fit")[0]
