@@ -118,7 +118,6 @@ def test_refusals() -> None:
         {"softcap": True},
         {"dropout": True},
         {"backend": "sdpa"},
-        {"softmax": "learnable"},
     ],
 )
 def test_why_not(option: dict) -> None:
