@@ -172,6 +172,13 @@ def test_parts_that_do_not_fit_are_refused(part: str, options: dict[str, Any], m
         replace(CONFIG, **{part: replace(getattr(CONFIG, part), **options)})
 
 
+def test_a_pattern_that_freezes_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"freeze has '\*\.towr\.\*', which matches no parameter"):
+        VLMModule(CONFIG, freeze=["*.towr.*"]).build_model()
+    frozen = VLMModule(CONFIG, freeze=["*.tower.*"]).build_model()
+    assert {name.split(".")[1] for name, p in frozen.named_parameters() if not p.requires_grad} == {"tower"}
+
+
 def test_backends_and_dropout_may_differ_between_runs() -> None:
     made = VLMModule(CONFIG)
     other = small(dropout=replace(VISION.dropout, hidden=0.1))

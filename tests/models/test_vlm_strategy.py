@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from dataclasses import replace
 from typing import Any
@@ -40,8 +41,11 @@ CONFIGS = {
     "llava": CONFIG,
     "deep": replace(CONFIG, language=replace(LANGUAGE, num_layers=4, tie_embeddings=True)),
     # As SigLIP: no class token, a bias of patches, a norm at the end.
+    "aligned": CONFIG,
     "plain": small(class_token=False, patch_bias=True, input_norm=False, output_norm=True, activation="gelu_tanh"),
 }
+FREEZE = {"aligned": ("*.tower.*", "model.layers.*", "model.head.*", "model.embed.word.*")}
+"""Name of a case -> what is not trained. Only the projector is left here, as in LLaVA's first stage."""
 COUNTS = {"mixed": [(1, 0, 2, 3), (0, 0, 1, 0), (3, 1, 0, 1)], "none": [(0, 0, 0, 0)], "one": [(0, 0, 0, 1)]}
 """Images of each row of each step."""
 
@@ -78,7 +82,7 @@ def fit(name: str, counts: str, options: dict[str, Any]) -> dict[str, Any]:
     else:
         strategy = MegatronStrategy(data_parallel=DataParallel(), **options)
     losses, gradients = Losses(), Gradients()
-    module = WithData(CONFIGS[name], optimizer=ADAM, seed=SEED)
+    module = WithData(CONFIGS[name], optimizer=ADAM, seed=SEED, freeze=FREEZE.get(name, ()))
     module.case = (name, counts)
     callbacks = [losses] if options.get("sharded") else [losses, gradients]
     shared = {"use_distributed_sampler": False, "gradient_clip_val": CLIP, "limit_val_batches": 0}
@@ -99,8 +103,11 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
     config = CONFIGS[name]
     model = VLM(config).double()
     initialise(model, SEED, "model.")
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    named = {f"model.{key}": parameter for key, parameter in model.named_parameters()}
+    for key in (key for pattern in FREEZE.get(name, ()) for key in fnmatch.filter(named, pattern)):
+        named[key].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
     rows = [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(rows, lr=ADAM.lr, betas=ADAM.betas, eps=ADAM.eps)
     initial, losses, norms, gradients = whole(model), [], [], {}
@@ -114,10 +121,10 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
         output = model(found.tokens.flatten(), found.sequences, labels=found.labels.flatten(), pictures=pictures)
         loss = (output.losses * found.loss_mask.flatten()).sum() / found.loss_mask.sum()
         optimizer.zero_grad(set_to_none=False)
-        for parameter in model.parameters():  # of the tower too, where no row has an image
+        for parameter in trained:  # of the tower too, where no row has an image
             parameter.grad = torch.zeros_like(parameter)
         loss.backward()
-        gradients = gradients or canonical(model, {n: p.grad for n, p in model.named_parameters()})
+        gradients = gradients or canonical(model, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -135,6 +142,7 @@ CHOSEN = [
     ("llava", "mixed", 4, {**SP, "pipeline_parallel": 2, "micro_batch_size": 1}),
     ("llava", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("llava", "one", 2, {"sharded": True, "micro_batch_size": 1}),
+    ("aligned", "mixed", 4, {**SP, "micro_batch_size": 1}),
 ]
 FULL = [
     ("plain", "mixed", 1, {"micro_batch_size": 4}),

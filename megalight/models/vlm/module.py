@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.config import require
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.flops import flops_per_token
-from megalight.models.module import Carry
+from megalight.models.module import CANONICAL_PREFIX, Carry
 from megalight.models.packing import IGNORED, pack
 from megalight.models.vision.flops import flops_per_row
 from megalight.models.vision.model import Pictures
@@ -29,6 +32,10 @@ class VLMModule(FamilyModule[VLMConfig]):
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
         weights: a checkpoint or a ``transformers`` folder to start from. None: random initial weights.
+        freeze: globs over names of parameters that are not trained, as in the optimizer's rules: ``*.tower.*``.
+
+    Raises:
+        ConfigurationError: a pattern of ``freeze`` matches no parameter (when the model is built).
 
     The batches are :class:`~megalight.data.multimodal.batch.ImageTextBatch`.
     """
@@ -41,10 +48,24 @@ class VLMModule(FamilyModule[VLMConfig]):
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
+        freeze: Sequence[str] = (),
     ) -> None:
         super().__init__(config, optimizer, seed, weights)
+        self.frozen_patterns = tuple(freeze)  # `freeze` is a method of Lightning's
         # Of all micro-batches so far, on the host: how much work images are, for each token of text.
         self._rows, self._tokens = 0, 0
+
+    def build_model(self) -> nn.Module:
+        """Build the whole model for one device, with frozen parameters."""
+        model = super().build_model()
+        named = {CANONICAL_PREFIX + name: parameter for name, parameter in model.named_parameters()}
+        for pattern in self.frozen_patterns:
+            found = fnmatch.filter(named, pattern)
+            require(bool(found), f"freeze has {pattern!r}, which matches no parameter; they are {', '.join(named)}.")
+            for name in found:
+                # A tower without trained parameters then keeps nothing for the backward pass.
+                named[name].requires_grad_(False)
+        return model
 
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
