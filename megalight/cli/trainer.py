@@ -39,8 +39,8 @@ class MegalightTrainer(pl.Trainer):
         limit_test_batches: the same for ``test``.
         limit_predict_batches: the same for ``predict``.
         cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
-            (:class:`~megalight.callbacks.AutomaticCUDAGraph`). ``off``: do not try. A ``CUDAGraph`` among the callbacks
-            decides by itself.
+            (:class:`~megalight.callbacks.AutomaticCUDAGraph`), unless there is a ``CUDAGraph`` among the callbacks.
+            ``off``: do not try.
 
     Raises:
         ConfigurationError: no strategy or logger has this name, or an argument has a value that Lightning would accept
@@ -58,7 +58,7 @@ class MegalightTrainer(pl.Trainer):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        cuda_graphs: Literal["auto", "off"] = "auto",
+        cuda_graphs: Literal["auto", "off"] = "off",
         **kwargs: Any,
     ) -> None:
         kwargs |= {

@@ -60,4 +60,4 @@ class AutomaticCUDAGraph(CUDAGraph):
         return self.trial
 
     def _tell(self, verdict: str) -> None:
-        rank_zero_info(f"{verdict} (trainer.cuda_graphs=off leaves out the trial)")
+        rank_zero_info(verdict)
