@@ -77,5 +77,6 @@ def test_no_example_is_left_out() -> None:
         "bridge",
         "demo",
         "fully_shard_llama",
+        "pictures",
         "plain_loop",
     }

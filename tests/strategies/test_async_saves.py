@@ -197,7 +197,7 @@ def _busy(folder: str) -> list[bool]:
         dist.barrier()
         signalled = At(2, lambda _: (gate.touch(), os.kill(os.getpid(), signal.SIGTERM)))  # type: ignore[arg-type, func-returns-value]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(preemption.log, "warning", lambda _, path: found.append(checkpoint.is_complete(path)))
+            patch.setattr(preemption.log, "warning", lambda _, why, path: found.append(checkpoint.is_complete(path)))
             fit(f"{folder}/preempted", Preemption(every_n_steps=1), signalled, when_busy="skip")
     return found
 
