@@ -110,6 +110,6 @@ def _batch(stream: torch.cuda.Stream, operations: ctypes.Array[Operation]) -> No
 def _check(code: int, call: str) -> None:
     if code:
         raise MegalightError(
-            f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h). Choose overlap='plain' to go "
-            "without it, and report the driver's version."
+            f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h). Go without it: choose "
+            "TensorOptions(overlap='plain') and ExpertOptions(dispatcher='all_to_all'). Report the driver's version."
         )

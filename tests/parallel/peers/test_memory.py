@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalight.errors import MegalightError
 from megalight.parallel.peers import driver, memory
 
 
@@ -32,6 +33,13 @@ def test_multicast_stays_off(able: pytest.MonkeyPatch) -> None:
 def test_an_old_driver(able: pytest.MonkeyPatch) -> None:
     able.setattr(driver, "library", lambda: None)
     assert "cuStreamBatchMemOp_v2" in str(memory.why_not("cuda"))
+
+
+def test_calls_that_fail_name_each_way_to_go_without(able: pytest.MonkeyPatch) -> None:
+    able.setattr(driver, "library", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=lambda *arguments: 801))
+    stream: Any = SimpleNamespace(cuda_stream=0)
+    with pytest.raises(MegalightError, match=r"failed with code 801 .*overlap='plain'.*dispatcher='all_to_all'"):
+        driver.raise_flags(stream, (0x7F00,))
 
 
 @pytest.mark.parametrize(
