@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
-from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher
+from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, symmetric
 from megalight.parallel.expert.exchange import Traffic
 from megalight.parallel.expert.symmetric import BOUNDARY, PeerExchange, Regions
 from megalight.parallel.mesh import ParallelMesh
@@ -81,6 +82,23 @@ def _exchanged() -> list[bool]:
             good += [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
             good += [torch.equal(a, b) for a, b in zip(send(found, traffic.back), tensors, strict=True)]
     return good
+
+
+def _ends_of_turns() -> list[int]:
+    """How often an exchange ends its turn, with rows and without."""
+    ended: list[int] = []
+    with symmetric_on_cpu(), patch.object(symmetric, "taking_turns", lambda: True):
+        send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
+        for rows in (2, 0):
+            with patch.object(symmetric, "pause") as pause:
+                send([torch.ones(2 * rows, 3)], Traffic.even(rows, 2))
+            ended.append(pause.call_count)
+    return ended
+
+
+def test_turns_end_also_where_no_rank_has_a_row() -> None:
+    """Ranks of another group may have rows, and all passes must take turns in the same order."""
+    assert run(_ends_of_turns, 2) == [[1, 1]] * 2
 
 
 def test_rows_of_all_ranks_arrive_in_order() -> None:
