@@ -56,7 +56,8 @@ class LowPrecisionOptions:
         reduce_amax: scales that span features of several ``tp`` (experts: ``etp``) ranks agree, so that results do not
             depend on it.
             This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees: in
-            the first step per cast, later once a step over all ranks that hold the weight or a part of it.
+            the first step per cast (experts: in every step), later once a step over all ranks that hold the weight or a
+            part of it.
         primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
             with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
             weights in their own dtype. For ``tensorwise`` and ``delayed``; their weights are then scaled by the current
