@@ -101,6 +101,7 @@ def why_not(device: torch.device) -> str | None:
     driver = library()
     if driver is None:
         return f"{LIBRARY} is not there, or lacks managed memory"
+    _check(driver.cuInit(0), "cuInit")  # torch starts the driver only when it first uses a device
     value = ctypes.c_int(0)
     _check(driver.cuDeviceGetAttribute(ctypes.byref(value), CONCURRENT, _ordinal(device)), "cuDeviceGetAttribute")
     if not value.value:

@@ -20,9 +20,13 @@ CPU, SECOND = torch.device("cpu"), torch.device("cuda:1")
 COMMON = """
 #include <stdlib.h>
 long long seen[6];
-int concurrent = 1, freed = 0;
+int concurrent = 1, freed = 0, started = 0;
 typedef struct { int type, id; } location;
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 89 && concurrent; return 0; }
+int cuInit(unsigned flags) { started = flags == 0; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 89 && concurrent;
+    return started ? 0 : 3;  /* CUDA_ERROR_NOT_INITIALIZED */
+}
 int cuMemAllocManaged(unsigned long long *address, size_t size, unsigned flags) {
     seen[0] = size; seen[1] = flags;
     *address = (unsigned long long)malloc(size);
