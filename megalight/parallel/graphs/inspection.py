@@ -145,9 +145,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _numbers(value: Any) -> Iterator[bool | int | float]:
+def _numbers(value: Any) -> Iterator[bool | int | float | str]:
     if isinstance(value, bool | int | float):
-        yield value
+        yield value if value == value else "nan"  # NaN differs from itself
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _numbers(item)

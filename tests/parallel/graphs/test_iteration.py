@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.graphs.fingerprint import Fingerprint
-from megalight.parallel.graphs.inspection import Inspection
+from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.iteration import REMEMBERED, IterationGraphs
 from megalight.parallel.graphs.recorder import no_collection
 from megalight.parallel.mesh import ParallelMesh
@@ -191,6 +192,16 @@ def test_inspection_finds_what_waits_for_the_device_and_says_where() -> None:
 def test_inspection_finds_draws_on_the_host() -> None:
     for function in (lambda x: random.random(), lambda x: np.random.rand()):
         assert inspected(function) == ["the step draws random numbers on the host, which replays would repeat"]
+
+
+@pytest.mark.parametrize(("numbers", "changed"), [((1.0, 1.0), False), ((1.0, 2.0), True), ((math.nan,) * 2, False)])
+def test_inspection_finds_numbers_that_change(numbers: tuple[float, float], changed: bool) -> None:
+    earlier: list[Operation] = []
+    for number in numbers:
+        with Inspection(torch.device("cpu"), earlier) as inspection:
+            torch.ones(4).masked_fill(torch.ones(4, dtype=torch.bool), number)
+        earlier = inspection.numbers
+    assert any("Python number that changes" in reason for reason in inspection.reasons) == changed
 
 
 def test_inspection_keeps_what_was_there_before() -> None:
