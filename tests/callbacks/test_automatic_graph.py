@@ -200,6 +200,31 @@ def test_a_plain_step_that_a_replay_would_not_repeat_runs_eagerly(kind: Any, mat
     equal(found, run(trained, 1, kind, None)[0])
 
 
+class Manual(Logs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        made = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(made["loss"])
+        self.optimizers().step()
+        return {name: value.detach() for name, value in made.items()}
+
+
+def without_shards() -> Any:
+    callback = AutomaticCUDAGraph()
+    callback.recorder = Tape()
+    runner = trainer(MegatronStrategy(), callbacks=[callback], max_steps=2, limit_val_batches=0)
+    runner.fit(Manual(), batches(8, 4))
+    return runner.global_step, callback.replays, callback.reasons, callback.trial
+
+
+def test_nothing_happens_without_shards() -> None:
+    assert run(without_shards, 1)[0] == (2, 0, [], None)
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_nothing_happens_without_a_gpu() -> None:
     callback = AutomaticCUDAGraph()

@@ -28,6 +28,8 @@ class AutomaticCUDAGraph(CUDAGraph):
         trial: the measurement of the current or last run.
     """
 
+    needs_shards = False  # without shards it does nothing
+
     def __init__(self) -> None:
         super().__init__()
         self.probe: Probe | None = None
