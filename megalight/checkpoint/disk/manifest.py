@@ -131,7 +131,10 @@ def _guess(root: Place) -> str:
         return "nothing is there."
     if root.is_file():
         return "it is a single file. Files of plain Lightning are loaded by Lightning's own strategies."
-    found = {entry.name for entry in root.iterdir()}
+    try:
+        found = {entry.name for entry in root.iterdir()}
+    except FileNotFoundError:  # another process has just removed it
+        return "nothing is there."
     if found & {".zarray", ".zgroup"} or any((root / name / ".zarray").exists() for name in found):
         return (
             "it looks like a zarr folder of an old Megatron-LM, a format that is no longer read. Load it with the "
