@@ -414,7 +414,10 @@ def _dead(save: Address) -> bool:
 def _abandoned(folder: Address) -> bool:
     """Whether nobody has written to a folder for long."""
     found = folder.ask("find")
-    newest = max((float(folder.ask("modified", key).timestamp()) for key in found), default=time.time())
+    try:
+        newest = max((float(folder.ask("modified", key).timestamp()) for key in found), default=time.time())
+    except FileNotFoundError:  # another process is deleting it
+        return False
     return time.time() - newest > publish.ABANDONED_SECONDS
 
 
