@@ -1,9 +1,12 @@
 import csv
 import logging
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 
+from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
 from megalight.cli import curves
 from megalight.cli.lightning import ArgumentParser
 from megalight.cli.main import main
@@ -141,3 +144,14 @@ def test_debug_lets_the_traceback_through(monkeypatch):
     monkeypatch.setenv("MEGALIGHT_DEBUG", "1")
     with pytest.raises(Exception, match="must be even"):
         main(["fit", *MODEL, *QUIET, "--model.config.size.hidden_size=5"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "others", "added"),
+    [("off", [], 0), ("auto", [], 1), ("auto", [CUDAGraph()], 0), ("auto", [ActivationOffload(["core_attn"])], 0)],
+)
+def test_graphs_are_tried_where_that_is_asked_for_and_possible(
+    mode: Any, others: list[pl.Callback], added: int
+) -> None:
+    runner = MegalightTrainer(accelerator="cpu", cuda_graphs=mode, callbacks=others, logger=False)
+    assert sum(type(callback) is AutomaticCUDAGraph for callback in runner.callbacks) == added  # type: ignore[attr-defined]
