@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
@@ -111,9 +111,9 @@ class ImageTextBatch(TokenBatch):
 
 
 def _with(text: TokenBatch, images: Images, source: Tensor) -> ImageTextBatch:
-    return ImageTextBatch(
-        text.tokens, text.labels, text.loss_mask, text.document_lengths, text.share, text.later, images, source
-    )
+    # All fields of a text batch, so that one that is added there is not lost here.
+    of_text = {field.name: getattr(text, field.name) for field in fields(TokenBatch)}
+    return ImageTextBatch(**of_text, images=images, source=source)
 
 
 def with_images(text: TokenBatch, images: Images, image_token: int, *, class_token: bool) -> ImageTextBatch:
