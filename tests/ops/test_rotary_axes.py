@@ -69,6 +69,8 @@ def test_bad_axes_are_refused() -> None:
         RotaryAxes((4,))
     with pytest.raises(ConfigurationError, match="the first must be the largest"):
         RotaryAxes((1, 2, 2), interleaved=True)
+    with pytest.raises(ConfigurationError, match="sum to 9, but an axis would take pair 11 in its last turn"):
+        RotaryAxes((4, 1, 4), interleaved=True)
     with pytest.raises(ValueError, match="sum to 5; 12 rotated features have 6 pairs"):
         rotary_table(PLACES, 12, 100.0, axes=RotaryAxes((1, 2, 2)))
     with pytest.raises(ValueError, match=r"positions have 3 rows.*has 2 axes"):

@@ -37,6 +37,13 @@ class RotaryAxes:
                 f"sections of interleaved rotary axes are {list(self.sections)}; the first must be the largest, "
                 "because each turn begins with its axis."
             )
+        turns = len(self.sections)
+        ends = [(count - 1) * turns + axis for axis, count in enumerate(self.sections) if axis]
+        if self.interleaved and max(ends) >= sum(self.sections):
+            raise ConfigurationError(
+                f"sections of interleaved rotary axes are {list(self.sections)}, which sum to {sum(self.sections)}, "
+                f"but an axis would take pair {max(ends)} in its last turn; make the sections less different."
+            )
 
     @property
     def of_pairs(self) -> tuple[int, ...]:
