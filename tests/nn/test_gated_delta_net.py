@@ -16,6 +16,7 @@ from megalight.models.gpt.flops import num_parameters
 from megalight.nn import GatedDeltaNet, LayerContext
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialise
+from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.types import PackedSequences
 from tests.canonical import load_canonical
 from tests.nn.continued import assert_continued
@@ -102,6 +103,24 @@ def test_half_dtypes() -> None:
     found = built(hidden, context)
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_autocast_does_not_round_the_state() -> None:
+    rows = torch.randn(3, 40, 2, 4), torch.rand(2, 40, 2)
+    (q, k, v), (falls, beta) = (F.normalize(rows[0], dim=-1), rows[1])
+    packed, state = PackedSequences.of_lengths([40]), torch.randn(1, 2, 4, 4)
+    first = tuple(part[:1] for part in (q, k, v, -falls, beta))
+
+    def computed() -> list[Tensor]:
+        y, end = delta_rule_continued(q, k, v, -falls, beta, packed, state)
+        one, after = delta_rule_continued(*first, PackedSequences.of_lengths([1]), state)
+        return [delta_rule(q, k, v, -falls, beta, packed), y, end, one, after]
+
+    expected = computed()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = computed()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_layers_of_a_pattern() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, seq
     """See :func:`megalight.ops.delta_rule.delta_rule`."""
     # Positions tell where sequences begin, without a copy of offsets to the host.
     starts = torch.arange(len(v), device=v.device) - sequences.positions
-    return scan(q, k, v, decay, beta, starts)[0]
+    with _without_autocast(v):
+        return scan(q, k, v, decay, beta, starts)[0]
 
 
 def scan(
@@ -86,15 +89,16 @@ def continued(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See :func:`megalight.ops.delta_rule.delta_rule_continued`."""
-    # Decoding: one product per token, and no chunks.
-    if max(lengths) == 1:
-        return _step(q, k, v, decay, beta, states)
     outputs, ends = [], []
-    parts = zip(*(torch.split(rows, list(lengths)) for rows in (q, k, v, decay, beta)), states, strict=True)
-    for query, key, value, falls, rates, state in parts:
-        y, end = scan(query, key, value, falls, rates, value.new_full((len(value),), -1, dtype=torch.long), state)
-        outputs.append(y)
-        ends.append(end)
+    with _without_autocast(v):
+        # Decoding: one product per token, and no chunks.
+        if max(lengths) == 1:
+            return _step(q, k, v, decay, beta, states)
+        parts = zip(*(torch.split(rows, list(lengths)) for rows in (q, k, v, decay, beta)), states, strict=True)
+        for query, key, value, falls, rates, state in parts:
+            y, end = scan(query, key, value, falls, rates, value.new_full((len(value),), -1, dtype=torch.long), state)
+            outputs.append(y)
+            ends.append(end)
     return torch.cat(outputs), torch.stack(ends)
 
 
@@ -107,3 +111,9 @@ def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: 
     written = beta.to(dtype)[..., None] * (v.to(dtype) - read)
     states = states + keys[..., None] * written[:, :, None]
     return torch.einsum("thkv,thk->thv", states, queries).to(v.dtype), states
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which products keep their dtype: autocast would round the state in every chunk."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
