@@ -20,6 +20,10 @@ TrainOn = Literal["all", "last"]
 Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
+REFUSALS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What running a template raises: it computes with the messages, and calls their methods and its own macros."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +135,17 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **options: Any
     ) -> tuple[str, list[Span]]:
+        # Outside of the block: an error here is not one of the template.
+        render = _utilities().render_jinja_template
         try:
-            texts, spans = _utilities().render_jinja_template(
+            texts, spans = render(
                 conversations=[list(messages)],
                 tools=tools,
                 chat_template=self.source,
                 **options,
                 **self.variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except REFUSALS as error:
             raise DataError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
         return texts[0], spans[0] if spans else []
 

@@ -115,6 +115,17 @@ def test_templates_that_do_not_work(chat_tokenizer: Path, tokenizer: Tokenizer) 
     strict = ChatTemplate.of(tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="refuses these messages: TemplateError: roles must alternate"):
         strict.render([])
+    for source, name in (
+        ("{{ 1 / messages | length }}", "ZeroDivisionError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        ("{{ '{} {}'.format(1) }}", "IndexError"),
+        ("{{ 5 | dictsort }}", "AttributeError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+    ):
+        with pytest.raises(DataError, match=f"refuses these messages: {name}"):
+            ChatTemplate.of(tokenizer, source).render([])
+    divides = ChatTemplate.of(tokenizer, "{{ 1 // messages | length }}")
+    assert divides.render([{"role": "user", "content": "u"}]) == "1"
     twice = MARKED.replace("{{ m.content }}", "{{ m.content }}{% endgeneration %}{% generation %}", 1)
     with pytest.raises(DataError, match="generation blocks for 2 assistant messages"):
         learned(Tokenizer.load(chat_tokenizer), twice, chat("a", "b", "c", "d"), train_on="last")
