@@ -49,8 +49,27 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
+    # Others begin by changing the base, so that their adapters belong to what is left of it.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva", "mica"),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (False, None),
 }
 """Settings of ``peft`` that change what a model computes, and the values of them that we have."""
+
+NUMBER, SWITCH = (int, float), (bool, type(None))
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "r": ((int,), "a whole number"),
+    "lora_alpha": (NUMBER, "a number"),
+    "lora_dropout": (NUMBER, "a number"),
+    "use_rslora": (SWITCH, "true or false"),
+    "use_dora": (SWITCH, "true or false"),
+}
+"""Settings that are read, their types and the word for them."""
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -160,7 +179,7 @@ def import_adapter(folder: str | os.PathLike[str], base: str | os.PathLike[str],
         tensors[f"{names[module]}.lora_{leaf}"] = tensor
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
     lora = (DoRA if values.get("use_dora") else LoRA)(
-        values["r"], targets, float(values["lora_alpha"]), values.get("lora_dropout", 0.0),
+        values["r"], targets, float(values["lora_alpha"]), float(values["lora_dropout"]),
         bool(values.get("use_rslora")),
     )  # fmt: skip
     _check_shapes(known, config, lora, tensors, f"{folder}", f"{base}")
@@ -211,16 +230,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read ({error}); copy the folder again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{folder / CONFIG} holds no JSON object but {values!r:.40}; copy the folder again.")
     for name, possible in DEFAULTS.items():
         if values.get(name, possible[0]) not in possible:
             raise ConfigurationError(
                 f"{folder} has {name}={values[name]!r}; only {possible[0]!r} can be read. Merge these adapters into "
                 "their base with peft (merge_and_unload), and read the merged model."
             )
-    for name in ("r", "lora_alpha"):
-        if not isinstance(values.get(name), int | float):
-            raise CheckpointError(f"{folder / CONFIG} has {name}={values.get(name)!r}; it must be a number.")
-    return dict(values)
+    optional = {"lora_dropout": 0.0}
+    for name, (types, what) in TYPES.items():
+        value = values.setdefault(name, optional.get(name))
+        # JSON's true is an int to Python.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise CheckpointError(f"{folder / CONFIG} has {name}={value!r}; it must be {what}.")
+    return values
 
 
 def _read_weights(folder: Path) -> Mapping[str, Tensor]:

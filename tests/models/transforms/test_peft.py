@@ -85,7 +85,13 @@ def test_adapters_of_another_base(tmp_path: Path) -> None:
         ({"bias": "all"}, ConfigurationError, "has bias='all'; only 'none' can be read"),
         ({"peft_type": "IA3"}, ConfigurationError, "peft_type='IA3'; only 'LORA'"),
         ({"rank_pattern": {"q": 2}}, ConfigurationError, "rank_pattern=.*merge_and_unload"),
-        ({"r": None}, CheckpointError, "r=None; it must be a number"),
+        ({"init_lora_weights": "pissa"}, ConfigurationError, "init_lora_weights='pissa'; only True .*merge_and_unload"),
+        ({"alora_invocation_tokens": [5]}, ConfigurationError, r"alora_invocation_tokens=\[5\]; only None"),
+        ({"r": None}, CheckpointError, "r=None; it must be a whole number"),
+        ({"r": True}, CheckpointError, "r=True; it must be a whole number"),
+        ({"lora_alpha": "16"}, CheckpointError, "lora_alpha='16'; it must be a number"),
+        ({"lora_dropout": "0.1"}, CheckpointError, r"lora_dropout='0.1'; it must be a number"),
+        ({"use_dora": "false"}, CheckpointError, "use_dora='false'; it must be true or false"),
     ],
 )
 def test_kinds_that_we_do_not_have(tmp_path: Path, change: dict, error: type[Exception], message: str) -> None:
