@@ -35,7 +35,7 @@ class Distillation(pl.Callback):
 
     Raises:
         ConfigurationError: a value is out of range; before processes start: the vocabularies differ, or the module is
-            no :class:`~megalight.models.gpt.module.GPTModule`.
+            no :class:`~megalight.models.gpt.module.GPTModule`; in set-up: there are two of these callbacks.
         CheckpointError: the folder holds no complete model.
         DataError: before processes start: the data was made by another tokenizer than the teacher's.
     """
@@ -68,4 +68,13 @@ class Distillation(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Do the same in each process."""
+        if sum(isinstance(callback, Distillation) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "the Trainer has more than one Distillation, and a student has one teacher; keep one."
+            )
         self.attach(pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the teacher away: a later Trainer without this callback trains the module alone."""
+        assert isinstance(pl_module, GPTModule)
+        pl_module.distiller = None

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,19 @@ def test_a_student_learns_as_on_one_device(
 @pytest.mark.parametrize("teacher", ["tied"], indirect=True)
 def test_the_teachers_head_may_be_its_embedding(teacher: Path) -> None:
     run(check, 2, teacher, SHARES, False, PIPELINE, {})
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_the_teacher_leaves_with_its_callback(teacher: Path) -> None:
+    module, callback = Student(), Distillation(teacher)
+    runner: Any = SimpleNamespace(callbacks=[callback])
+    callback.setup(runner, module, "fit")
+    assert list(module.frozen_models()) == ["teacher"]
+    callback.teardown(runner, module, "fit")
+    assert not module.frozen_models()
+    runner.callbacks.append(Distillation(teacher, divergence="reverse_kl"))
+    with pytest.raises(ConfigurationError, match="more than one Distillation"):
+        callback.setup(runner, module, "fit")
 
 
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)
