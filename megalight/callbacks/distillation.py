@@ -37,7 +37,8 @@ class Distillation(pl.Callback):
         ConfigurationError: a value is out of range; before processes start: the vocabularies differ, or the module is
             no :class:`~megalight.models.gpt.module.GPTModule`; in set-up: there are two of these callbacks.
         CheckpointError: the folder holds no complete model.
-        DataError: before processes start: the data was made by another tokenizer than the teacher's.
+        DataError: before processes start: the data was made by another tokenizer than the teacher's, or its sequences
+            are too long for the teacher.
     """
 
     def __init__(

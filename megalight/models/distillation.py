@@ -183,6 +183,22 @@ class Distiller:
                 "distributions cannot be compared. Use a teacher with the student's tokenizer and vocab_size."
             )
 
+    def check_length(self, length: int | None) -> None:
+        """Refuse sequences that are too long for the teacher.
+
+        Args:
+            length: tokens of a sequence of the data; None: not known.
+
+        Raises:
+            DataError: the teacher's ``max_sequence_length`` is smaller.
+        """
+        longest = self.teacher.config.max_sequence_length
+        if length is not None and length > longest:
+            raise DataError(
+                f"data.sequence_length={length} is longer than max_sequence_length={longest} of the teacher in "
+                f"{self.folder}; lower it, or take another teacher."
+            )
+
     def check_tokenizer(self, files: Mapping[str, bytes]) -> None:
         """Refuse data whose token ids mean something else to the teacher.
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megalight import checkpoint
 from megalight.callbacks.distillation import Distillation
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, DataError
 from megalight.models.bert.module import BertModule
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
@@ -204,6 +204,16 @@ def test_the_teacher_leaves_with_its_callback(teacher: Path) -> None:
     runner.callbacks.append(Distillation(teacher, divergence="reverse_kl"))
     with pytest.raises(ConfigurationError, match="more than one Distillation"):
         callback.setup(runner, module, "fit")
+
+
+@pytest.mark.parametrize("teacher", ["untied"], indirect=True)
+def test_sequences_too_long_for_the_teacher_are_refused(teacher: Path) -> None:
+    longest = BASE.max_sequence_length
+    module = Student(config=replace(STUDENT, max_sequence_length=longest + 1))
+    Distillation(teacher).attach(module)
+    module.check_data(SimpleNamespace(sequence_length=longest))
+    with pytest.raises(DataError, match=f"={longest + 1} is longer than max_sequence_length={longest} of the teacher"):
+        module.check_data(SimpleNamespace(sequence_length=longest + 1))
 
 
 @pytest.mark.parametrize("teacher", ["untied"], indirect=True)

@@ -57,9 +57,10 @@ class GPTModule(FamilyModule[GPTConfig]):
         return {} if self.distiller is None else {TEACHER: self.distiller.frozen()}
 
     def check_data(self, datamodule: Any) -> None:
-        """Refuse data that does not fit the model, or was made by another tokenizer than that of the teacher."""
+        """Refuse data that does not fit the model or its teacher, or came from another tokenizer than the teacher's."""
         super().check_data(datamodule)
         if self.distiller is not None:
+            self.distiller.check_length(getattr(datamodule, "sequence_length", None))
             self.distiller.check_tokenizer(getattr(datamodule, "checkpoint_files", dict)())
 
     def context_share(self, batch: TokenBatch, rank: int, size: int) -> TokenBatch:
