@@ -71,8 +71,11 @@ class LMHead(nn.Module):
         logits: Tensor = self.output_layer(hidden)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def learn(self, hidden: Tensor, labels: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
+    def learn(
+        self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
         layer = self.output_layer
-        student = Projection(self.norm(hidden), layer.weight, layer.bias, self.softcap)
+        hidden = hidden if normed else self.norm(hidden)
+        student = Projection(hidden, layer.weight, layer.bias, self.softcap)
         return linear_divergence(student, lesson.teacher, labels, **lesson.options)

@@ -19,6 +19,9 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MoEConfig
+from megalight.nn import Linear, RMSNorm
+from megalight.nn.head import Lesson, LMHead
+from megalight.ops.divergence import Projection
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt import Quantizers
@@ -210,6 +213,28 @@ def test_what_cannot_be_quantized_is_refused(transform: Quantizers, config: dict
 def test_a_preset_that_names_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="names no linear layer of Embedding"):
         Quantizers().change(nn.Embedding(4, 4))
+
+
+def test_a_student_learns_with_its_quantized_head() -> None:
+    """Calibration sees the head's inputs, and the student's own loss is that of the quantized head."""
+    mtq = modelopt()
+    register_layers()
+    config = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+    config["quant_cfg"] = [rule for rule in config["quant_cfg"] if rule["quantizer_name"] not in HEAD]
+    root = nn.Module()
+    root.head = head = LMHead(RMSNorm(8), Linear(8, 16))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_()
+    hidden, labels = torch.randn(6, 8), torch.arange(6)
+    lesson = Lesson(Projection(torch.randn(6, 5), torch.randn(16, 5)))
+    plain = head(hidden, labels)
+    mtq.quantize(root, config, lambda _: head.learn(hidden, labels, lesson))
+    _, own = head.learn(hidden, labels, lesson)
+    assert own is not None
+    assert torch.equal(own, head(hidden, labels))
+    assert not torch.allclose(own, plain, rtol=1e-4)
 
 
 def _without_data(how: str) -> str:

@@ -124,9 +124,12 @@ class VocabHead(nn.Module):
         logits: Tensor = self.output_layer(hidden)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def learn(self, hidden: Tensor, labels: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
+    def learn(
+        self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
-        return self.output_layer.learn(self.norm(hidden), labels, self.softcap, lesson)
+        hidden = hidden if normed else self.norm(hidden)
+        return self.output_layer.learn(hidden, labels, self.softcap, lesson)
 
 
 def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.nn import Linear
-from megalight.nn.head import LMHead
+from megalight.nn.head import Lesson, LMHead
 from megalight.parallel.tensor.column import ColumnLinear
 from megalight.parallel.tensor.head import VocabHead, VocabLinear
 from megalight.parallel.tensor.row import RowLinear
@@ -48,6 +48,15 @@ def register_layers() -> None:
             with output.quantize_weight():
                 losses: Tensor = super().forward(hidden, labels, normed=True)
             return losses
+
+        def learn(
+            self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
+        ) -> tuple[Tensor, Tensor | None]:
+            output: Any = self.output_layer
+            hidden = output.input_quantizer(hidden if normed else self.norm(hidden))
+            with output.quantize_weight():
+                found: tuple[Tensor, Tensor | None] = super().learn(hidden, labels, lesson, normed=True)
+            return found
 
     registry = modules.QuantModuleRegistry
     for kind in LINEARS:
