@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import ConfigurationError
 from megalight.nn.linear import Linear
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.divergence import Projection, linear_divergence
@@ -63,7 +64,7 @@ class LMHead(nn.Module):
         # Before both branches: losses and logits are of the same normed states.
         hidden = hidden if normed else self.norm(hidden)
         if labels is not None:
-            head = self.output_layer
+            head = self._plain_layer()
             # The weight goes in, not logits: the op makes a chunk of logits at a time, forward and backward.
             return linear_cross_entropy(
                 hidden, head.weight, labels, bias=head.bias, softcap=self.softcap, backend=self.backend
@@ -75,7 +76,16 @@ class LMHead(nn.Module):
         self, hidden: Tensor, labels: Tensor, lesson: Lesson, *, normed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
-        layer = self.output_layer
+        layer = self._plain_layer()
         hidden = hidden if normed else self.norm(hidden)
         student = Projection(hidden, layer.weight, layer.bias, self.softcap)
         return linear_divergence(student, lesson.teacher, labels, **lesson.options)
+
+    def _plain_layer(self) -> Linear:
+        # Losses read the weight, past the layer's forward: an adapter would change logits alone, and never learn.
+        if getattr(self.output_layer, "adapter", None) is not None:
+            raise ConfigurationError(
+                "the output layer has an adapter, and losses use its weight alone. Leave output_layer out of the "
+                "targets, or merge the adapters first (megalight merge)."
+            )
+        return self.output_layer

@@ -20,6 +20,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import Plan
 from megalight.parallel.styles import Column, Replicated, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, VARIANTS, batch, canonical, jitter, twin
 from tests.workers import run
@@ -252,6 +253,15 @@ def test_models_that_do_not_fit() -> None:
     LoRA(rank=2).change(model)
     with pytest.raises(ConfigurationError, match=r"layers\.0\.attention\.qkv has an adapter already"):
         LoRA(rank=2, targets=["q"]).change(model)
+
+
+def test_losses_refuse_an_adapter_of_the_output_layer() -> None:
+    model = GPT(GPTConfig(**BASE))
+    LoRA(rank=2, targets=["output_layer"]).change(model)
+    tokens, sequences = torch.arange(4), PackedSequences.of_lengths([4])
+    assert model(tokens, sequences).logits is not None
+    with pytest.raises(ConfigurationError, match="the output layer has an adapter, and losses use its weight alone"):
+        model(tokens, sequences, labels=tokens)
 
 
 def test_layers_that_cannot_be_split_with_an_adapter() -> None:
