@@ -10,11 +10,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.callbacks import AutomaticCUDAGraph
+from megalight.callbacks.graphs.trial import SETTLING, TIMED
 from megalight.strategies import MegatronStrategy
-from tests.callbacks.test_automatic_graph import Indexed, Logs
+from tests.callbacks.test_automatic_graph import FAST, SLOW, Indexed, Logs, StandIn
 from tests.strategies.regression import samples, weights
 
-pytestmark = pytest.mark.gpu
+# `Logs` has a validation_step, and there is nothing to validate on.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:You defined a `validation_step`")]
 
 
 def _trained(kind: Any, callbacks: list[Any]) -> tuple[list[list[float]], list[float]]:
@@ -36,13 +38,22 @@ def _trained(kind: Any, callbacks: list[Any]) -> tuple[list[list[float]], list[f
     return weights(module), module.shown
 
 
-@pytest.mark.parametrize("kind", [Logs, Indexed])
-def test_results_are_those_of_eager_steps(kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "recorded"), [(Logs, True), (Indexed, False)])
+def test_results_are_those_of_eager_steps(kind: Any, recorded: bool) -> None:
+    """Recorded for certain: a stand-in for the clock says that launches limit the eager steps."""
     callback = AutomaticCUDAGraph()
+    callback.probe = StandIn(callback, SLOW, FAST)
     found, shown = _trained(kind, [callback])
     expected, seen = _trained(kind, [])
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(shown, seen, rtol=1e-10, atol=1e-10)
+    assert (callback.replays > SETTLING + TIMED) == recorded, callback.reasons
+    assert bool(callback.reasons) != recorded
+
+
+def test_a_trial_measures_the_device_and_decides() -> None:
+    callback = AutomaticCUDAGraph()
+    found, _ = _trained(Logs, [callback])
     assert callback.trial is not None
     assert callback.trial.verdict is not None, "30 steps are enough to decide"
-    assert not callback.replays or kind is Logs
+    torch.testing.assert_close(found, _trained(Logs, [])[0], rtol=1e-10, atol=1e-10)
