@@ -32,6 +32,7 @@ from megalight.parallel.recompute import Recompute
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
 from megalight.strategies import DataParallel, MegatronStrategy, Pipeline
+from megalight.strategies.checkpoints.options import Checkpoints
 from megalight.types import PackedSequences, TokenBatch
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
@@ -195,6 +196,7 @@ def train(
     *,
     begin: Callable[[], None] = lambda: None,
     fixed: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> GPTModule:
     """Train ``steps`` steps with the strategy, with ``tick(strategy)`` after each; return the trained module."""
     strategy = MegatronStrategy(
@@ -211,6 +213,7 @@ def train(
         recompute=Recompute(granularity="selective", modules=step.recompute) if step.recompute else None,
         micro_batch_size=step.mbs,
         data_parallel=DataParallel(level=step.level, **sharding_of(step)),  # type: ignore[arg-type]
+        checkpoints=checkpoints,
     )
     cuda = step.device == "cuda"
     graphs = [CUDAGraph(warmup_steps=GRAPH_WARMUP, on_refusal="error")] if step.graph else []
