@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,38 @@ Allocate = Callable[[int], Tensor]
 """Gives that many bytes of host memory, as ``uint8``."""
 
 
+class Copies:
+    """Copies from GPUs to host memory on streams of their own, beside what the GPUs do next.
+
+    Args:
+        sources: what is copied. It is held, so that its memory is not given to anything else before.
+        into: where to, one tensor for each.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        self._sources = sources
+        streams = {
+            device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for device in dict.fromkeys(source.device for source in sources)
+        }
+        for device, stream in streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for source, target in zip(sources, into, strict=True):
+            with torch.cuda.stream(streams[source.device]):
+                target.copy_(source, non_blocking=True)
+        self._events = {device: stream.record_event() for device, stream in streams.items()}
+
+    def fence(self) -> None:
+        """Let what is queued on the GPUs from now on come after the copies. The host does not wait."""
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self) -> None:
+        """Wait until all is copied."""
+        for event in self._events.values():
+            event.synchronize()
+
+
 @dataclass(frozen=True)
 class Staged:
     """One rank's part of a checkpoint that is to be written.
@@ -35,12 +67,14 @@ class Staged:
         small: whole files by name: contents, or where to copy from.
         scheme: by which the views were made.
         world_size: ranks whose values are in it: of this group, or of the checkpoint that is rewritten.
+        copies: those that are still under way; None: there are none.
     """
 
     views: Mapping[str, View]
     small: Mapping[str, bytes | Path]
     scheme: str
     world_size: int
+    copies: Copies | None = None
 
     @property
     def boxes(self) -> list[tuple[View, Box]]:
@@ -71,6 +105,7 @@ def stage(
     files: Mapping[str, bytes | Path] | None = None,
     scheme: str = FULLY_RESHARDABLE,
     copy: bool | Allocate = True,
+    later: Callable[[str], bool] = lambda name: False,
     process_group: ProcessGroup | None = None,
 ) -> Staged:
     """Collect what a save writes. All ranks of the group call it together.
@@ -84,6 +119,8 @@ def stage(
         scheme: see there.
         copy: copy the boxes that this rank writes to host memory, so that their owners may change them. False: write
             before they change. A function gives the memory.
+        later: names of views that keep their values until ``copies.fence()``. What they hold on GPUs is copied beside
+            the next kernels.
         process_group: who saves; None means the default group, or this process alone.
 
     Raises:
@@ -106,31 +143,47 @@ def stage(
                 small[f"files/{checked_name(name)}"] = source
         for rank, state in states.items():
             small |= json_values.files(f"ranks/{rank}", dict(state), "rank_state")
-        fixed = _copied(views, host_memory if copy is True else copy) if copy else views
+        fixed, copies = _copied(views, host_memory if copy is True else copy, later) if copy else (views, None)
         world_size = max(ranks.size, *(rank + 1 for rank in states), 1)
-        staged.append(Staged(fixed, small, scheme, world_size))
+        staged.append(Staged(fixed, small, scheme, world_size, copies))
 
     ranks.together("preparing to save", collect)
     return staged[0]
 
 
-def _copied(views: Mapping[str, View], allocate: Allocate) -> dict[str, View]:
+def size_of(views: Mapping[str, View]) -> int:
+    """Return the bytes of host memory that :func:`stage` takes for copies."""
+    return sum(map(_aligned, (box for view in views.values() for box in view.boxes if box.write)))
+
+
+def _aligned(box: Box) -> int:
+    # Each copy is viewed in its own dtype.
+    return -(-box.data.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copied(
+    views: Mapping[str, View], allocate: Allocate, later: Callable[[str], bool]
+) -> tuple[dict[str, View], Copies | None]:
     """The boxes that this rank writes, copied end to end into one piece of host memory."""
-    written = [(name, box) for name, view in views.items() for box in view.boxes if box.write]
-    # Aligned, because each copy is viewed in its own dtype.
-    sizes = [-(-box.data.nbytes // ALIGNMENT) * ALIGNMENT for _, box in written]
-    memory = allocate(sum(sizes))
+    memory = allocate(size_of(views))
     boxes: dict[str, list[Box]] = {}
     devices: set[torch.device] = set()
+    deferred: list[tuple[Tensor, Tensor]] = []
     start = 0
-    for (name, box), size in zip(written, sizes, strict=True):
-        copy = memory[start : start + box.data.nbytes].view(box.data.dtype).view(box.data.shape)
-        # Not waited for one by one: copies of all boxes are queued before the wait below.
-        copy.copy_(box.data, non_blocking=True)
+    for name, box in ((name, box) for name, view in views.items() for box in view.boxes if box.write):
+        source = box.data
+        copy = memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
+        if source.is_cuda and later(name):
+            deferred.append((source, copy))
+        else:
+            # Not waited for one by one: copies of all boxes are queued before the wait below.
+            copy.copy_(source, non_blocking=True)
+            devices.add(source.device)
         boxes.setdefault(name, []).append(Box(box.offset, copy))
-        devices.add(box.data.device)
-        start += size
+        start += _aligned(box)
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # the copies have arrived before anybody changes what they were of
-    return {name: View(name, views[name].shape, found) for name, found in boxes.items()}
+    # After that wait, which would be for these as well.
+    copies = Copies([source for source, _ in deferred], [copy for _, copy in deferred]) if deferred else None
+    return {name: View(name, views[name].shape, found) for name, found in boxes.items()}, copies

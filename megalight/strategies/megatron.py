@@ -304,6 +304,7 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.engine is not None
         sharded, module = self.engine.level.parameters, self.lightning_module
         self._whole_between_steps = setup.reads_weights_between_steps(module, trainer, sharded)
+        self._only_updates_write = not self._whole_between_steps
         # Only sharded weights are away there. On other levels they are whole between the
         # backward and the update.
         self._whole_before_update = sharded and setup.reads_weights_before_update(module, trainer)
@@ -405,6 +406,7 @@ class MegatronStrategy(FolderCheckpoints):
         # Gradients of a window add up, so each of its batches counts as a fraction.
         scale = (1.0 if scaling is None else scaling.scale) / window
         output, report = self._stepper.train(args, trainer.global_step, scale, sync)
+        self.fence_saves()
         if report is None:
             return None
         self.report = report

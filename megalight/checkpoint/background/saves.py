@@ -27,7 +27,7 @@ from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.saving import seal_of
-from megalight.checkpoint.staging import Staged, stage
+from megalight.checkpoint.staging import Copies, Staged, stage
 from megalight.checkpoint.view import View
 from megalight.errors import CheckpointError
 
@@ -120,6 +120,15 @@ class Pending:
         return self.report is not None and self.report.error is not None
 
 
+def _give_after(copies: Copies, worker: Worker, job: Job) -> None:
+    """Let a worker do a job when the copies have arrived. What fails here shows as its death."""
+    try:
+        copies.wait()
+        worker.give(job)
+    except Exception:  # of a GPU, which training meets too, or of a worker that was ended
+        worker.process.kill()
+
+
 class Background:
     """Saves of one rank that go on beside training. All ranks have one, and call its methods in the same order.
 
@@ -137,7 +146,21 @@ class Background:
         self._group = process_group
         self._memory: SharedMemory | None = None
         self._worker: Worker | None = None
+        self._copies: Copies | None = None
         self._clearing = threading.Lock()
+
+    def prepare(self, nbytes: int) -> None:
+        """Make the memory for saves in a thread: page-locked memory takes longer to make than to fill.
+
+        Args:
+            nbytes: of a save on this rank; see :func:`megalight.checkpoint.staging.size_of`.
+        """
+        self._own_memory().prepare(nbytes)
+
+    def fence(self) -> None:
+        """Let what is queued on the GPU from now on come after the copies of the save under way."""
+        if self._copies is not None:
+            self._copies.fence()
 
     def save(self, path: str | os.PathLike[str], views: Mapping[str, View], **values: Any) -> None:
         """Begin to save ``path``: copy what this rank writes, and return while its worker writes it.
@@ -145,7 +168,8 @@ class Background:
         Args:
             path: as for :func:`megalight.checkpoint.save`.
             views: this rank's views.
-            **values: further arguments of :func:`~megalight.checkpoint.stage`.
+            **values: further arguments of :func:`~megalight.checkpoint.stage`. With ``later``, call :meth:`fence`
+                before these values change.
 
         Raises:
             CheckpointError: on every rank, when any rank could not begin.
@@ -169,6 +193,7 @@ class Background:
             # the other workers look for this rank's part: no rank may leave before all have handed over theirs
             self._give(folder, target, staged)
 
+        self._end_copies()  # of a save that was aborted, into the same memory
         try:
             folder = ranks.first(f"starting to save {path}", begin)
             staged = stage(views, copy=self._reserve, process_group=self._group, **values)
@@ -249,6 +274,7 @@ class Background:
     def close(self) -> None:
         """End the worker and free the memory."""
         self.abort()
+        self._end_copies()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -257,10 +283,19 @@ class Background:
     def _ranks(self) -> Ranks:
         return Ranks(self._group)
 
-    def _reserve(self, nbytes: int) -> Any:
+    def _own_memory(self) -> SharedMemory:
         if self._memory is None:
             self._memory = SharedMemory()
-        return self._memory.reserve(nbytes)
+        return self._memory
+
+    def _reserve(self, nbytes: int) -> Any:
+        return self._own_memory().reserve(nbytes)
+
+    def _end_copies(self) -> None:
+        """Wait until nothing is copied into the memory any more."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.wait()
 
     def _give(self, folder: Place, path: Place, staged: Staged) -> None:
         assert self._memory is not None
@@ -271,7 +306,12 @@ class Background:
             self._end_worker()  # somebody killed it between two saves
         if self._worker is None:
             self._worker = Worker(self._memory)
-        self._worker.give(Job(folder, staged.part(ranks.rank), starts, ranks.size, seal))
+        job = Job(folder, staged.part(ranks.rank), starts, ranks.size, seal)
+        self._copies = staged.copies
+        if staged.copies is None:
+            self._worker.give(job)
+        else:
+            threading.Thread(target=_give_after, args=(staged.copies, self._worker, job), daemon=True).start()
 
     def _news(self, pending: Pending) -> bool:
         """Whether a save has come to its end, on any rank."""
@@ -290,6 +330,8 @@ class Background:
     def _clear(self, discard: bool) -> None:
         with self._clearing:
             pending, self.pending = self.pending, None
+            if not discard:
+                self._copies = None  # it was written, so it had arrived
             if pending is not None and pending.partial is not None:
                 pending.partial.discard() if discard else pending.partial.release()
         if self.kind == "per_save":

@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -26,11 +27,26 @@ class SharedMemory:
         self.descriptor = _nameless_file()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
+        self._making: threading.Thread | None = None
 
     @property
     def address(self) -> int:
         """Where the memory begins in this process."""
         return self._memory.data_ptr()
+
+    def prepare(self, nbytes: int) -> None:
+        """Make the memory in a thread, so that a later :meth:`reserve` finds it."""
+        assert self._making is None
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def make() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins with the first one
+            with suppress(OSError):  # the save itself tells that there is none
+                self._grow(nbytes)
+
+        self._making = threading.Thread(target=make, daemon=True)
+        self._making.start()
 
     def reserve(self, nbytes: int) -> Tensor:
         """Memory of at least ``nbytes``, as ``uint8``. What it held before is lost.
@@ -38,6 +54,16 @@ class SharedMemory:
         Raises:
             OSError: the system has no memory left.
         """
+        self._join()
+        self._grow(nbytes)
+        return self._memory[:nbytes]
+
+    def _join(self) -> None:
+        making, self._making = self._making, None
+        if making is not None:
+            making.join()
+
+    def _grow(self, nbytes: int) -> None:
         # Kept while it is large enough: locking the pages of new memory takes longer than a save.
         if nbytes > self._memory.numel() or not self._memory.numel():
             size = max(nbytes, mmap.PAGESIZE)
@@ -48,10 +74,10 @@ class SharedMemory:
             allocate(self.descriptor, 0, size)
             self._memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8))
             self._pin()
-        return self._memory[:nbytes]
 
     def close(self) -> None:
         """Give the memory back when nobody uses it any more."""
+        self._join()
         self._unpin()
         self._memory = torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)

@@ -78,6 +78,14 @@ class SavesBeside:
         self._under_way = self._number
         return True
 
+    def prepare(self, nbytes: int) -> None:
+        """Make the memory for a save of ``nbytes`` on this rank, beside training."""
+        self.background.prepare(nbytes)
+
+    def fence(self) -> None:
+        """Let updates that are queued from now on come after the copies of the save under way."""
+        self.background.fence()
+
     def check(self) -> None:
         """At a step boundary, on all ranks: take note of a save that has come to its end.
 

@@ -16,6 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from megalight import checkpoint as folders
 from megalight.checkpoint.disk.publish import changed, place
 from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.run import STATE
+from megalight.checkpoint.staging import size_of
 from megalight.errors import ConfigurationError
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
@@ -24,7 +26,7 @@ from megalight.strategies.checkpoints.beside import SavesBeside
 from megalight.strategies.checkpoints.edits import Edits, edits_of
 from megalight.strategies.checkpoints.hyperparameters import keep_plain
 from megalight.strategies.checkpoints.resuming import Resumed, open_folder
-from megalight.strategies.checkpoints.saving import save
+from megalight.strategies.checkpoints.saving import save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class FolderCheckpoints(MeshStrategy):
         _resumed: the checkpoint from which the run resumes, or None.
         _left_out: names of hyperparameters that are not saved, after a warning.
         _given: the ``state_dict`` that hooks of a save were given. None after the save.
-        _beside: the saves beside training. None before the first.
+        _beside: the saves beside training. None before the second step and the first save.
+        _only_updates_write: whether nothing but the optimizer's update writes masters and states during ``fit``.
     """
 
     _setup_of: pl.LightningModule | None
@@ -46,6 +49,7 @@ class FolderCheckpoints(MeshStrategy):
     _left_out: set[str]
     _given: dict[str, Any] | None = None
     _beside: SavesBeside | None = None
+    _only_updates_write: bool = False
 
     def sync_parameters(self) -> None:
         """Wait until every parameter has the values of the last optimizer step."""
@@ -84,7 +88,9 @@ class FolderCheckpoints(MeshStrategy):
         edits = Edits() if given is None else edits_of(given, checkpoint.get("state_dict", given))
         edits.check(self)
         beside = self._saves_beside()
-        write = folders.save if beside is None else beside.begin
+        # The next step reads masters and states no earlier than it writes them, so these are copied during its passes.
+        deferred: dict[str, Any] = {"later": _is_state} if self._is_training and self._only_updates_write else {}
+        write = folders.save if beside is None else partial(beside.begin, **deferred)
         # States of the optimizer are saved by shard, so it must step on shards while it is read.
         with self._sharded():
             save(self, keep_plain(checkpoint, self._left_out), path, edits, write)
@@ -116,6 +122,16 @@ class FolderCheckpoints(MeshStrategy):
         """
         if self._beside is not None:
             self._beside.check()
+        elif self.checkpoints.async_save is not None and self.engine is not None and self._has_stepped:
+            # States exist now, so the size of a save is known.
+            beside = self._saves_beside()
+            assert beside is not None
+            beside.prepare(size_of(views(self, True, Edits())))
+
+    def fence_saves(self) -> None:
+        """Let the update that follows come after the copies of the save under way. The host does not wait."""
+        if self._beside is not None:
+            self._beside.fence()
 
     def finish_saves(self) -> None:
         """Wait until the save beside training is published. All ranks call it together.
@@ -158,6 +174,11 @@ class FolderCheckpoints(MeshStrategy):
         assert self.lightning_module is not None
         state = self.lightning_module.trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    @property
+    def _has_stepped(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.global_step > 0)
 
     def _saves_beside(self) -> SavesBeside | None:
         kind = self.checkpoints.async_save
@@ -270,6 +291,11 @@ class FolderCheckpoints(MeshStrategy):
         trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             getattr(callback, event, _ignored)(trainer, self.lightning_module, path)
+
+
+def _is_state(name: str) -> bool:
+    """Whether a view holds masters or optimizer state."""
+    return name.startswith(STATE)
 
 
 def _ignored(*_: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megalight import __version__, checkpoint
+from megalight.checkpoint import View
 from megalight.imports import version
 from megalight.strategies.checkpoints.edits import Edits, prefix_of
 from megalight.strategies.mesh_strategy import MeshStrategy
@@ -39,18 +40,26 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         common[ORDINARY] = entries["optimizer_states"]
     if resumable:
         common["optimizer"] = strategy.run.group_options()
-    saves_base = getattr(strategy.lightning_module, "saves_base", True)
-    only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
-    scheme = strategy.checkpoints.format
-    contents = edits.of(strategy.run.contents(optimizer=resumable, only=only), prefix_of(strategy))
     write(
         path,
-        checkpoint.SCHEMES[scheme](contents),
+        views(strategy, resumable, edits),
         common=common,
         rank_state=strategy.run.rank_state(),
         files=_files(strategy),
-        scheme=scheme,
+        scheme=strategy.checkpoints.format,
     )
+
+
+def views(strategy: MeshStrategy, optimizer: bool, edits: Edits) -> dict[str, View]:
+    """Return this rank's views of a save.
+
+    Args:
+        optimizer: whether it has optimizer state.
+    """
+    saves_base = getattr(strategy.lightning_module, "saves_base", True)
+    only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
+    contents = strategy.run.contents(optimizer=optimizer, only=only)
+    return checkpoint.SCHEMES[strategy.checkpoints.format](edits.of(contents, prefix_of(strategy)))
 
 
 def _files(strategy: MeshStrategy) -> dict[str, bytes]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import multiprocessing as mp
 import os
 import pickle
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from megalight import checkpoint
 from megalight.checkpoint.background import rendezvous, saves
 from megalight.checkpoint.background.saves import KINDS, Background, Kind
 from megalight.checkpoint.ranks import Ranks
+from megalight.checkpoint.staging import size_of, stage
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, wait_until_gone, workers_of
@@ -76,6 +80,63 @@ def test_files_of_torch_are_those_of_a_plain_save(tmp_path: Path) -> None:
     # pickles of equal values differ in what they share
     assert pickle.loads(beside.pop(".metadata")) == pickle.loads(plain.pop(".metadata"))
     assert beside == plain
+
+
+class Copying:
+    """Stands for copies from a GPU: they arrive when they are told to."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.fences = 0
+
+    def fence(self) -> None:
+        self.fences += 1
+
+    def wait(self) -> None:
+        assert self.arrived.wait(60)
+
+
+def test_a_save_begins_when_its_copies_have_arrived(
+    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copying()
+    monkeypatch.setattr(saves, "stage", lambda *args, **kwargs: replace(stage(*args, **kwargs), copies=copies))
+    simple.save(tmp_path / "a.ckpt", 1, background)
+    background.fence()
+    time.sleep(0.3)
+    assert not background.ready()
+    copies.arrived.set()
+    background.settle()
+    assert simple.step_of(tmp_path / "a.ckpt") == 1
+    background.fence()  # nothing is under way
+    assert copies.fences == 1
+
+
+def test_an_aborted_save_leaves_the_memory_when_its_copies_have_arrived(
+    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copying()
+    with monkeypatch.context() as patched:
+        patched.setattr(saves, "stage", lambda *args, **kwargs: replace(stage(*args, **kwargs), copies=copies))
+        simple.save(tmp_path / "a.ckpt", 1, background)
+    background.abort()
+    threading.Timer(0.2, copies.arrived.set).start()
+    simple.save(tmp_path / "b.ckpt", 2, background)
+    assert copies.arrived.is_set(), "the next save would have been copied into the same memory"
+    background.settle()
+    assert simple.step_of(tmp_path / "b.ckpt") == 2
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_memory_is_made_ahead(tmp_path: Path, background: Background) -> None:
+    views = simple.views(simple.tensors(1))
+    background.prepare(size_of(views))
+    simple.save(tmp_path / "a.ckpt", 1, background)
+    assert background._memory is not None
+    size = background._memory._memory.numel()
+    background.settle()
+    assert size == max(size_of(views), mmap.PAGESIZE)
+    assert simple.step_of(tmp_path / "a.ckpt") == 1
 
 
 def test_a_job_needs_no_torch(tmp_path: Path, background: Background) -> None:
