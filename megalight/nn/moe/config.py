@@ -84,14 +84,21 @@ class RouterConfig:
             "moe.router.top_k=1 with a softmax over the chosen expert: its weight would always be 1, so the router "
             "would learn nothing. Set moe.router.pre_softmax=true.",
         )
-        _require(0 <= self.jitter < 1, f"moe.router.jitter is {self.jitter}; it must be at least 0 and below 1.")
+        _require(
+            0 <= self.jitter < 1,
+            f"moe.router.jitter is {self.jitter}; it must be at least 0 and below 1. 0 leaves the input as it is.",
+        )
         _require(
             self.score == "sigmoid" or not self.expert_bias,
             f"moe.router.expert_bias=true with moe.router.score={self.score}; the bias is made for sigmoid scores. Set "
             "moe.router.score=sigmoid.",
         )
         rate = self.expert_bias_rate
-        _require(rate >= 0, f"moe.router.expert_bias_rate is {rate}; it must be at least 0.")
+        _require(
+            isfinite(rate) and rate >= 0,
+            f"moe.router.expert_bias_rate is {rate}; it must be finite and at least 0. 0 keeps the bias as it is, and "
+            f"{EXPERT_BIAS_RATE} is usual.",
+        )
         _require(
             self.expert_bias or rate == EXPERT_BIAS_RATE,
             f"moe.router.expert_bias_rate={rate} without a bias does nothing. Set moe.router.expert_bias=true, or "
@@ -128,7 +135,10 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            _require(value >= 0, f"moe.balance.{name} is {value}; it must be at least 0.")
+            _require(
+                isfinite(value) and value >= 0,
+                f"moe.balance.{name} is {value}; it must be finite and at least 0. 0 means no such loss.",
+            )
 
     @property
     def names(self) -> list[str]:
@@ -231,7 +241,14 @@ class MoEConfig:
             f"moe.router.top_k={self.router.top_k} is above moe.num_experts={self.num_experts}; lower the one or raise "
             "the other.",
         )
-        _require(self.clamp is None or self.clamp > 0, f"moe.clamp is {self.clamp}; it must be above 0, or null.")
+        _require(
+            self.clamp is None or (isfinite(self.clamp) and self.clamp > 0),
+            f"moe.clamp is {self.clamp}; it must be finite and above 0. null means no limit.",
+        )
+        _require(
+            isfinite(self.glu_offset),
+            f"moe.glu_offset is {self.glu_offset}; it must be finite. 0 leaves the second factor as it is.",
+        )
         _require(
             not self.weigh_input or self.router.top_k == 1,
             f"moe.weigh_input=true with moe.router.top_k={self.router.top_k}: the weights must multiply "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_the_bias_stays_in_float32() -> None:
             "moe.router.sinkhorn=true with moe.capacity",
         ),
         ({}, {"weigh_input": True}, "moe.weigh_input=true with moe.router.top_k=2"),
-        ({}, {"clamp": 0.0}, "moe.clamp is 0.0; it must be above 0"),
+        ({}, {"clamp": 0.0}, "moe.clamp is 0.0; it must be finite and above 0. null means no limit"),
         ({}, {"num_experts": 0}, "moe.num_experts is 0"),
         ({}, {"pattern": (False,)}, "at least one entry must be true"),
         ({}, {"ffn_hidden_size": -1}, "moe.ffn_hidden_size is -1"),
@@ -204,8 +205,27 @@ def test_configurations_that_cannot_work(router_options: Any, options: Any, mess
         MoEConfig(**{"num_experts": 8, "router": RouterConfig(**router_options), **options})
 
 
+# What an option needs beside it, so that the number alone is wrong.
+NEEDED: dict[str, dict[str, Any]] = {"expert_bias_rate": {"score": "sigmoid", "expert_bias": True}}
+NUMBERS = [
+    (kind, field.name)
+    for kind in (RouterConfig, BalanceConfig, CapacityConfig, MoEConfig)
+    for field in fields(kind)
+    if str(field.type).startswith("float")
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("kind", "name"), NUMBERS)
+def test_every_number_must_be_finite(kind: type, name: str, value: float) -> None:
+    """The message says the value, the rule, and what to do instead."""
+    options = {"num_experts": 8} if kind is MoEConfig else {}
+    with pytest.raises(ConfigurationError, match=rf"moe\.\S*{name} is {value}; it must be [^.]*\. ."):
+        kind(**options, **NEEDED.get(name, {}), **{name: value})
+
+
 def test_coefficients_and_capacities_that_cannot_work() -> None:
-    with pytest.raises(ConfigurationError, match=r"moe.balance.seq_aux_loss is -1; it must be at least 0"):
+    with pytest.raises(ConfigurationError, match=r"moe.balance.seq_aux_loss is -1; it must be finite and at least 0"):
         BalanceConfig(seq_aux_loss=-1)
     for factor in (0, float("inf")):
         with pytest.raises(ConfigurationError, match=rf"capacity.factor is {factor}; it must be finite and above 0"):
