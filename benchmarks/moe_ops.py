@@ -232,13 +232,17 @@ class Layer:
             operations, moved = 6.0 * shape.rows * out * width, 6.0 * (shape.rows * (out + width) + values.numel())
 
             def way(
-                precision: StackPrecision | None, values: Tensor = values, x: Tensor = x, grad: Tensor = grad
+                precision: StackPrecision | None,
+                sizes: Sequence[int] | None = self.sizes,
+                values: Tensor = values,
+                x: Tensor = x,
+                grad: Tensor = grad,
             ) -> Callable[[], Any]:
                 weight, leaf = values.clone().requires_grad_(), x.clone().requires_grad_()
                 state_of(weight).stack_precision = precision
 
                 def run() -> Any:
-                    y = grouped_linear(leaf, weight, offsets, self.sizes)
+                    y = grouped_linear(leaf, weight, offsets, sizes)
                     return y, *torch.autograd.grad(y, (leaf, weight), grad)
 
                 return run
@@ -250,7 +254,8 @@ class Layer:
                 one = OneByOne([LowPrecision(recipe(kind), session, emulate=emulate) for _ in range(shape.experts)])
                 ways = {"one by one": way(one)}
                 if Together.why_not(values, recipe(kind), emulate) is None:
-                    ways["together"] = way(Together(recipe(kind), session, count=shape.experts, emulate=emulate))
+                    # Without sizes on the host, so that large experts stay together, too.
+                    ways["together"] = way(Together(recipe(kind), session, count=shape.experts, emulate=emulate), None)
                 yield Part(f"stack {name}, {kind}", moved, operations, ways)
 
     def parts(self) -> Iterator[Part]:

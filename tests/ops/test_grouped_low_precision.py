@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear import grouped_linear, together
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_linear.together import Together
 from megalight.ops.linear import linear
@@ -100,6 +100,70 @@ def test_products_equal_a_linear_layer_per_expert(way: str, name: str, known: bo
         for found, exact in zip((y, x.grad), expected[:2], strict=True):
             assert torch.equal(found[: sum(SIZES)], torch.cat(exact))
         assert torch.equal(weight.main_grad, torch.stack(expected[2]))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_large_experts_run_one_by_one_where_the_host_knows_their_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may change from one way to the other, also inside of a step: values and histories are the same."""
+    mean = sum(SIZES) * IN * OUT / len(SIZES)
+    limits = ("LARGE_ONE_SCALE", "LARGE") if name != "rowwise" else ("LARGE", "LARGE_ONE_SCALE")
+    monkeypatch.setattr(together, limits[0], mean)
+    monkeypatch.setattr(together, limits[1], torch.inf)
+    ours, theirs = Session(seed=5), Session(seed=5)
+    weight, plain = stack("together", name, ours), stack("one by one", name, theirs)
+    both, alone = stack_precision_of(weight), stack_precision_of(plain)
+    smaller = (*SIZES[:-1], SIZES[-1] - 1)
+    assert both is not None
+    assert alone is not None
+    assert both.way(weight, None) is both.way(weight, smaller) is both
+    assert isinstance(both.way(weight, SIZES), OneByOne)
+    offsets = torch.tensor(SIZES).cumsum(0).int()
+    for number, known in enumerate([(True, False), (False, True), (True, True)]):
+        found = []
+        for stacked, session in ((weight, ours), (plain, theirs)):
+            stacked.main_grad.fill_(torch.nan)
+            state_of(stacked).untouched = True
+            with session.step(number):
+                for sizes in known:
+                    x = (2.0**number * rows(IN, 1)).requires_grad_()
+                    y = grouped_linear(x, stacked, offsets, SIZES if sizes else None)
+                    y.backward(rows(OUT, 2))
+                    assert x.grad is not None
+                    found.append((y[: sum(SIZES)], x.grad[: sum(SIZES)], stacked.main_grad.clone()))
+        for one, other in zip(found[:2], found[2:], strict=True):
+            assert all(map(torch.equal, one, other))
+    if both.history is not None:
+        assert alone.history is not None
+        assert both.history.past is not None
+        assert alone.history.past is not None
+        filled = torch.tensor(SIZES) > 0  # one by one, nothing of an expert without rows is cast
+        assert torch.equal(both.history.past[filled], alone.history.past[filled])
+
+
+def test_only_ways_that_served_are_cast_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "LARGE_ONE_SCALE", 1.0)
+    weight, offsets = stack("together", "tensorwise", Session()), torch.tensor(SIZES).cumsum(0).int()
+    both, x = stack_precision_of(weight), rows(IN, 1)
+    assert isinstance(both, together.Together)
+    way = both.way(weight, SIZES)
+    assert isinstance(way, OneByOne)
+    both.refresh(weight)
+    assert both._kept is None
+    expected = grouped_linear(x, weight, offsets, SIZES)
+    kept = [expert._kept for expert in way.experts]
+    with torch.no_grad():
+        weight.mul_(2)
+    both.refresh(weight)
+    assert all(one is expert._kept for one, expert in zip(kept, way.experts, strict=True))  # cast into the same memory
+    torch.testing.assert_close(grouped_linear(x, weight, offsets, SIZES)[: sum(SIZES)], 2 * expected[: sum(SIZES)])
+    grouped_linear(x, weight, offsets)
+    both.refresh(weight)
+    assert both._kept is not None
+    both.release()
+    assert both._kept is None
+    assert all(expert._kept is None for expert in way.experts)
 
 
 def once(way: str, name: str, x: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:

@@ -50,7 +50,7 @@ def grouped_linear(
     precision = stack_precision_of(weight)
     if not torch.is_grad_enabled():
         if precision is not None:
-            return precision.product(x, weight, offsets, sizes, keep=False)[0]
+            return precision.way(weight, sizes).product(x, weight, offsets, sizes, keep=False)[0]
         return _product(x, weight, offsets, sizes, True, backend)
     kind = _GroupedLinear if precision is None else _LowPrecisionGroupedLinear
     out: Tensor = apply(kind, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
@@ -146,6 +146,8 @@ class _LowPrecisionGroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         precision = stack_precision_of(weight)
         assert precision is not None
+        # Chosen once: the backward reads the casts of this way.
+        precision = precision.way(weight, sizes)
         if sizes is None and precision.needs_sizes:
             # Here, and not in the precision: the backward need not wait again.
             sizes = tuple(offsets.diff(prepend=offsets.new_zeros(1)).tolist())

@@ -31,6 +31,10 @@ class StackPrecision(ABC):
     history: AmaxHistory | None
     needs_sizes: ClassVar[bool] = False
 
+    def way(self, weight: Tensor, sizes: Sequence[int] | None) -> StackPrecision:
+        """Return what multiplies groups of these sizes, forward and backward."""
+        return self
+
     @abstractmethod
     def product(
         self, x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, keep: bool

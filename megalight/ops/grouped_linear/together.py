@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from megalight.ops import grouped_scaled
-from megalight.ops.grouped_linear.low_precision import StackPrecision
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
 from megalight.ops.grouped_scaled import LINE
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
 from megalight.ops.quantize import Quantized, Scheme, cast
 from megalight.ops.quantize.history import GRADIENT, INPUT, STEPS, WEIGHT, AmaxHistory
 from megalight.ops.quantize.recipes import Recipe
+
+LARGE_ONE_SCALE, LARGE = 2e10, 1e11
+"""From how many multiplications of an expert in one product on, with one scale per matrix and with others, experts are
+faster one by one.
+
+Products of the library run up to 1.35 times as fast as our grouped kernel with one scale per matrix, and 1.1 times with
+a scale per row. But each expert costs its own casts and launches: 35 to 65 us in the three products of a stack. These
+are the break-even points on an H200, from Mixtral-8x7B (2e11 and 1e11 per expert, faster one by one) and Qwen3-30B-A3B
+(2e9, three times as slow): ``benchmarks/moe_ops.py --only stack``.
+"""
 
 
 class Gradients(NamedTuple):
@@ -28,7 +38,10 @@ class Gradients(NamedTuple):
 
 
 class Together(LowPrecision, StackPrecision):
-    """Products of a stack ``[E, out, in]``, each with one call. It has the arguments of its base class, and
+    """Products of a stack ``[E, out, in]``, each with one call; but one by one of large experts.
+
+    A step with groups of very different sizes may use both ways, and then holds the codes of both until its end. It has
+    the arguments of its base class, and
 
     Args:
         count: ``E``.
@@ -37,6 +50,27 @@ class Together(LowPrecision, StackPrecision):
     def __init__(self, recipe: Recipe, session: Session, *, count: int, history: int = STEPS, **options: Any) -> None:
         super().__init__(recipe, session, history=AmaxHistory(history, count), **options)
         self.count = count
+        self._options = options
+        self._one_by_one: OneByOne | None = None
+        self._served = False
+
+    def way(self, weight: Tensor, sizes: Sequence[int] | None) -> StackPrecision:
+        """Return the faster way. Without sizes on the host it is this one: the host would have to wait for them."""
+        least = LARGE_ONE_SCALE if self.recipe.one_scale else LARGE
+        if sizes is None or sum(sizes) * weight[0].numel() < least * self.count:
+            self._served = True
+            return self
+        if self._one_by_one is None:
+            histories: Sequence[int | AmaxHistory] = [STEPS] * self.count
+            if self.history is not None:
+                # Parts of this stack's history: both ways scale alike, and a step may change from one to the other.
+                self.history.place(weight.device)
+                histories = self.history.weights
+            self._one_by_one = OneByOne(
+                [LowPrecision(self.recipe, self.session, history=part, **self._options) for part in histories],
+                self.history,
+            )
+        return self._one_by_one
 
     @staticmethod
     def why_not(weight: Tensor, recipe: Recipe, emulate: bool) -> str | None:
@@ -86,6 +120,19 @@ class Together(LowPrecision, StackPrecision):
             assert x_t is not None
             x = x_t
         grouped_scaled.add_weight_gradient(out, grads.columns, x, grads.offsets, write, backend=self.backend)
+
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the weights for the ways that have served: a graph is recorded after passes like it."""
+        if self._one_by_one is not None:
+            self._one_by_one.refresh(weight)
+        if self._served or self._one_by_one is None:
+            super().refresh(weight)
+
+    def release(self) -> None:
+        """Free the codes of both ways."""
+        super().release()
+        if self._one_by_one is not None:
+            self._one_by_one.release()
 
     def _cast_groups(
         self,
