@@ -24,6 +24,8 @@ MAX_PREFETCH = 3
 """Automatic choices go no further: more units on their way do not arrive earlier."""
 PREFETCH_SHARE = 0.02
 """Share of the free memory that buffers for parameters may take where the engine chooses."""
+SAVED_SHARE = 0.5
+"""Share of the memory that sharding parameters saves which these buffers may take again."""
 GRADIENT_SHARE = 0.1
 """Share of the free memory that whole gradients may take where the engine chooses."""
 
@@ -75,8 +77,11 @@ def choose(
     units = len({layout.kind.unit for layout in in_units})
     if prefetch is None:
         # A buffer more only smooths out units of uneven size, so it must not cost memory that activations may need.
+        # And not what sharding has just saved: a model of few units would need more memory than without it.
+        saved = sum(layout.numel * layout.kind.param_dtype.itemsize * (1 - 1 / _shards(layout)) for layout in in_units)
+        spare = 0 if free is None else int(min(PREFETCH_SHARE * free, SAVED_SHARE * saved))
         # One less, as the unit that computes has a buffer, too.
-        deeper = 0 if free is None or not buffer else int(PREFETCH_SHARE * free) // buffer - 1
+        deeper = spare // buffer - 1 if buffer else 0
         prefetch = max(1, min(deeper, MAX_PREFETCH, units - 1))
         why = _share((prefetch + 1) * buffer, free)
     else:
@@ -145,6 +150,10 @@ class TurnBuffers:
         # Neighbours in the forward pass get different turns, so one is gathered while the other one computes.
         unit = layout.kind.unit
         return replace(layout.kind, unit=None), None if unit is None else unit % self._turns
+
+
+def _shards(layout: BucketLayout) -> int:
+    return len(layout.kind.shard_ranks)
 
 
 def _share(size: int, free: int | None) -> str:

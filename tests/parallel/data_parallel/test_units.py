@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.data_parallel import DataParallel, DataParallelEngine, ParamInfo
 from megalight.parallel.data_parallel import residency as residency_module
-from megalight.parallel.data_parallel.layout import Kind, align, plan_buckets
+from megalight.parallel.data_parallel.layout import BucketLayout, Kind, align, plan_buckets
 from megalight.parallel.data_parallel.memory import choose
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close, assert_models_close, mesh
@@ -291,10 +292,16 @@ def test_whole_gradients_are_kept_beside_shards_of_parameters() -> None:
     assert run(_kept_gradients, 2) == [(0, 24)] * 2
 
 
+def _layouts(units: int, ranks: int) -> list[BucketLayout]:
+    """Units of 2**20 parameters in bfloat16, and one more bucket outside of units."""
+    across = ParallelMesh(ranks, 0)
+    kinds = [Kind(torch.bfloat16, torch.float32, 0, mesh=across, unit=unit) for unit in (*range(units), None)]
+    return plan_buckets([2**20] * (units + 1), kinds)
+
+
 def test_buffers_follow_from_the_free_memory() -> None:
-    kinds = [Kind(torch.bfloat16, torch.float32, 0, unit=unit) for unit in (0, 1, 2, 3, None)]
-    layouts = plan_buckets([2**20] * 5, kinds)
-    buffer, whole = 2 * 2**20, 4 * 4 * 2**20
+    layouts = _layouts(12, ranks=4)
+    buffer, whole = 2 * 2**20, 12 * 4 * 2**20
 
     def chosen(free: int | None, params: bool = True, **given: Any) -> tuple[int, bool]:
         memory = choose(layouts, params, given.get("prefetch"), given.get("each"), free)
@@ -304,7 +311,7 @@ def test_buffers_follow_from_the_free_memory() -> None:
 
     assert chosen(None) == (1, True)
     assert chosen(40 * buffer) == (1, True)
-    assert chosen(151 * buffer) == (2, False)
+    assert chosen(151 * buffer) == (2, True)
     assert chosen(1000 * buffer) == (3, False)
     assert chosen(1000 * buffer, params=False)[1]
     assert chosen(1000 * buffer, prefetch=1, each=True) == (1, True)
@@ -314,6 +321,12 @@ def test_buffers_follow_from_the_free_memory() -> None:
         "2 ahead, 3 buffers of 0.002 GiB: 2.0% of the 0.295 GiB free"
         in choose(layouts, True, None, None, 151 * buffer).reasons["prefetch"]
     )
+
+
+@pytest.mark.parametrize(("units", "ranks", "prefetch"), [(6, 2, 1), (12, 2, 2), (16, 2, 3), (6, 8, 1), (10, 8, 3)])
+def test_buffers_take_half_of_what_sharding_saves_at_most(units: int, ranks: int, prefetch: int) -> None:
+    """However much memory is free: with more of them, few units would take more memory than whole parameters do."""
+    assert choose(_layouts(units, ranks), True, None, None, 2**40).prefetch == prefetch
 
 
 def _read_while_gathered() -> bool:
