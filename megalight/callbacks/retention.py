@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import Place
 from megalight.checkpoint.disk.publish import finished, place
-from megalight.errors import CheckpointError, ConfigurationError, StorageError
+from megalight.errors import CheckpointError, ConfigurationError, MegalightError
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Retention(pl.Callback):
             return
         try:
             removable = self.removable(place(path).parent)
-        except (StorageError, OSError) as error:  # on one rank alone, which must not leave the others
+        except (MegalightError, OSError) as error:  # on one rank alone, which must not leave the others
             log.warning("no checkpoint is removed until the next one is written: %s", error)
             return
         for each in removable:

@@ -26,7 +26,7 @@ from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.reader import Reader
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
-from megalight.errors import CheckpointError, StorageError, nearest
+from megalight.errors import CheckpointError, MissingCheckpointError, StorageError, nearest
 from megalight.parallel.source import Filled, Target
 
 
@@ -152,6 +152,10 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     path = publish.absolute(path)
     try:
         return Checkpoint(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        # Removed at any moment since its name was seen: where there are no locks, nothing keeps it.
+        told = error if isinstance(error, CheckpointError) else f"checkpoint {path} was removed while it was opened."
+        raise MissingCheckpointError(f"{told}{_alternative(path)}") from error
     except CheckpointError as error:
         raise type(error)(f"{error}{_alternative(path)}") from error
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,6 +24,7 @@ from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_transformers_export import pl_trainer
 from tests.checkpoint import simple
+from tests.objects import BUCKET, server  # noqa: F401 (a fixture)
 from tests.strategies.test_weights import OPTIONS
 from tests.strategies.training import ADAM, BASE, WithData
 
@@ -142,35 +145,63 @@ while True:
 """
 
 
+def drain(pipe: Iterable[str], into: list[str]) -> None:
+    for line in pipe:
+        into.append(line)
+
+
+class Child:
+    """A process whose output is read while it runs, so that it never waits for a full pipe."""
+
+    def __init__(self, code: str, folder: str) -> None:
+        words = [sys.executable, "-c", code, folder]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self._threads = [
+            threading.Thread(target=drain, args=(pipe or (), into), daemon=True)
+            for into, pipe in ((self.lines, self.process.stdout), (self.errors, self.process.stderr))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def until(self, lines: int) -> None:
+        """Wait until it has written so many lines."""
+        while len(self.lines) < lines:
+            assert self.process.poll() is None, self.end()
+            time.sleep(0.005)
+
+    def end(self) -> str:
+        """Kill it. Returns what it wrote of errors."""
+        self.process.kill()
+        self.process.wait()
+        for thread in self._threads:
+            thread.join()
+        return "".join(self.errors)
+
+
 def churn(folder: str, rounds: int, seed: int) -> None:
     """Two readers go on while a process that saves and removes is killed again and again."""
-    draw = random.Random(seed)
-    words = [sys.executable, "-c", READERS, folder]
-    with ExitStack() as stack:
-        readers = [
-            stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-            for _ in range(2)
-        ]
-        stack.callback(lambda: [reader.kill() for reader in readers])
+    draw, safe = random.Random(seed), 0
+    readers = [Child(READERS, folder) for _ in range(2)]
+    try:
         for _ in range(rounds):
-            saver = [sys.executable, "-c", SAVER, folder]
-            with subprocess.Popen(saver, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-                assert child.stdout is not None
-                safe = int(child.stdout.readline())
+            saver = Child(SAVER, folder)
+            try:
+                saver.until(1)
                 time.sleep(draw.uniform(0, 0.5))
-                child.kill()
-                rest, errors = child.communicate()
-            assert not errors
-            safe = max([safe, *map(int, rest.split())])
+            finally:
+                errors = saver.end()
+            assert not errors, errors
+            safe = max([safe, *map(int, saver.lines)])
             newest = checkpoint.latest(folder)
             assert newest is not None
             assert simple.step_of(newest) >= safe
         for reader in readers:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == "read\n"
-            assert reader.poll() is None
-            reader.kill()
-            assert not reader.communicate()[1]
+            reader.until(len(reader.lines) + 1)
+    finally:
+        ended = [reader.end() for reader in readers]
+    assert ended == ["", ""], "\n".join(ended)
     # Nobody reads any more: what was kept for a reader goes.
     for each in Retention(last=2).removable(publish.place(folder)):
         assert checkpoint.remove(each.path)
@@ -182,6 +213,13 @@ def churn(folder: str, rounds: int, seed: int) -> None:
 def test_readers_and_kills_beside_removals(seed: int, tmp_path: Path) -> None:
     """50 kills."""
     churn(str(tmp_path), 10, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_readers_and_kills_beside_removals_in_a_store(seed: int, server: str) -> None:  # noqa: F811
+    """30 kills. A store has no locks: a checkpoint may go while it is read."""
+    churn(f"s3://{BUCKET}/{uuid4().hex}", 10, seed)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:You.re resuming from a checkpoint")

@@ -375,7 +375,10 @@ def _order(save: Address) -> tuple[int, str]:
 
 
 def _clean(path: Address) -> None:
-    """Delete leftovers: of this path, and those beside it that nobody has written to for a day."""
+    """Delete leftovers: of this path, and those beside it whose writer is dead or has not written for a day.
+
+    Also what a killed removal left: its manifest is gone, so nobody reads it.
+    """
     current = _actual(path)
     for save in _saves(path):
         # A sealed one was replaced, and its deletion was cut short. Another run may be writing one that is not.
@@ -383,7 +386,7 @@ def _clean(path: Address) -> None:
             _delete(save)
     for other in _named(path.parent):
         for save in _saves(other) if other != path else []:
-            if not _sealed(save) and _abandoned(save):
+            if not _sealed(save) and (_dead(save) or _abandoned(save)):
                 _delete(save)
 
 
@@ -413,12 +416,14 @@ def _dead(save: Address) -> bool:
 
 def _abandoned(folder: Address) -> bool:
     """Whether nobody has written to a folder for long."""
-    found = folder.ask("find")
+    now = time.time()
     try:
-        newest = max((float(folder.ask("modified", key).timestamp()) for key in found), default=time.time())
+        found = folder.ask("find")
+        # One young file is enough: a question for each file of each save under way would slow every other save.
+        old = (now - folder.ask("modified", key).timestamp() > publish.ABANDONED_SECONDS for key in found)
+        return bool(found) and all(old)
     except FileNotFoundError:  # another process is deleting it
         return False
-    return time.time() - newest > publish.ABANDONED_SECONDS
 
 
 @publish.delete.register

@@ -21,7 +21,7 @@ from megalight import checkpoint
 from megalight.checkpoint.background import rendezvous
 from megalight.checkpoint.background.saves import KINDS, Background, Kind
 from megalight.checkpoint.disk import publish, remote
-from megalight.checkpoint.disk.files import FileRecord
+from megalight.checkpoint.disk.files import FileRecord, write_file
 from megalight.checkpoint.disk.part import Written
 from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
@@ -204,7 +204,9 @@ def test_a_kill_between_parts_loses_nothing(folder: Address, monkeypatch: pytest
 
 
 def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert killed_at(4, lambda: simple.save(folder / "a.ckpt", 1), monkeypatch)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(publish, "machine", lambda: "another")
+        assert killed_at(4, lambda: simple.save(folder / "a.ckpt", 1), monkeypatch)
     left = names(folder)
     assert left
     simple.save(folder / "b.ckpt", 1)
@@ -213,6 +215,43 @@ def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest
     monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
     simple.save(folder / "b.ckpt", 2)
     assert names(folder) == one("b.ckpt")
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_leftovers_do_not_pile_up(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed again and again saves and removes another path each time: the next save cleans up."""
+    left = 0
+    for at in range(1, 9):
+        assert killed_at(at, lambda path=folder / f"{at}.ckpt": simple.save(path, 1), monkeypatch)  # type: ignore[misc]
+        simple.save(folder / "old.ckpt", 1)
+        assert names(folder) == one("old.ckpt")
+        # without its manifest, and with some of its files
+        killed_at(at, lambda: checkpoint.remove(folder / "old.ckpt"), monkeypatch)
+        left += bool(names(folder))
+        simple.save(folder / "new.ckpt", 1)
+        assert names(folder) == (one("new.ckpt") if at > 1 else sorted(one("new.ckpt") + one("old.ckpt")))
+        for name in ("old.ckpt", "new.ckpt"):
+            checkpoint.remove(folder / name)
+    assert left > 1
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+def test_a_save_under_way_costs_others_one_question(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for each of its files, which are many on many ranks."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(publish, "machine", lambda: "another")
+        partial = remote.RemotePartial(folder / "a.ckpt")
+    for rank in range(50):
+        write_file(partial.folder / f"data/{rank}-0.safetensors", b"half")
+    asked, ask = [], Address.ask
+
+    def counted(self: Address, question: str, *args: Any, **options: Any) -> Any:
+        asked.append(question)
+        return ask(self, question, *args, **options)
+
+    monkeypatch.setattr(Address, "ask", counted)
+    simple.save(folder / "b.ckpt", 1)
+    assert asked.count("modified") == 1
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
@@ -500,7 +539,7 @@ def test_kills_at_random_moments(objects: Address, seed: int) -> None:
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
-@pytest.mark.parametrize("question", ["info", "cat_file", "size"])
+@pytest.mark.parametrize("question", ["info", "cat_file", "size", "find"])
 def test_a_checkpoint_that_goes_while_it_is_read_is_an_error_of_ours(
     folder: Address, question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
