@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.nn.moe import Dispatcher
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
@@ -365,13 +366,17 @@ class ParallelModel:
             apply_recompute(chunk, options, whole=self.mesh.pp == 1)
 
     def check_overlap(self) -> None:
-        """Raise if an overlap backend cannot serve a layer on this device.
+        """Raise if messages cannot travel as asked for on these devices. All ranks of the mesh call this together.
 
         Raises:
-            LayoutError: names the layer, and gives the reason of each backend.
+            LayoutError: an overlap backend cannot serve a layer, or a dispatcher the ranks of its experts.
             ConfigurationError: the device has a single queue, so nothing can run beside messages.
         """
         check_overlap(self.root, self.device)
+        # Every rank of a stage has the same layers, so ranks that share experts come here equally often.
+        for module in self.root.modules():
+            if isinstance(module, Dispatcher):
+                module.connect()
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         if self.options.pipeline.schedule == "combined" and self.device.type == "cuda" and queues == "1":
             raise ConfigurationError(

@@ -43,6 +43,9 @@ class Dispatcher(nn.Module, ABC):
     pads: ClassVar[bool] = True
     alignment: int = 1
 
+    def connect(self) -> None:
+        """Prepare before the first pass, and raise now if something is missing that shows only when processes run."""
+
     @abstractmethod
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None

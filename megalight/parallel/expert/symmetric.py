@@ -38,13 +38,17 @@ class SymmetricDispatcher(AllToAllDispatcher):
     """Sends copies as ``all_to_all`` does, by copy engines.
 
     Raises:
-        LayoutError: this machine has no symmetric memory.
+        LayoutError: this machine has no symmetric memory. :meth:`connect`: the ranks cannot reach each other's.
     """
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         if (reason := memory.why_not("cuda")) is not None:
             raise _refusal(reason)
+
+    def connect(self) -> None:
+        """Make what all layers share; the ranks along ``ep`` and ``etp`` call this together."""
+        _ = self.shared.peer_exchange
 
     def carry(self, tensors: Sequence[Tensor], traffic: Traffic) -> tuple[Tensor, ...]:
         """Send rows through the memory that all layers share."""
@@ -136,6 +140,7 @@ class PeerExchange:
             return outs
         slot = self.memory.slot(regions.nbytes, self._busy)
         self._busy.add(slot.place)
+        # Kept over the pause: the other pass may make the memory grow, and what is on its way is in the old one.
         slots = [slot.view(to, (self.memory.capacity,), torch.uint8) for to in range(self.memory.size)]
         leaving = [_bytes(x) for x in inputs]
         current = torch.cuda.current_stream()
@@ -151,22 +156,26 @@ class PeerExchange:
             # The flag is raised also without rows: the receiver waits for every rank.
             self.copies.push(slot, to, *pairs)
         left = self.copies.stream.record_event()
-        if apart:
-            pause()
+        try:
+            if apart:
+                pause()
+        finally:
+            # Also if the pass was abandoned in its pause. The peers have sent their rows, and would wait for this slot
+            # in the next step, forever.
             current = torch.cuda.current_stream()
-        self.copies.spin.wait(slot.flags(Flag.READY, self.memory.others))
-        for number, (out, source, width) in enumerate(zip(outs, leaving, regions.widths, strict=True)):
-            # Out of the slot at once: it must be free again soon, or the peers wait.
-            target, place = _bytes(out), regions.arrived(number, rank)
-            own = regions.place(number, rank, rank)
-            before, after = own.start - place.start, own.stop - place.start
-            target[:before].copy_(slots[rank][place.start : own.start])
-            target[after:].copy_(slots[rank][own.stop : place.stop])
-            target[before:after].copy_(source[starts[rank] * width : starts[rank + 1] * width])
-        # The rows leave with this event: until then their memory must not be written again.
-        current.wait_event(left)
-        self.copies.free(slot)
-        self._busy.discard(slot.place)
+            self.copies.spin.wait(slot.flags(Flag.READY, self.memory.others))
+            for number, (out, source, width) in enumerate(zip(outs, leaving, regions.widths, strict=True)):
+                # Out of the slot at once: it must be free again soon, or the peers wait.
+                target, place = _bytes(out), regions.arrived(number, rank)
+                own = regions.place(number, rank, rank)
+                before, after = own.start - place.start, own.stop - place.start
+                target[:before].copy_(slots[rank][place.start : own.start])
+                target[after:].copy_(slots[rank][own.stop : place.stop])
+                target[before:after].copy_(source[starts[rank] * width : starts[rank + 1] * width])
+            # The rows leave with this event: until then their memory must not be written again.
+            current.wait_event(left)
+            self.copies.free(slot)
+            self._busy.discard(slot.place)
         return outs
 
 

@@ -17,9 +17,13 @@ from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, symmet
 from megalight.parallel.expert.exchange import Traffic
 from megalight.parallel.expert.symmetric import BOUNDARY, PeerExchange, Regions
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.options import ParallelOptions
 from megalight.parallel.peers import memory
 from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.turns import Abandoned, Turns
 from tests.parallel.expert import test_dispatch, test_overlap
+from tests.parallel.expert.model import build
 from tests.parallel.tensor.overlap.shared_files import symmetric_on_cpu
 from tests.workers import run
 
@@ -99,6 +103,77 @@ def _ends_of_turns() -> list[int]:
 def test_turns_end_also_where_no_rank_has_a_row() -> None:
     """Ranks of another group may have rows, and all passes must take turns in the same order."""
     assert run(_ends_of_turns, 2) == [[1, 1]] * 2
+
+
+def _sums(send: PeerExchange, sizes: tuple[int, ...]) -> list[tuple[float, float]]:
+    """What arrives if each rank sends as many rows of its number to each, and what should."""
+    found = []
+    for rows in sizes:
+        leaving = torch.full((2 * rows, 3), float(dist.get_rank() + 1 + rows), dtype=torch.float64)
+        (out,) = send([leaving], Traffic.even(rows, 2))
+        found.append((float(out.sum()), 3.0 * rows * (3 + 2 * rows)))
+    return found
+
+
+def _grown_in_turns() -> list[tuple[float, float]]:
+    """The memory grows in each pass while rows of the other one are in the old memory."""
+    found: list[tuple[float, float]] = []
+    with symmetric_on_cpu():
+        send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
+        # What is patched is seen in all threads.
+        Turns(torch.device("cpu")).play(
+            lambda: found.extend(_sums(send, (3, 100, 7, 3000))),
+            lambda: found.extend(_sums(send, (5, 40, 900, 2, 6000))),
+            lambda: None,
+        )
+    return found
+
+
+def test_slots_may_grow_while_two_passes_take_turns() -> None:
+    for found in run(_grown_in_turns, 2):
+        assert len(found) == 9
+        assert all(one == other for one, other in found), found
+
+
+def _after_failures() -> tuple[int, list[tuple[float, float]]]:
+    """Passes that end in their pause, as when the other one fails; and what arrives later."""
+    failed = 0
+    with symmetric_on_cpu():
+        send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
+        for _ in range(memory.SLOTS + 1):
+            with (
+                patch.object(symmetric, "taking_turns", lambda: True),
+                patch.object(symmetric, "pause", side_effect=Abandoned),
+                pytest.raises(Abandoned),
+            ):
+                _sums(send, (4,))
+            failed += 1
+        return failed, _sums(send, (1, 2, 3))
+
+
+def test_an_abandoned_pass_leaves_its_slot_free() -> None:
+    """Neither this rank nor its peers wait for it in the next step."""
+    for failed, found in run(_after_failures, 2):
+        assert failed == memory.SLOTS + 1
+        assert all(one == other for one, other in found), found
+
+
+def _connected(reason: str | None) -> str:
+    with symmetric_on_cpu(), patch.object(memory, "unreachable", lambda group: reason):
+        mesh = ParallelMesh(2, dist.get_rank(), ep=2)
+        options = ParallelOptions(expert=ExpertOptions("symmetric"))
+        try:
+            ParallelModel.build(build().to("meta"), mesh, options)
+        except LayoutError as error:
+            return str(error)
+        return "connected"
+
+
+def test_ranks_that_cannot_reach_each_other_are_told_before_the_first_pass() -> None:
+    far = "needs all 2 ranks on one host, and they are on 2"
+    assert run(_connected, 2, None) == ["connected"] * 2
+    for message in run(_connected, 2, far):
+        assert message.startswith(f"ExpertOptions: dispatcher='symmetric' cannot serve: it {far}. Set dispatcher=")
 
 
 def test_rows_of_all_ranks_arrive_in_order() -> None:
