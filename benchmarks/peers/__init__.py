@@ -17,6 +17,7 @@ PEERS = {
     "megalight": ("megalight", {}),
     "hf": ("huggingface", {"compiled": False}),
     "hf-compile": ("huggingface", {"compiled": True}),
+    "fully-shard": ("fully_shard", {}),
     "fsdp2": ("fsdp2", {}),
     "mfsdp": ("megatron_fsdp", {}),
     "mcore-te": ("megatron_core", {"te": True}),

@@ -51,7 +51,7 @@ class Runner:
 
 
 def llama(step: Step) -> Any:
-    """Make a Llama with the step's shape in float32, on its device."""
+    """Make a Llama with the step's shape in float32, on its device. Its values are the same on all ranks and calls."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -63,8 +63,11 @@ def llama(step: Step) -> Any:
         num_key_value_heads=step.kv,
         max_position_embeddings=step.seq,
         attn_implementation="sdpa",
+        # A layer writes the cache at its own number, so each would be compiled anew, up to the limit of torch.compile.
+        use_cache=False,
         tie_word_embeddings=False,
     )
+    torch.manual_seed(1)
     with torch.device(step.device):
         return LlamaForCausalLM(config)
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.meter import Meter, random_rows
 from benchmarks.peers import world_size
-from benchmarks.peers.fsdp2 import process_group
+from benchmarks.peers.sharded_llama import process_group
 from benchmarks.step import Step, only_of
 from megalight.imports import has
 
@@ -48,7 +48,7 @@ class Runner:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        with process_group("nccl"):
+        with process_group(step):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=step.tp, expert_model_parallel_size=step.ep
             )

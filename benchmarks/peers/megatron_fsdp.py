@@ -1,71 +1,50 @@
-"""``transformers``' Llama with the package ``megatron-fsdp``, which shards everything; each layer compiled."""
+"""``transformers``' Llama with the package ``megatron-fsdp``."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
-from benchmarks.meter import Meter
 from benchmarks.peers import world_size
-from benchmarks.peers.fsdp2 import process_group
-from benchmarks.peers.huggingface import llama, loss_of
-from benchmarks.step import Step, only_of
-from megalight.imports import has
+from benchmarks.peers.sharded_llama import Sharded, ShardedLlama
+from benchmarks.step import Step
 
 
-class Runner:
+class Runner(ShardedLlama):
     """bfloat16 parameters and messages, float32 masters and sums, two buffers of units in turn."""
 
+    package = "megatron_fsdp"
+
     def why_not(self, step: Step) -> str | None:
-        for package in ("transformers", "megatron_fsdp"):
-            if not has(package):
-                return f"{package.replace('_', '-')} is not installed"
         if step.device != "cuda" or step.precision != "bf16":
             return "this runner is of GPUs and bf16"
-        return only_of(step, ("level",))
+        return super().why_not(step)
 
-    def check(self, step: Step) -> dict[str, Any]:
-        return {}
-
-    def run(self, step: Step, meter: Meter) -> None:
+    def shard(self, model: Any, step: Step, optimizer: Callable[..., Optimizer]) -> Sharded:
         from megatron_fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        with process_group("nccl") as rank:
-            model: Any = llama(step).bfloat16()
-            for layer in model.model.layers:
-                layer.compile()
-            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            model, optimizer = fully_shard(
-                model,
-                optimizer,
-                # It asks for a dim of tensor parallelism, also where there is none.
-                device_mesh=init_device_mesh("cuda", (world_size(), 1), mesh_dim_names=("dp", "tp")),
-                dp_shard_dim="dp",
-                tp_dim="tp",
-                fsdp_unit_modules=[LlamaDecoderLayer],
-                zero_dp_strategy=3,
-                sync_model_each_microbatch=False,
-                preproc_state_dict_for_dcp_ckpt=False,
-                mixed_precision_policy=MixedPrecisionPolicy(
-                    main_params_dtype=torch.float32,
-                    main_grads_dtype=torch.float32,
-                    grad_comm_dtype=torch.bfloat16,
-                ),
-                fsdp_double_buffer=True,
-            )
-            meter.start()
-            for index in range(meter.total):
-                for micro in range(step.micro):
-                    model.set_model_auto_sync(micro == step.micro - 1)
-                    seed = (index * step.micro + micro) * world_size() + rank
-                    (loss_of(model, step, seed) / step.micro).backward()
-                # Without clipping, which its gradients do not offer to torch's function: that favours this peer.
-                optimizer.step()
-                optimizer.zero_grad()
-                meter.tick()
-            meter.close()
+        sharded, stepping = fully_shard(
+            model.bfloat16(),
+            optimizer(model.parameters()),
+            # It asks for a dim of tensor parallelism, also where there is none.
+            device_mesh=init_device_mesh("cuda", (world_size(), 1), mesh_dim_names=("dp", "tp")),
+            dp_shard_dim="dp",
+            tp_dim="tp",
+            fsdp_unit_modules=[LlamaDecoderLayer],
+            zero_dp_strategy=3,
+            sync_model_each_microbatch=False,
+            preproc_state_dict_for_dcp_ckpt=False,
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=torch.float32,
+                main_grads_dtype=torch.float32,
+                grad_comm_dtype=torch.bfloat16,
+            ),
+            fsdp_double_buffer=True,
+        )
+        # Its gradients do not offer what torch's clipping needs. Without clipping, this peer has less to do.
+        return Sharded(sharded, stepping, sharded.set_model_auto_sync, None)
