@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megalight import checkpoint
 from megalight.callbacks import EMA
+from megalight.checkpoint.foreign.torch_files import torch_path
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.sources.streaming import Wanted, itself, stream
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model
+from megalight.nn.moe import MoEConfig
 from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy
 from tests.environment import trainer
 from tests.strategies.test_layout_changes import CONFIG, Again
@@ -37,7 +42,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel": 2}),
     "tp2dp2": (4, {"tensor_parallel": 2}),
     "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params", optimizer_offload_fraction=0.5)}),
+    "full hsdp": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
+    "full hsdp over both": (
+        4,
+        {"data_parallel": DataParallel(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
+    ),
+    "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "experts one": (1, {}),
+    "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "experts full ep2edp2": (4, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
 }
+EXPERTS = replace(CONFIG, num_layers=2, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
 
 
 def _fit(
@@ -47,7 +62,7 @@ def _fit(
     options = {**LAYOUTS[layout][1], **({"checkpoints": Checkpoints(format=form)} if stop == AT else {})}
     losses, saves = Losses(), [] if again is None else [Again(again)]
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    module = WithData(EXPERTS if layout.startswith("experts") else CONFIG, optimizer=ADAM, seed=SEED)
     module.steps = STEPS
     runner = trainer(
         MegatronStrategy(micro_batch_size=1, **options),
@@ -161,22 +176,63 @@ def test_the_same_layout_resumes_bit_for_bit(saved: Save, tmp_path: Path) -> Non
     assert flat == whole == uninterrupted[AT:]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_full_sharding_saves_what_torch_reads_and_every_layout_resumes_from(saved: Save, tmp_path: Path) -> None:
-    path, again = saved("full2", "fsdp_dtensor"), str(tmp_path / "again.ckpt")
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        ("full2", "tp2"),
+        ("experts full ep2", "experts one"),
+        pytest.param("full hsdp", "full tp2dp2", marks=pytest.mark.full),
+        pytest.param("full hsdp over both", "full2", marks=pytest.mark.full),
+        pytest.param("full tp2dp2", "full hsdp", marks=pytest.mark.full),
+        pytest.param("experts full ep2edp2", "experts full ep2", marks=pytest.mark.full),
+    ],
+)
+def test_full_sharding_saves_what_torch_reads_and_every_layout_resumes_from(
+    layout: str, other: str, saved: Save, tmp_path: Path
+) -> None:
+    path = saved(layout, "fsdp_dtensor")
     assert checkpoint.open(path).scheme == "fsdp_dtensor"
     before = contents(path)
-    name = "layers.1.mlp.up.weight"
-    states = ("master", "exp_avg", "exp_avg_sq")
-    key = f"optimizer.{{}}.model.{name}".format
-    theirs = {state: torch.zeros_like(before[key(state)]) for state in states}
-    weight = torch.zeros_like(before[f"model.{name}"])
-    dcp.load({"model": {name: weight}, "optimizer": {"state": {name: theirs}}}, checkpoint_id=path)
-    assert torch.equal(weight, before[f"model.{name}"])
-    assert all(torch.equal(theirs[state], before[key(state)]) for state in states)
-    ((losses, _), *_) = run(_fit, 2, "tp2", STEPS, path, again)
-    assert len(losses) == STEPS - AT
+    theirs = in_torch(path, before, tmp_path)
+    assert len(theirs["optimizer"]["state"]) == len(theirs["model"])
+    for name, tensor in before.items():
+        assert torch.equal(functools.reduce(dict.__getitem__, torch_path(name), theirs), tensor), name
+    again = str(tmp_path / "again.ckpt")
+    ((losses, message), *_) = run(_fit, LAYOUTS[other][0], other, STEPS, path, again)
+    assert len(losses) == STEPS - AT, message
     same(before, contents(again))
+    for number, form in enumerate(("fully_reshardable", "dp_reshardable", "fsdp_dtensor")):
+        converted = str(tmp_path / f"{number}.ckpt")
+        assert main(["convert", path, converted, "--to", form, "--quiet"]) == 0
+        assert checkpoint.open(converted).scheme == form
+        same(before, contents(converted))
+        path = converted
+
+
+PLAIN = """
+import sys, torch, torch.distributed.checkpoint as dcp
+state = torch.load(sys.argv[2])
+dcp.load(state, checkpoint_id=sys.argv[1])
+torch.save(state, sys.argv[2])
+assert not any(name.startswith("megalight") for name in sys.modules)
+"""
+
+
+def in_torch(path: str, tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, Any]:
+    """Let torch's own DCP load tensors of these shapes, in a process without Megalight; return its nested state."""
+    state: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *parents, last = torch_path(name)
+        inner = state
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = torch.zeros_like(tensor)
+    torch.save(state, folder / "state.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-W", "ignore", "-c", PLAIN, path, str(folder / "state.pt")]
+    subprocess.run(words, cwd=folder, env=environment, check=True)
+    found: dict[str, Any] = torch.load(folder / "state.pt")
+    return found
 
 
 def test_each_format_becomes_each_other(saved: Save, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megalight.callbacks import EMA
 from megalight.models.config import DropoutConfig
+from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.source import shard_boxes
 from megalight.strategies import Checkpoints, DataParallel, MegatronStrategy, Pipeline
@@ -21,6 +22,7 @@ from tests.workers import run
 
 # dropout draws from the random streams of every rank, so those must be restored too
 CONFIG = replace(CONFIGS["tied"], num_layers=4, dropout=DropoutConfig(hidden=0.1))
+EXPERTS = replace(CONFIG, num_layers=2, moe=MoEConfig(num_experts=4, ffn_hidden_size=12, pattern=(False, True)))
 STOPS = (2, 3, 5, 6)
 FORMATS = ("fully_reshardable", "dp_reshardable", "fsdp_dtensor")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -28,6 +30,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "dp2 no_shard": (2, {"data_parallel": DataParallel(level="no_shard")}),
     "full2": (2, {"data_parallel": DataParallel(level="optim_grads_params")}),
+    "full hsdp": (4, {"data_parallel": DataParallel(level="optim_grads_params", replicate=2)}),
+    "full tp2dp2": (4, {"tensor_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
+    "experts full ep2": (2, {"expert_parallel": 2, "data_parallel": DataParallel(level="optim_grads_params")}),
     "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel": 2}),
     "pp2vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
@@ -41,7 +46,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def _fit(layout: str, form: str, stop: int, resume: str | None, save: str) -> tuple[list[float], str]:
     """Train from a checkpoint until ``stop``; return the losses, and a digest of this rank's whole optimizer state."""
     strategy = MegatronStrategy(micro_batch_size=1, checkpoints=Checkpoints(format=form), **LAYOUTS[layout][1])
-    losses, module = Losses(), WithData(CONFIG, optimizer=ADAM, seed=SEED)
+    config = EXPERTS if layout.startswith("experts") else CONFIG
+    losses, module = Losses(), WithData(config, optimizer=ADAM, seed=SEED)
     losses.on_train_start = lambda *_: None  # type: ignore[method-assign]
     module.steps = STOPS[-1]
     runner = trainer(
@@ -90,7 +96,7 @@ def check(layout: str, forms: tuple[str, ...], folder: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_resumes_are_bitwise(layout: str, tmp_path: Path) -> None:
-    """11 layouts x 3 formats x 3 resumes: 99 configurations."""
+    """14 layouts x 3 formats x 3 resumes: 126 configurations."""
     check(layout, FORMATS, tmp_path)
 
 
