@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,9 @@ class FullyShard(PlainRun):
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         # Gradients lie in the engine's buffers, which torch's own method would not clear.
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self._loading = False
+        module.register_state_dict_pre_hook(self._check_readable)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(self._check_loading)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global norm of ``max_norm`` at most; return the norm before, on the device."""
@@ -162,6 +166,82 @@ class FullyShard(PlainRun):
         """Make all parameters readable inside, on all ranks together. What is written there is lost."""
         self.engine.sync_parameters()
         return self.model.full_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's whole ``state_dict`` in host memory on rank 0, and an empty one on the others.
+
+        All ranks call this together. It takes memory for the whole module, on each rank's device too; :meth:`save`
+        does not.
+        """
+        with self.full_parameters():
+            if not _first():
+                return {}
+            # Copies: tied weights become two of them, and what was gathered is about to go.
+            return {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in self.model.root.state_dict().items()
+            }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a whole ``state_dict`` of the module into parameters and masters; the optimizer's averages stay.
+
+        All ranks call this together. Rank 0's values count: the others may pass an empty one.
+
+        Args:
+            strict: whether names must be those of the module.
+
+        Raises:
+            ConfigurationError: on all ranks, before anything is written: names or shapes are not those of the module.
+        """
+        with self.full_parameters():
+            trouble = [self._trouble(state, strict) if _first() else ""]
+            if dist.is_initialized():
+                dist.broadcast_object_list(trouble, 0, device=self.engine.device)
+            if trouble[0]:
+                raise ConfigurationError(trouble[0])
+            if _first():
+                self._loading = True
+                try:
+                    self.model.root.load_state_dict(state, strict=False)
+                finally:
+                    self._loading = False
+            broadcast_values(self.model.root, self.engine.device)
+            # Inside: afterwards only shards are left, which the masters would overwrite in the next step.
+            self.engine.refresh_masters()
+
+    def _trouble(self, state: Mapping[str, Any], strict: bool) -> str:
+        """Return why a state cannot be loaded, or an empty text."""
+        own = self.model.root.state_dict()
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name in own and value.shape != own[name].shape:
+                return f"{name} has the shape {list(value.shape)} in this state_dict and {list(own[name].shape)} here."
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if strict and (missing or unknown):
+            return (
+                f"This state_dict lacks {len(missing)} names of the module {missing[:3]}, and has {len(unknown)} that "
+                f"the module lacks {unknown[:3]}. Pass strict=False to load the names that both have."
+            )
+        return ""
+
+    def _check_readable(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse ``module.state_dict()`` where parameters are not whole: their values would be NaN."""
+        residency = None if self.model.shards is None else self.model.shards.residency
+        # With `keep_vars` the caller, as our own code, is after the names.
+        if residency is not None and not residency.whole and not keep_vars:
+            raise ConfigurationError(
+                f"state_dict() of a sharded {type(module).__name__}, whose parameters are not whole here. Call "
+                "sharded.state_dict() on all ranks (what fully_shard returned is `sharded`), or this method inside "
+                "`with sharded.full_parameters():`, as save_pretrained() needs it."
+            )
+
+    def _check_loading(self, module: nn.Module, *_: Any) -> None:
+        """Refuse ``module.load_state_dict()``: masters would not follow, and the next step would undo it."""
+        if not self._loading:
+            raise ConfigurationError(
+                f"load_state_dict() of a sharded {type(module).__name__} does not reach its optimizer's masters. Call "
+                "sharded.load_state_dict(state) on all ranks (what fully_shard returned is `sharded`)."
+            )
 
     def _reduce(self) -> None:
         """Complete the sums over ranks, once per step."""
@@ -180,6 +260,10 @@ class FullyShard(PlainRun):
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self._reduced = False
         self.engine.zero_grad()
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _replicas(mesh: DeviceMesh, given: int) -> int:
