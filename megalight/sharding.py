@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,6 +34,8 @@ from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("tp", "cp", "pp", "ep")
 """Usual names of dims of a mesh over which a module, or its tokens, are split."""
@@ -151,6 +154,14 @@ class FullyShard(PlainRun):
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         # Gradients lie in the engine's buffers, which torch's own method would not clear.
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        compiled = {
+            type(part).__name__ for part in module.modules() if part._compiled_call_impl and part._forward_pre_hooks
+        }
+        if compiled:
+            log.warning(
+                f"{', '.join(sorted(compiled))}.compile() also traces the hooks that gather parameters, and compiles "
+                "anew for each module. Write module.forward = torch.compile(module.forward) instead."
+            )
         self._loading = False
         module.register_state_dict_pre_hook(self._check_readable)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(self._check_loading)  # type: ignore[no-untyped-call]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -47,6 +49,12 @@ def _freeze(model: Any) -> None:
 def _compile(model: Any) -> None:
     for module in model.modules():
         if type(module).__name__ in LAYERS:
+            module.forward = torch.compile(module.forward, backend="eager")
+
+
+def _compile_with_hooks(model: Any) -> None:
+    for module in model.modules():
+        if type(module).__name__ in LAYERS:
             module.compile(backend="eager")
 
 
@@ -54,6 +62,7 @@ WAYS: dict[str, Callable[[Any], None]] = {
     "plain": lambda model: None,
     "frozen": _freeze,
     "compiled": _compile,
+    "compiled with hooks": _compile_with_hooks,
     "checkpointing": lambda model: model.gradient_checkpointing_enable(),
 }
 
@@ -123,6 +132,20 @@ def _used(name: str, way: str) -> None:
         group["lr"] = 0.0
     optimizer.step()
     assert _same(sharded.state_dict(), initial)
+
+
+def _warned(compiled: bool) -> list[str]:
+    model = _model("llama", "compiled with hooks" if compiled else "compiled")
+    with patch.object(logging.getLogger("megalight.sharding"), "warning") as warn:
+        megalight.fully_shard(model, torch.optim.SGD(model.parameters(), 0.1))
+    return [call.args[0] for call in warn.mock_calls]
+
+
+def test_compiled_hooks_are_told() -> None:
+    """Nothing is compiled before the first forward, so this is quick."""
+    for (told,) in run(_warned, WORLD, True):
+        assert "LlamaDecoderLayer.compile() also traces the hooks" in told
+    assert run(_warned, WORLD, False) == [[]] * WORLD
 
 
 def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

@@ -100,7 +100,8 @@ class ShardedLlama:
                 # Sizes of the peer before would count as dynamic, and those kernels are slower.
                 torch._dynamo.reset()
                 for layer in model.model.layers:
-                    layer.compile()
+                    # Not `layer.compile()`: it would trace the hooks that gather a layer, and anew for each of them.
+                    layer.forward = torch.compile(layer.forward)
             sharded = self.shard(model, step, lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True))
             meter.start()
             for index in range(meter.total):
