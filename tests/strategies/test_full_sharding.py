@@ -104,7 +104,7 @@ def test_equals_one_device(case: str) -> None:
 NORMS = Recompute(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
 BESIDE: dict[str, dict[str, Any]] = {
     "average": {"trainer_options": {"limit_val_batches": 1, "val_check_interval": 1}},
-    "eight bits": {"trainer_options": {"precision": None}},
+    **{f"eight bits {name}": {"trainer_options": {"precision": None}} for name in ("tensorwise", "delayed", "rowwise")},
     "adapters": {},
     "recompute": {"recompute": NORMS},
 }
@@ -117,15 +117,15 @@ def _beside(what: str, level: str) -> dict[str, Any]:
         callbacks = [EMA(0.8)]
     elif what == "adapters":
         callbacks = [Adapters(rank=3, targets=["layers.*"], alpha=6.0)]
-    elif what == "eight bits":
-        recipe = LowPrecisionOptions(recipe="tensorwise", emulate=True)
+    elif what.startswith("eight bits"):
+        recipe = LowPrecisionOptions(recipe=what.split()[-1], emulate=True)
         options["precision_plugin"] = MegatronLowPrecision(recipe, "64-true")
     config = replace(CONFIGS["mha"], num_layers=3, hidden_size=64, ffn_hidden_size=64)
     return fit(config, options={"level": level}, extra_callbacks=callbacks, micro_batch_size=1, **options)
 
 
 def _with_each_level(what: str) -> list[dict[str, Any]]:
-    levels = ("optim", FULL, GRADS, "no_shard") if what == "eight bits" else ("optim", FULL)
+    levels = ("optim", FULL, GRADS, "no_shard") if "tensorwise" in what else ("optim", FULL)
     return [_beside(what, level) for level in levels]
 
 
