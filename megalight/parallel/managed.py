@@ -126,14 +126,19 @@ class ManagedMemory:
         if (reason := why_not(device)) is not None:
             raise ConfigurationError(f"managed memory for {device}: {reason}. Use the device's own memory.")
         self.device = device
-        with tempfile.TemporaryDirectory() as folder:  # a loaded library needs its file no longer
-            path = compile_allocator(Path(folder))
-            self._allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), "managed_alloc", "managed_free")
-        self.pool = torch.cuda.MemPool(self._allocator.allocator())  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.MemPool(_allocator().allocator())
 
     def allocating(self) -> AbstractContextManager[object]:
         """Allocate tensors of the device in managed memory inside."""
         return torch.cuda.use_mem_pool(self.pool, self.device)
+
+
+@cache
+def _allocator() -> Any:
+    """Return the allocator of all pools. It is never dropped: pools give memory back to it when they end."""
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library needs its file no longer
+        path = compile_allocator(Path(folder))
+        return torch.cuda.memory.CUDAPluggableAllocator(str(path), "managed_alloc", "managed_free")
 
 
 def compile_allocator(folder: Path) -> Path:

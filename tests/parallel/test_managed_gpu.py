@@ -13,6 +13,20 @@ pytestmark = pytest.mark.gpu
 GIB = 2**30
 
 
+def test_pools_come_and_go() -> None:
+    """Each gives its memory back to the allocator, which all of them share."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if (reason := why_not(device)) is not None:
+        pytest.skip(reason)
+    for _ in range(2):
+        memory = ManagedMemory(device)
+        with memory.allocating():
+            kept = torch.ones(2**22, device=device)
+        assert kept.sum() == 2**22
+        del kept, memory
+        gc.collect()
+
+
 def test_a_tensor_larger_than_the_device() -> None:
     """Every part is written and read on the device, with and without prefetching it."""
     device = torch.device("cuda", torch.cuda.current_device())
