@@ -77,9 +77,13 @@ class UserBuffers:
 
     def register(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register what is in the pool with groups, after all of it is there; all their members call this together."""
-        backends = [_backend(group, self.device) for group in dict.fromkeys(groups) if group is not None]
-        if self._pool is None or not backends:
+        distinct = [group for group in dict.fromkeys(groups) if group is not None]
+        if self._pool is None or not distinct:
             return
+        for group in distinct:
+            # NCCL connects a group with its first message, and refuses to register memory with one that is not.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        backends = [_backend(group, self.device) for group in distinct]
         for backend in backends:
             # Not `symm=False`: older versions of torch have local registration only, and no such argument.
             backend.register_mem_pool(self._pool, **({"symm": True} if self.kind == "symmetric" else {}))

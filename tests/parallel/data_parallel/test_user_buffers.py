@@ -67,7 +67,15 @@ class Backend:
 
 def _trained(level: str, kind: str, replicate: int) -> None:
     backends: dict[Any, Backend] = {}
+    connected: set[Any] = set()
+    send = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        connected.add(group)
+        return send(tensor, *args, group=group, **options)
+
     with (
+        patch.object(dist, "all_reduce", noted),
         patch.object(user_buffers, "why_not", lambda *_: None),
         patch.object(user_buffers, "_backend", lambda group, _: backends.setdefault(group, Backend())),
         patch.object(torch.cuda, "MemPool", Pool),
@@ -82,6 +90,7 @@ def _trained(level: str, kind: str, replicate: int) -> None:
         sent = {group for b in flat for group in (b.group, b.shard_group, b.unit_group, b.replica_group)} - {None}
         used = {group: backend for group, backend in backends.items() if backend.calls}
         assert used.keys() == sent
+        assert connected == sent, "a message has connected each group before"
         everything = [("register", len(pool.made), {"symm": True} if kind == "symmetric" else {})]
         assert all(backend.calls == everything for backend in used.values()), "once, when all buffers are there"
         buffers = [tensor for bucket in flat for tensor in (bucket.params, bucket.own_params)]

@@ -26,7 +26,7 @@ def _train(kind: Registration, level: str) -> tuple[Tensor, Tensor] | str:
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     """One engine after the other: each registers its buffers with the same groups."""
-    kinds = ("off", "local", "symmetric")
+    kinds = ("local", "symmetric", "off")  # the first one meets groups that have sent nothing yet
     return [(_train, (kind, level)) for kind in kinds for level in ("optim_grads_params", "optim")]
 
 
