@@ -32,7 +32,7 @@ EIGHT_BITS = torch.float8_e4m3fn
 class Watch(pl.Callback):
     """Every step's loss, and the codes and scales with which the next one will multiply."""
 
-    reads_weights = False
+    reads_weights = True  # so that sharded codes are gathered for it
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -131,6 +131,7 @@ LAYOUTS = [
     pytest.param(1, {"micro_batch_size": 2}, "optim", id="one"),
     pytest.param(2, {}, "optim", id="dp"),
     pytest.param(2, {}, "no_shard", id="whole-masters", marks=pytest.mark.full),
+    pytest.param(2, {}, "optim_grads_params", id="sharded"),
     pytest.param(2, {"tensor_parallel": 2, "sequence_parallel": True}, "optim", id="tp"),
     pytest.param(
         2,

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.imports import has_grad_dtype, torch_distributed
-from megalight.ops.parameter import collect, release, state_of
-from megalight.ops.quantize.formats import DTYPES
+from megalight.ops.parameter import collect, precision_of, release, state_of
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import Piece, ShardSpec
@@ -157,7 +156,7 @@ class FlatParameters:
         gathering: ProcessGroup | None = None,
         allocating: Allocating = nullcontext,
     ) -> None:
-        kind, codes = layout.kind, layout.kind.codes
+        kind, codes, stored = layout.kind, layout.kind.codes, layout.kind.stored_dtype
         self.layout = layout
         self.group = groups.data
         # Without divided masters every rank steps all of them: gradients are still
@@ -185,17 +184,18 @@ class FlatParameters:
         own = values[slice(*self.kept)]
         if params is not None:
             # The whole tensor was needed only to cut this rank's interval from it, and is freed here.
-            with allocating():
+            with allocating() if codes is None else nullcontext():
                 own = own.clone()
             values = params
-        if codes is not None:
-            with allocating():
-                self.params = torch.zeros(layout.numel, dtype=DTYPES[codes], device=device)
+        if codes is None:
+            self.params, self.own_params = values, own
         else:
-            self.params = values
-        self.own_params = own if codes is None else self.params[slice(*self.kept)]
+            with allocating():
+                self.params = values if self.shards_params else torch.zeros(layout.numel, dtype=stored, device=device)
+                whole = self.params[slice(*self.kept)]
+                self.own_params = torch.zeros_like(whole) if self.shards_params else whole
         self.updated = self._updated(*interval)
-        self._nowhere = without_memory(torch.empty(2, dtype=self.params.dtype, device="meta"), device)
+        self._nowhere = self._no_memory()
         self.show(self.params)
         if self.shards_params:
             self.vacate()
@@ -207,6 +207,9 @@ class FlatParameters:
         master = own.detach()[first : first + interval[1] - interval[0]]
         self.shard = FlatShard(kind.group, *interval, master, slots, replicas)
         self.shard.place = replicas.index(kind.mesh.global_rank)
+
+    def _no_memory(self) -> Tensor:
+        return without_memory(torch.empty(2, dtype=self.params.dtype, device="meta"), self.params.device)
 
     def _updated(self, start: int, stop: int) -> Tensor:
         return self.own_params[start - self.kept[0] : stop - self.kept[0]]
@@ -229,6 +232,8 @@ class FlatParameters:
             nan = self._nowhere[0] if info.parameter.numel() > 1 else self._nowhere[0].clone()  # one element: writable
             # Strides of 0: one element in memory serves the whole shape.
             info.parameter.data = nan.expand(info.parameter.shape)
+            if self.holds_codes and (precision := precision_of(info.parameter)) is not None:
+                precision.forget()  # it keeps the codes, which another unit is about to overwrite, and their transpose
 
     def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
         """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""
@@ -324,13 +329,22 @@ class Bucket(FlatParameters):
         state_of(shard.master).master_copy = not self.master_is_own_params
 
     @torch.no_grad()
-    def widen(self, gather: Callable[[Tensor, Tensor], object]) -> None:
+    def widen(self, gather: Callable[[Tensor, Tensor], object], params: Tensor | None = None) -> None:
         """Turn parameters that are codes back into their own dtype, with the values of the masters.
 
         Args:
             gather: all-gathers every rank's second argument into the first one.
+            params: memory in that dtype that sharded parameters share with those of other units.
         """
-        self.params = torch.zeros(self.layout.numel, dtype=self.layout.kind.param_dtype, device=self.params.device)
+        dtype = self.layout.kind.param_dtype
+        if params is not None:
+            self.vacate()  # nothing shows the codes any more, and no cast of them stays
+            self.params, self.own_params = params, self.shard.master.detach().to(dtype)
+            self.updated, self.holds_codes = self.own_params, False
+            self._nowhere = self._no_memory()
+            self.vacate()
+            return
+        self.params = torch.zeros(self.layout.numel, dtype=dtype, device=self.params.device)
         self.own_params = self.params[self.shard.start : self.shard.stop]
         self.updated = self.own_params
         self.holds_codes = False

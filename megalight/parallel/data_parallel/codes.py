@@ -96,7 +96,9 @@ class Codes:
             rows, _ = cast(master, scheme, None, amax=amax[number])
             assert rows is not None
             # As bytes: in-place copies are not available for all 8-bit dtypes.
-            bucket.params[low:high].view(torch.uint8).copy_(rows.data.view(torch.uint8).view(-1))
+            offset = bucket.kept[0]
+            own = bucket.own_params[low - offset : high - offset]
+            own.view(torch.uint8).copy_(rows.data.view(torch.uint8).view(-1))
 
 
 def _rows(flat: Tensor) -> Tensor:

@@ -212,7 +212,7 @@ class DataParallelEngine:
                 # Small updates vanish in half precision: a step is often below half a
                 # unit in the last place of the weight.
                 master_dtype or _wide(layout.kind.param_dtype),
-                None if params is None else params.take(layout, layout.kind.param_dtype),
+                None if params is None else params.take(layout, layout.kind.stored_dtype),
                 None if grads is None else grads.take(layout, layout.kind.grad_dtype),
                 self._reducer.sum_dtype(layout.kind.grad_dtype),
                 index in on_host,
@@ -272,11 +272,6 @@ class DataParallelEngine:
         # A single rank holds all shards. Gathers would only copy.
         if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
             return kind  # always whole
-        if self.level.parameters and kind.codes is not None:
-            raise ConfigurationError(
-                f"{info.name} is stored as 8-bit codes (primary_weights), which level 'optim_grads_params' does not "
-                "shard; leave primary_weights out, or use level 'optim_grads'."
-            )
         return replace(kind, unit=info.unit)
 
     # ---------------------------------------------------------------- gradients

@@ -44,11 +44,11 @@ class Gatherer:
                 # collective copies nothing on this rank.
                 self._waits[index] = gather(bucket.params, bucket.own_params, bucket.shard_group).wait
 
-    def widen(self, bucket: Bucket) -> None:
-        """Turn a bucket's codes into parameters of their own dtype."""
+    def widen(self, bucket: Bucket, params: Tensor | None) -> None:
+        """Turn a bucket's codes into parameters of their own dtype; see :meth:`Bucket.widen`."""
         self.wait()
         group = bucket.shard_group
-        bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait())
+        bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait(), params)
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """Wait for some buckets, or for all. On CUDA the current stream waits, not the host."""

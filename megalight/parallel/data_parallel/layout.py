@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.ops.quantize.formats import Format
+from megalight.ops.quantize.formats import DTYPES, Format
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 
 ALIGNMENT = 64
@@ -97,6 +97,11 @@ class Kind:
     unit: int | None = None
     replicate: int = 1
     divide_replicas: bool = False
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype in which parameters are stored and sent: that of their codes, if they have any."""
+        return self.param_dtype if self.codes is None else DTYPES[self.codes]
 
     @property
     def ranks(self) -> tuple[int, ...]:

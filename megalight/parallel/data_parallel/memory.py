@@ -72,13 +72,13 @@ def choose(
     for layout in in_units:
         # One buffer per kind of parameter and gradient, as large as the largest unit needs it.
         key = replace(layout.kind, unit=None)
-        largest[key] = max(largest.get(key, 0), layout.numel * layout.kind.param_dtype.itemsize)
+        largest[key] = max(largest.get(key, 0), layout.numel * layout.kind.stored_dtype.itemsize)
     buffer, reasons = sum(largest.values()), dict[str, str]()
     units = len({layout.kind.unit for layout in in_units})
     if prefetch is None:
         # A buffer more only smooths out units of uneven size, so it must not cost memory that activations may need.
         # And not what sharding has just saved: a model of few units would need more memory than without it.
-        saved = sum(layout.numel * layout.kind.param_dtype.itemsize * (1 - 1 / _shards(layout)) for layout in in_units)
+        saved = sum(layout.numel * layout.kind.stored_dtype.itemsize * (1 - 1 / _shards(layout)) for layout in in_units)
         spare = 0 if free is None else int(min(PREFETCH_SHARE * free, SAVED_SHARE * saved))
         # One less, as the unit that computes has a buffer, too.
         deeper = spare // buffer - 1 if buffer else 0

@@ -16,6 +16,7 @@ from megalight.parallel.data_parallel.gather import (
     parameters_to_masters,
 )
 from megalight.parallel.data_parallel.host import HostMasters
+from megalight.parallel.data_parallel.memory import TurnBuffers
 from megalight.parallel.data_parallel.residency import Residency
 from megalight.parallel.trace import spanned
 
@@ -91,10 +92,24 @@ class ShardedParameters:
             self.publish()
 
     def widen(self) -> None:
-        """Give parameters that are codes their own dtype again."""
-        for bucket in self._with_codes():
-            self._gatherer.widen(bucket)
+        """Give parameters that are codes their own dtype again. Those of units stay sharded."""
+        held = self._with_codes()
+        sharded = [bucket.layout for bucket in held if bucket.shards_params]
+        turns = 1
+        if sharded and self.residency is not None:
+            # What others wrote to whole parameters stays, and codes in flight arrive before their memory is freed.
+            self.residency.write_back()
+            self.residency.forget()
+            turns = self.residency.turns
+        memory = TurnBuffers(sharded, turns, self._device)
+        for bucket in held:
+            dtype = bucket.layout.kind.param_dtype
+            self._gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
         self._codes = Codes((), self._device)
+        if sharded and self.residency is not None:
+            self.residency.guard()
+            if self.residency.whole:
+                self.residency.gather_all()
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""

@@ -34,9 +34,13 @@ class Residency:
         self._present: list[int | None] = [None] * turns
         self._shown: set[int] = set()
         self._arriving: dict[int, Callable[[], None]] = {}
+        self._stream = side_stream(device)
+        self.guard()
+
+    def guard(self) -> None:
+        """Keep memory from other uses until the last gathers from and into it are done."""
         # After the last step of a run the next units are still on their way. If the run is dropped then, nobody waits
         # for them, and their memory must not be used again before they have arrived.
-        self._stream = side_stream(device)
         if self._stream is not None:
             self._stream.uses(flat for bucket in self._buckets for flat in (bucket.params, bucket.own_params))
 
@@ -80,7 +84,7 @@ class Residency:
 
     def expire(self) -> None:
         """Forget what is there: the shards have new values."""
-        self._forget()
+        self.forget()
         for bucket in self._buckets if self.whole else ():
             if bucket.unit_group is not None:
                 gather(bucket.shown, bucket.own_params, bucket.unit_group).wait()
@@ -93,7 +97,7 @@ class Residency:
     def gather_all(self) -> None:
         """Give all parameters memory of their own, with their values, until :meth:`release`."""
         # Gathers in flight write to the buffers of turns, which are no longer shown.
-        self._forget()
+        self.forget()
         for bucket in self._buckets:
             bucket.show(bucket.own_params.new_empty(bucket.layout.numel))
         self.whole = True
@@ -104,7 +108,8 @@ class Residency:
         """Copy this rank's part of whole parameters, which somebody may have written to, into the shards."""
         # All ranks wrote the same values, so each keeps its own interval and nothing is sent.
         for bucket in self._buckets if self.whole else ():
-            bucket.own_params.copy_(bucket.shown[slice(*bucket.kept)])
+            if not bucket.holds_codes:  # those come from the masters alone
+                bucket.own_params.copy_(bucket.shown[slice(*bucket.kept)])
 
     def release(self) -> None:
         """End :meth:`gather_all`: keep the shards only."""
@@ -118,7 +123,8 @@ class Residency:
     def _buckets(self) -> list[FlatParameters]:
         return [bucket for buckets in self.units for bucket in buckets]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Wait for all gathers, and take the parameters of units from the buffers."""
         self.settle()
         self._present = [None] * self.turns
         for unit in tuple(self._shown):

@@ -15,6 +15,9 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.units import owned_alone, units_of
+from tests.parallel.data_parallel.helpers import mesh
+from tests.workers import run
 
 SHAPES = {"up": (48, 16), "down": (16, 48), "norm": (16,)}
 
@@ -119,3 +122,69 @@ def test_loaded_masters_stay() -> None:
     assert torch.equal(masters(engine)["down"], torch.full((16, 48), 1 / 3))
     assert bool((masters(engine)["norm"] == 0.5).all())
     check(parameters, engine)
+
+
+class Layer(nn.Module):
+    """Two weights stored as codes, which the backward pass needs again after other layers have used their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(48, 16) / 4), nn.Parameter(torch.randn(16, 48) / 4)
+        self.bias = nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + linear(torch.tanh(linear(x, self.up) + self.bias), self.down)
+
+
+def _sharded(level: str, primary: bool, replicate: int) -> tuple[list[float], list[Tensor], int, int]:
+    """Losses, weights at the end, and bytes of parameters while they are codes and after."""
+    torch.manual_seed(5)
+    model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
+    session, units = Session(), units_of(model)
+    for layer in model["layers"]:  # type: ignore[attr-defined]
+        for parameter in (layer.up, layer.down):
+            precision = LowPrecision(recipe("tensorwise"), session, emulate=True, primary=primary)
+            state_of(parameter).precision = precision
+    numbers = owned_alone(model, units)
+    infos = [
+        ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers[id(p)])
+        for name, p in model.named_parameters()
+    ]
+    engine = DataParallelEngine(infos, mesh(), level=level, units=units, replicate=replicate)
+    optimizer = shard_optimizer(Adam(model.parameters(), lr=0.05), engine)
+    narrow, losses = engine.memory()["parameters"], []
+    draws = torch.Generator().manual_seed(engine.mesh.global_rank)
+    for number in range(3):
+        engine.zero_grad()
+        with session.step(number), engine.micro_batches(2):
+            for _ in range(2):
+                x = torch.randn(8, 16, generator=draws)
+                for layer in model["layers"]:  # type: ignore[attr-defined]
+                    x = layer(x)
+                loss = x.square().mean()
+                losses.append(float(loss.detach()))
+                loss.backward()
+        engine.finish_grad_sync()
+        optimizer.step()
+        engine.publish()
+        if number == 1:  # as hooks between steps do
+            engine.gather_parameters()
+            engine.release_parameters()
+    engine.close()
+    engine.gather_parameters()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    weights = [p.detach().clone() for p in model.parameters()]
+    engine.release_parameters()
+    return losses, weights, narrow, engine.memory()["parameters"]
+
+
+@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 2)])
+def test_sharded_weights_are_gathered_as_codes(ranks: int, replicate: int) -> None:
+    """Bit for bit what casts of gathered float32 weights give, and a quarter of the bytes but for biases."""
+    found = run(_sharded, ranks, "optim_grads_params", True, replicate)
+    expected = run(_sharded, ranks, "optim_grads_params", False, replicate)
+    for (losses, weights, narrow, wide), (usual, theirs, held, _) in zip(found, expected, strict=True):
+        assert losses == usual
+        assert all(map(torch.equal, weights, theirs))
+        assert narrow < 0.4 * held
+        assert wide == held
